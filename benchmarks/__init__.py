@@ -1,0 +1,1 @@
+"""How fast Equipoise is next to other simulators, on the same work."""

@@ -1,0 +1,112 @@
+"""Which Python runs which peer: pins of other libraries clash, so each of them has an environment of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equipoise.errors import InputError, RunError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+ENVIRONMENTS = HERE / ".envs"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A script under ``benchmarks/peers``, what must be installed for it and where it can run."""
+
+    name: str
+    script: str
+    requirements: str | None = None
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    @property
+    def path(self) -> Path:
+        """Locate the script."""
+        return HERE / "peers" / self.script
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("bare", "bare.py"),
+        Peer("pfl", "pfl_research.py", "requirements-pfl.txt"),
+        Peer("flower", "flower.py", "requirements-flower.txt", devices=("cpu",)),
+        Peer("equipoise", "equipoise_engine.py"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the command line said about environments, by peer: an environment's directory, or extra import paths."""
+
+    envs: dict[str, Path] = field(default_factory=dict)
+    pythonpaths: dict[str, Path] = field(default_factory=dict)
+
+
+def interpreter(peer: Peer, choices: Choices) -> Path:
+    """Find the Python for a peer, making its environment first where it has none.
+
+    Parameters
+    ----------
+    peer : Peer
+        Who is to run.
+    choices : Choices
+        A directory given for the peer goes before everything else; with an import path given, this Python is used.
+
+    Returns
+    -------
+    Path
+        The executable.
+
+    Examples
+    --------
+    >>> interpreter(PEERS["bare"], Choices()) == Path(sys.executable)
+    True
+    """
+    if peer.name in choices.envs:
+        python = choices.envs[peer.name] / "bin" / "python"
+        if not python.exists():
+            raise InputError(f"no Python at {str(python)!r}, from --env {peer.name}=…; give a virtual environment")
+        return python
+    if peer.requirements is None or peer.name in choices.pythonpaths:
+        return Path(sys.executable)
+    return _made(peer, HERE / "peers" / peer.requirements)
+
+
+def variables(peer: Peer, choices: Choices, threads: int) -> dict[str, str]:
+    """Give the environment variables of a peer's process: this repository importable, and the same threads for all."""
+    paths = [ROOT, *([choices.pythonpaths[peer.name]] if peer.name in choices.pythonpaths else [])]
+    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+
+
+def _made(peer: Peer, requirements: Path) -> Path:
+    directory = ENVIRONMENTS / peer.name
+    python = directory / "bin" / "python"
+    # Written last, so an interrupted or outdated installation is done again.
+    stamp = directory / "installed"
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"installing {peer.name} into {directory} …", file=sys.stderr, flush=True)
+    venv.create(directory, with_pip=True, clear=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)]
+    if subprocess.run(pip).returncode != 0:
+        raise RunError(
+            f"could not install {requirements.name} for peer {peer.name!r}; give --env {peer.name}=DIR instead"
+        )
+    stamp.write_text(wanted)
+    return python

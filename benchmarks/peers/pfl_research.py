@@ -1,0 +1,85 @@
+"""pfl-research (PyPI ``pfl``): its own FederatedAveraging, simulated backend and in-memory datasets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.aggregate.weighting import WeightByDatapoints
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.sampling import MinimizeReuseUserSampler
+from pfl.hyperparam import NNTrainHyperParams
+from pfl.metrics import Metrics, Weighted
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+
+from benchmarks.protocol import Pass, Work, run_peer
+
+
+class WithLoss(nn.Module):
+    """The model with the two methods pfl asks of a PyTorch module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Give the mean cross-entropy of one batch."""
+        return nn.functional.cross_entropy(self.model(x), y)
+
+    def metrics(self, x: Tensor, y: Tensor) -> dict[str, Weighted]:
+        """Give next to nothing: pfl always evaluates its first round, and evaluation is no part of the job."""
+        return {"samples": Weighted(len(y), 1)}
+
+
+class RoundDone(TrainingProcessCallback):
+    """Tells the clock that a round has ended."""
+
+    def __init__(self, round_done: Callable[[], None]) -> None:
+        self._round_done = round_done
+
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
+        """Mark the end of the round, and let training go on."""
+        self._round_done()
+        return False, Metrics()
+
+
+def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
+    """Train as ``benchmarks.protocol.Train`` asks; pfl takes in-memory samples in their stored order in every pass."""
+    os.environ["PFL_PYTORCH_DEVICE"] = str(work.device)
+    job = work.job
+    x, y = work.data()
+    module = WithLoss(work.model(stage))
+    # Visiting users in turn is pfl's own sampler, and gives exactly the cohorts of ``job.cohort_of``.
+    users = {client: (x[client], y[client]) for client in range(job.clients)}
+    dataset = FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users)))
+    rounds = stage.warmup + stage.rounds
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=rounds,
+            evaluation_frequency=rounds,
+            train_cohort_size=job.cohort,
+            val_cohort_size=None,
+        ),
+        SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()]),
+        PyTorchModel(
+            model=module,
+            local_optimizer_create=torch.optim.SGD,
+            central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+        ),
+        NNTrainHyperParams(local_batch_size=job.batch, local_num_epochs=job.epochs, local_learning_rate=job.lr),
+        callbacks=[RoundDone(round_done)],
+        send_metrics_to_platform=False,
+    )
+    return {name: parameter.detach().cpu() for name, parameter in module.model.named_parameters()}
+
+
+if __name__ == "__main__":
+    run_peer(train, package="pfl")

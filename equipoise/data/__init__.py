@@ -1,0 +1,134 @@
+"""Sources of data, the ways to divide them among clients, and the federations they make.
+
+A source is one file in this folder with a function ``recipe(*, seed, **options)`` that returns a `Source` and the
+partition it is usually divided by; `SOURCES` says where each is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from equipoise.data.federate import federate
+from equipoise.data.partition import Assignment, ByGroup, ClassesPerClient, Dirichlet, Iid, Natural, Partition
+from equipoise.data.picture import draw
+from equipoise.data.source import Source
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation
+
+__all__ = [
+    "PARTITIONS",
+    "SOURCES",
+    "Assignment",
+    "ByGroup",
+    "ClassesPerClient",
+    "Dirichlet",
+    "Iid",
+    "Natural",
+    "Partition",
+    "Source",
+    "draw",
+    "federate",
+    "load",
+    "make_partition",
+]
+
+SOURCES = {"digits": "equipoise.data.digits"}
+
+PARTITIONS: dict[str, type[Partition]] = {
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "classes": ClassesPerClient,
+    "group": ByGroup,
+    "natural": Natural,
+}
+
+
+def make_partition(name: str, **options: Any) -> Partition:
+    """Make a partition from its name, as configuration files do.
+
+    Parameters
+    ----------
+    name : str
+        One of `PARTITIONS`.
+    **options
+        What that partition takes.
+
+    Returns
+    -------
+    Partition
+        Ready to divide a source.
+
+    Examples
+    --------
+    >>> make_partition("dirichlet", clients=20, beta=0.3)
+    Dirichlet(clients=20, beta=0.3, min_samples=3)
+    """
+    if name not in PARTITIONS:
+        raise unknown("partition", name, PARTITIONS)
+    partition: Partition = _call(PARTITIONS[name], options, f"partition {name!r}")
+    return partition
+
+
+def load(
+    name: str,
+    *,
+    partition: Partition | Mapping[str, Any] | str | None = None,
+    splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
+    unseen: int | float | Sequence[int] = 0,
+    leave_out: str | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Federation:
+    """Load a federation by the name of its source.
+
+    Parameters
+    ----------
+    name : str
+        One of `SOURCES`.
+    partition : Partition, mapping or str, optional
+        How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``, or a bare name; the
+        source's usual partition by default.
+    splits, unseen, leave_out
+        See `federate`.
+    seed : int
+        Decides everything that is drawn.
+    **options
+        What the source takes, such as ``imbalance`` for the digits.
+
+    Returns
+    -------
+    Federation
+        Ready for training.
+
+    Examples
+    --------
+    >>> federation = load("digits", imbalance=10)
+    >>> federation.clients, federation.shape, federation.group_names
+    (22, (1, 8, 8), ('plain', 'blurred', 'inverted', 'rotated', 'textured'))
+    """
+    if name not in SOURCES:
+        raise unknown("data", name, SOURCES)
+    source, usual = _call(import_module(SOURCES[name]).recipe, {"seed": seed, **options}, f"data {name!r}")
+    if isinstance(partition, str):
+        partition = {"name": partition}
+    if isinstance(partition, Mapping):
+        if "name" not in partition:
+            raise InputError(
+                f"partition {dict(partition)} of data {name!r} needs a name; valid: {', '.join(PARTITIONS)}"
+            )
+        partition = make_partition(**partition)
+    return federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, seed=seed)
+
+
+def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
+    """Call a function with options by name, refusing those it does not know and naming those it lacks."""
+    known = signature(function).parameters
+    for option in options:
+        if option not in known:
+            raise unknown("option", option, known, where=where)
+    if missing := [option for option, field in known.items() if field.default is field.empty and option not in options]:
+        raise InputError(f"{where} needs {' and '.join(missing)}")
+    return function(**options)

@@ -1,0 +1,67 @@
+"""Augmentation of image batches on the device, with random numbers that belong to client, step and sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from equipoise.engine.random import fold_tensor, uniform
+from equipoise.errors import InputError
+
+
+class Augmentation(Protocol):
+    """Something that changes training images at random."""
+
+    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Change images ``[N, channels, height, width]`` with one key an image."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Mirror an image left to right with probability one half.
+
+    Examples
+    --------
+    >>> x = torch.arange(4.0).view(1, 1, 2, 2)
+    >>> sorted({tuple(Flip()(x, torch.tensor([key])).flatten().tolist()) for key in range(20)})
+    [(0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 3.0, 2.0)]
+    """
+
+    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Mirror some of the images."""
+        mirrored = uniform(fold_tensor(keys, 0)) < 0.5
+        return torch.where(mirrored.view(-1, 1, 1, 1), x.flip(-1), x)
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Pad an image with zeros on all sides and cut the original size out at a random place.
+
+    Examples
+    --------
+    >>> Crop(padding=1)(torch.ones(3, 1, 4, 4), torch.arange(3)).shape
+    torch.Size([3, 1, 4, 4])
+    """
+
+    padding: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse a padding that shifts nothing."""
+        if self.padding < 1:
+            raise InputError(f"crop.padding must be at least 1, got {self.padding!r}")
+
+    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Shift the images."""
+        height, width = x.shape[-2:]
+        padded = F.pad(x, [self.padding] * 4)
+        places = 2 * self.padding + 1
+        top, left = ((uniform(fold_tensor(keys, axis)) * places).long() for axis in (1, 2))
+        rows = (top.view(-1, 1) + torch.arange(height, device=x.device)).view(-1, 1, height, 1)
+        columns = (left.view(-1, 1) + torch.arange(width, device=x.device)).view(-1, 1, 1, width)
+        images = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
+        channels = torch.arange(x.shape[1], device=x.device).view(1, -1, 1, 1)
+        return padded[images, channels, rows, columns]

@@ -1,0 +1,32 @@
+"""Random numbers of the data layer: one generator for each seed and purpose, none of them global."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from equipoise.data.checks import whole
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """Make the generator that draws for one purpose, so that two purposes never share their numbers.
+
+    Parameters
+    ----------
+    seed : int
+        0 or more.
+    purpose : str
+        What the numbers are for.
+
+    Returns
+    -------
+    numpy.random.Generator
+        The same for the same seed and purpose.
+
+    Examples
+    --------
+    >>> bool(generator(0, "styles").random() == generator(0, "styles").random())
+    True
+    """
+    return np.random.default_rng([whole(seed, "seed", least=0), zlib.crc32(purpose.encode())])

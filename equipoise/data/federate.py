@@ -1,0 +1,99 @@
+"""From a source and a partition to a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.data.draws import generator
+from equipoise.data.partition import Assignment, Partition
+from equipoise.data.source import Source
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation, Split, split_samples
+
+
+def federate(
+    source: Source,
+    partition: Partition,
+    *,
+    splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
+    unseen: int | float | Sequence[int] = 0,
+    leave_out: str | None = None,
+    seed: int = 0,
+) -> Federation:
+    """Divide a source among clients, and each client's samples into train, val and test.
+
+    Parameters
+    ----------
+    source : Source
+        The samples.
+    partition : Partition
+        How to divide them, such as ``Dirichlet(100, beta=0.3)``.
+    splits : tuple of three floats
+        Shares of train, val and test in every client, summing to 1.
+    unseen : int, float or sequence of int
+        Clients to hold out of training: how many, or (below 1) what share of them, drawn at random; or which.
+    leave_out : str, optional
+        A group whose clients are all unseen, on top of ``unseen``.
+    seed : int
+        Decides the partition, the splits and the draw of unseen clients.
+
+    Returns
+    -------
+    Federation
+        Ready for training.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from equipoise.data.partition import Iid
+    >>> source = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4)
+    >>> federation = federate(source, Iid(4), unseen=0.25)
+    >>> federation.clients, len(federation.seen), federation.train.sizes.tolist()
+    (4, 3, [7, 7, 7, 7])
+    """
+    assignment = partition.assign(source, seed)
+    left_out = _left_out(assignment, leave_out)
+    keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
+    return Federation(
+        source.x,
+        source.y,
+        *split_samples(Split.from_lists(assignment.clients), keys, splits, seed),
+        groups=np.array(assignment.groups, np.int64),
+        group_names=assignment.group_names,
+        unseen=left_out | _unseen(unseen, left_out, seed),
+        task=source.task,
+        classes=source.classes,
+        name=source.name,
+        client_names=assignment.names,
+    )
+
+
+def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:
+    if group is None:
+        return np.zeros(len(assignment.clients), bool)
+    if group not in assignment.group_names:
+        raise unknown("group", group, assignment.group_names, where="leave_out")
+    return np.isin(assignment.groups, assignment.group_names.index(group))
+
+
+def _unseen(wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
+    """Choose unseen clients among those that are not left out already."""
+    chosen = np.zeros(len(left_out), bool)
+    candidates = np.flatnonzero(~left_out)
+    if not isinstance(wanted, int | float | np.number):
+        for client in wanted:
+            if client not in range(len(left_out)):
+                raise InputError(f"unseen client {client!r} does not exist; valid: 0 to {len(left_out) - 1}")
+        chosen[list(wanted)] = True
+        return chosen
+    count = round(wanted * len(left_out)) if isinstance(wanted, float) and 0 <= wanted < 1 else wanted
+    if count not in range(len(left_out)) or not 0 <= count < max(1, len(candidates)):
+        raise InputError(
+            f"unseen={wanted} must leave a client to train: a count from 0 to {max(0, len(candidates) - 1)}, "
+            "a share from 0 up to 1, or a list of clients"
+        )
+    chosen[generator(seed, "unseen").permutation(candidates)[: int(count)]] = True
+    return chosen

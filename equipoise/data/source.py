@@ -1,0 +1,68 @@
+"""A source: samples as they come, before anyone has divided them among clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.errors import InputError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """Samples and what is known about each: its label, perhaps its group, perhaps the client it came from.
+
+    Parameters
+    ----------
+    x : Tensor of shape [N, ...]
+        The samples.
+    y : Tensor
+        int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
+    task : {"classification", "regression"}
+        What ``y`` means.
+    classes : int, optional
+        Number of classes; one more than the largest label by default.
+    name : str
+        What to call data from here.
+    groups : int array of shape [N], optional
+        Every sample's group, as a position in ``group_names``.
+    group_names : tuple of str
+        Names of the groups, the commonest first where that matters.
+    ids : array of shape [N], optional
+        The client each sample came from, where the data knows it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Source(x=torch.zeros(3, 2), y=torch.tensor([0, 1, 2])).classes
+    3
+    """
+
+    x: Tensor
+    y: Tensor
+    task: str = "classification"
+    classes: int | None = None
+    name: str = "custom"
+    groups: NDArray[np.int64] | None = None
+    group_names: tuple[str, ...] = ()
+    ids: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together."""
+        for part in ("y", "groups", "ids"):
+            values = getattr(self, part)
+            if values is not None and len(values) != len(self.x):
+                raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")
+        if not len(self.x):
+            raise InputError(f"source {self.name!r} is empty; it needs samples")
+        if self.groups is not None and not 0 <= self.groups.min() <= self.groups.max() < len(self.group_names):
+            raise InputError(
+                f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
+                f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"
+            )
+        if self.classes is None and self.task == "classification":
+            object.__setattr__(self, "classes", int(self.y.max()) + 1)

@@ -1,0 +1,72 @@
+"""How many clients are stacked.
+
+The choice follows a fixed rule from device and model, so that the same run takes the same path everywhere. On request it
+is measured instead, and the outcome belongs to the run's configuration from then on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from equipoise.engine.network import Network
+from equipoise.models.layers import Forward
+
+# On a CPU stacking saves Python's time, not arithmetic: it pays while all stacked parameters stay in its caches.
+_CPU_STACKED_PARAMETERS = 2_000_000
+# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about six times over (weights,
+# gradient, optimizer state, update), activations about three times (forward, backward, workspace).
+_GPU_SHARE = 0.25
+_PARAMETER_COPIES, _ACTIVATION_COPIES = 6, 3
+
+
+def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> int:
+    """Choose the chunk size from device and model alone.
+
+    Parameters
+    ----------
+    network : Network
+        The model.
+    sample : Tensor
+        One sample, without a batch axis.
+    batch_size : int
+        Samples a step.
+
+    Returns
+    -------
+    int
+        At least 1.
+
+    Examples
+    --------
+    >>> from equipoise.engine.task import Task
+    >>> from equipoise.models import build
+    >>> mlp = Network(build("mlp", shape=(64,), classes=10), Task("classification"))
+    >>> chunk_by_rule(mlp, torch.zeros(64), 10)
+    416
+    """
+    parameters = sum(tensor.numel() for tensor in network.initial().values())
+    if network.device.type == "cpu":
+        convolves = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in network.module.modules())
+        # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.
+        return 1 if convolves else max(1, _CPU_STACKED_PARAMETERS // parameters)
+    total = torch.cuda.get_device_properties(network.device).total_memory
+    numbers = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * batch_size * _activations(network, sample)
+    return max(1, int(_GPU_SHARE * total / (numbers * network.dtype.itemsize)))
+
+
+def _activations(network: Network, sample: torch.Tensor) -> int:
+    """Count the numbers that all layers together put out for one sample."""
+    counted = 0
+
+    def count(layer: nn.Module, inputs: object, output: object) -> None:
+        nonlocal counted
+        if isinstance(output, torch.Tensor):
+            counted += output.numel()
+
+    handles = [layer.register_forward_hook(count) for layer in network.module.modules()]
+    with torch.no_grad():
+        network.output(network.initial(), sample.unsqueeze(0).to(network.device), Forward(train=False))
+    for handle in handles:
+        handle.remove()
+    return counted

@@ -1,0 +1,121 @@
+"""One client, as its own code sees it: parameters, one batch, what the server sent, what it remembers.
+
+A loss is written for one client. The engine calls it for many at once with ``torch.func.vmap``, so it must be pure: no
+loops over clients, no ``.item()``, no branches on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from equipoise.engine.network import Network
+from equipoise.models.layers import Forward
+from equipoise.tree import PERSONAL, Tree, squared_distance
+
+
+@dataclass(frozen=True)
+class Client:
+    """What a loss may look at.
+
+    Attributes
+    ----------
+    network : Network
+        The model as a function of its parameters.
+    params : Tree
+        The client's parameters and buffers as they are now, its kept parts included.
+    x, y : Tensor
+        One batch.
+    forward : Forward
+        Mask and random key of the batch, and whether this is training.
+    sent : mapping of Tree
+        What the server sent: ``model`` and whatever the aggregation sends besides.
+    each : mapping of Tensor
+        What the server sent to this client alone.
+    memory : mapping of Tree
+        What the client remembers (kept parts are in ``params``).
+    seen : Tensor
+        Whether the client has taken part before: a flag to compute with instead of a branch.
+    """
+
+    network: Network
+    params: Tree
+    x: Tensor
+    y: Tensor
+    forward: Forward
+    sent: Mapping[str, Tree]
+    each: Mapping[str, Tensor]
+    memory: Mapping[str, Tree]
+    seen: Tensor
+    moving: frozenset[str] = frozenset()
+    recorded: Tree = field(default_factory=dict)
+    prefix: str = ""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which rows of the batch are samples; ``None`` when all are."""
+        return self.forward.mask
+
+    @property
+    def received(self) -> Tree:
+        """The global model as it was received."""
+        return self.sent["model"]
+
+    def moved(self) -> Tree:
+        """Give the parameters this phase moves, under the names of the shared model."""
+        return {name.removeprefix(PERSONAL): self.params[name] for name in self.params if name in self.moving}
+
+    def output(self) -> Tensor:
+        """Give the model's output for the batch.
+
+        The first output computed in a step is the one whose BatchNorm statistics are kept.
+        """
+        output, buffers = self.network.output(self.params, self.x, self.forward)
+        if not self.recorded:
+            self.recorded.update({self.prefix + name: value for name, value in buffers.items()})
+        return output
+
+    def task_loss(self) -> Tensor:
+        """Give the task's loss, sample by sample."""
+        return self.network.task.loss(self.output(), self.y)
+
+    def personal(self) -> Client:
+        """Give the same client with its personal parts in place of the shared ones."""
+        own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
+        return replace(self, params={**self.params, **own}, prefix=PERSONAL)
+
+    def distance_to_received(self) -> Tensor:
+        """Give the squared L2 distance of the moving parameters from the received global model."""
+        return squared_distance(self.moved(), self.received)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A client after local training.
+
+    Attributes
+    ----------
+    params : Tree
+        Its parameters now.
+    sent, each, memory, seen
+        As in :class:`Client`; the memory is the one it began with.
+    steps : Tensor
+        How many steps it made.
+    lr : Tensor
+        The learning rate of those steps.
+    """
+
+    params: Tree
+    sent: Mapping[str, Tree]
+    each: Mapping[str, Tensor]
+    memory: Mapping[str, Tree]
+    seen: Tensor
+    steps: Tensor
+    lr: Tensor
+
+    @property
+    def received(self) -> Tree:
+        """The global model as it was received."""
+        return self.sent["model"]

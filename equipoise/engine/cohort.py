@@ -1,0 +1,356 @@
+"""The in-process engine: a cohort that answers with stacked tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import vmap
+
+from equipoise.engine.batches import Batches, draw_batches
+from equipoise.engine.chunking import chunk_by_rule
+from equipoise.engine.client import Client
+from equipoise.engine.data import DeviceData
+from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
+from equipoise.engine.local import Chunk, Pace, finish_chunk, rows, train_chunk, tree_rows
+from equipoise.engine.memory import Memory, MemoryStore
+from equipoise.engine.network import Network
+from equipoise.engine.optimizers import Column, TorchOptimizer
+from equipoise.engine.random import fold, fold_tensor
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.task import Task
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation
+from equipoise.method import LocalRule, Method, Reports, Updates
+from equipoise.models.layers import Forward
+from equipoise.tree import PERSONAL, Tree, select, size_in_bytes
+
+# The one tree of a client's memory that the engine itself reads: the parts its local rule keeps.
+KEPT = "kept"
+
+_REPORT_SPLITS = {
+    "loss_before": "train",
+    "loss_after": "train",
+    "val_loss_before": "val",
+    "val_loss_after": "val",
+}
+
+
+class Engine:
+    """Carries methods out in this process.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients and their data.
+    model : nn.Module
+        With ``features`` and ``head``.
+    training : Training
+        How clients train.
+    machine : Machine
+        Where, and in which arithmetic.
+    seed : int
+        Of all random numbers.
+
+    Examples
+    --------
+    >>> from equipoise.data import load
+    >>> from equipoise.methods import build as method
+    >>> from equipoise.models import build as model
+    >>> digits = load("digits")
+    >>> engine = Engine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    >>> cohort = engine.cohort(method("fedavg"), np.array([0, 1]), round_=0)
+    >>> updates = cohort.train({"model": engine.network.initial()}, {}, method("fedavg").local)
+    >>> updates.params["head.bias"].shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: nn.Module,
+        training: Training,
+        machine: Machine,
+        seed: int = 0,
+        data: DeviceData | None = None,
+    ) -> None:
+        self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
+        device = machine.torch_device
+        self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
+        self.data = data or DeviceData(federation, device, machine.dtype)
+        self.memory = MemoryStore()
+        self._train_indices = torch.from_numpy(federation.train.indices).to(device)
+        if isinstance(machine.chunk, int):
+            self.chunk = machine.chunk
+        else:
+            self.chunk = chunk_by_rule(self.network, self.data.x[0], training.batch_size)
+
+    def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
+        """Gather clients for a round (counted from 0)."""
+        return StackedCohort(self, method, np.sort(clients), round_)
+
+
+class StackedCohort:
+    """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
+
+    ``bytes_down`` and ``bytes_up`` count what has crossed the door so far.
+    """
+
+    def __init__(self, engine: Engine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
+        self.engine, self.method, self.round = engine, method, round_
+        self.ids = clients
+        train = engine.federation.train
+        self.sizes = train.offsets[clients + 1] - train.offsets[clients]
+        counts = torch.from_numpy(self.sizes.astype(np.float64))
+        self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
+        self.wanted_reports: set[str] = set()
+        self.bytes_down = self.bytes_up = 0
+
+    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+        """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        engine = self.engine
+        layout = Layout(local, shared["model"])
+        memory, seen = engine.memory.read(self.ids, layout.first_memory(local, shared["model"]), engine.network.device)
+        self._count_down(shared, each, layout, seen)
+
+        order = np.argsort(-self.sizes, kind="stable")
+        collected: list[tuple[Tree, Memory, dict[str, Tree], Reports]] = []
+        size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
+        for start in range(0, len(order), size):
+            members = order[start : start + size]
+            collected.append(self._train_members(members, shared, each, local, layout, memory, seen))
+
+        back = torch.from_numpy(np.argsort(order))
+        in_order = bool((order[1:] > order[:-1]).all())
+
+        def gather(stacks: list[Tensor]) -> Tensor:
+            """Join the chunks' stacks in the order of the cohort's ids."""
+            joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+            return joined if in_order else joined[back.to(joined.device)]
+
+        def gather_tree(trees: list[Tree]) -> Tree:
+            return {name: gather([tree[name] for tree in trees]) for name in trees[0]}
+
+        def gather_trees(groups: list[dict[str, Tree]]) -> dict[str, Tree]:
+            return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
+
+        params, memories, uploads, reports = zip(*collected, strict=True)
+        engine.memory.forget_pending()
+        engine.memory.write(self.ids, gather_trees(list(memories)))
+        sent = gather_tree([{n: tree[n] for n in layout.shared} for tree in params])
+        updates = Updates(
+            params={n: t for n, t in sent.items() if n not in engine.network.buffers},
+            buffers={n: t for n, t in sent.items() if n in engine.network.buffers},
+            uploads=gather_trees(list(uploads)),
+            reports=gather_tree(list(reports)),
+        )
+        self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads, updates.reports])
+        return updates
+
+    def evaluate(self, params: Tree, split: str) -> Reports:
+        """Ask for loss and metrics of a model on the clients' own split."""
+        engine = self.engine
+        measured = evaluate_shared(engine.network, engine.data, params, engine.federation.split(split), self.ids)
+        self.bytes_down += len(self.ids) * size_in_bytes(params)
+        answer = {name: torch.from_numpy(values) for name, values in measured.items()}
+        self.bytes_up += size_in_bytes(answer)
+        return answer
+
+    def ask(self, question: str, *args: Any) -> Any:
+        """Ask a client-side question of the local rule; each client looks at its whole training split.
+
+        The question is a method of the local rule that takes a :class:`Client` and ``args`` and returns tensors.
+        """
+        local, engine = self.method.local, self.engine
+        if not callable(getattr(local, question, None)) or hasattr(LocalRule, question):
+            own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
+            raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
+        model = args[0] if args and isinstance(args[0], dict) else engine.network.initial()
+        layout = Layout(local, model)
+        memory, seen = engine.memory.read(self.ids, layout.first_memory(local, model), engine.network.device)
+        keys = self._keys(self.ids)
+
+        def of_one_client(x: Tensor, y: Tensor, mask: Tensor, memory: Memory, seen: Tensor, key: Tensor) -> Any:
+            kept = memory.get(KEPT, {})
+            client = Client(
+                network=engine.network,
+                params={**model, **kept},
+                x=x,
+                y=y,
+                forward=Forward(train=False, mask=mask, key=key),
+                sent={"model": model},
+                each={},
+                memory=memory,
+                seen=seen,
+            )
+            return getattr(local, question)(client, *args)
+
+        answers = []
+        for start in range(0, len(self.ids), engine.chunk):
+            stop = min(start + engine.chunk, len(self.ids))
+            batches = self._whole_split(self.ids[start:stop])
+            x, y = engine.data.fetch(batches.positions[:, 0])
+            width = torch.arange(x.shape[1], device=x.device)
+            mask = (width < torch.from_numpy(batches.counts[:, :1]).to(x.device)).to(engine.network.dtype)
+            part = {name: {n: t[start:stop] for n, t in tree.items()} for name, tree in memory.items()}
+            answers.append(vmap(of_one_client)(x, y, mask, part, seen[start:stop], keys[start:stop]))
+        self.bytes_down += len(self.ids) * size_in_bytes(args)
+        leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
+        joined = [torch.cat(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
+        answer = torch.utils._pytree.tree_unflatten(joined, leaves[0][1])
+        self.bytes_up += size_in_bytes(answer)
+        return answer
+
+    def _whole_split(self, clients: NDArray[np.int64]) -> Batches:
+        sizes = self.engine.federation.train.sizes[clients]
+        return self._draw(clients, 0, batch_size=int(sizes.max()), epochs=1, steps=1, shuffle=False)
+
+    def _keys(self, clients: NDArray[np.int64]) -> Tensor:
+        device = self.engine.network.device
+        return fold_tensor(fold(self.engine.seed, self.round), torch.from_numpy(clients).to(device))
+
+    def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
+        engine = self.engine
+        keys = self._keys(clients)
+        return draw_batches(engine.federation.train, engine._train_indices, clients, keys, phase=phase, **how)
+
+    def _optimizer(self, phase: Any) -> Any:
+        return phase.optimizer or self.engine.training.optimizer
+
+    def _train_members(
+        self,
+        members: NDArray[np.int64],
+        shared: Mapping[str, Tree],
+        each: Mapping[str, Tensor],
+        local: LocalRule,
+        layout: Layout,
+        memory: Memory,
+        seen: Tensor,
+    ) -> tuple[Tree, Memory, dict[str, Tree], Reports]:
+        """Train one chunk and give its parameters, new memory, uploads and reports."""
+        engine, training = self.engine, self.engine.training
+        device = engine.network.device
+        everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
+        where = torch.from_numpy(members).to(device)
+
+        def of_members(tree: Mapping[str, Tensor]) -> Tree:
+            return {name: t.to(device) if everyone else t.to(device)[where] for name, t in tree.items()}
+
+        own_memory = {name: of_members(tree) for name, tree in memory.items()}
+        kept = own_memory.pop(KEPT, {})
+        model = shared["model"]
+        moving = {n: model[n].expand(len(members), *model[n].shape).clone() for n in layout.shared}
+        chunk = Chunk(
+            network=engine.network,
+            data=engine.data,
+            augment=training.augment,
+            params={**moving, **kept},
+            still={n: t for n, t in model.items() if n not in moving and n not in kept},
+            sent=shared,
+            each=of_members(each),
+            memory=own_memory,
+            seen=seen if everyone else seen[where],
+        )
+        reports = self._losses("before", chunk, members)
+        batches: list[Batches] = []
+        paces = []
+        for index, phase in enumerate(local.phases()):
+            if phase.batch == "same" and batches:
+                batches.append(batches[-1])
+            else:
+                how = {"epochs": phase.epochs or training.epochs, "steps": phase.steps or training.steps}
+                batches.append(
+                    self._draw(
+                        self.ids[members], index, batch_size=training.batch_size, shuffle=training.shuffle, **how
+                    )
+                )
+            optimizer = self._optimizer(phase)
+            lr: Column = optimizer.lr * training.schedule.factor(self.round, training.rounds)
+            if "step_factor" in chunk.each:
+                lr = lr * chunk.each["step_factor"]
+            paces.append(Pace(optimizer, lr, training.clip))
+        losses, steps = train_chunk(chunk, local, batches, paces)
+        remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
+        reports |= {"train_loss": losses.cpu(), "steps": steps} | self._losses("after", chunk, members)
+        if layout.kept:
+            remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
+        return chunk.params, remembered, uploads, reports
+
+    def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
+        """Compute the reports somebody needs, of the models as they are before or after local training."""
+        engine = self.engine
+        wanted = self.wanted_reports | set(self.method.aggregation.needs)
+        reports = {}
+        for name in sorted(report for report in wanted if report.endswith(when)):
+            split = engine.federation.split(_REPORT_SPLITS[name])
+            shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
+            measured: Measured = evaluate_stacked(
+                engine.network, engine.data, shared, chunk.still, split, self.ids[members], len(members)
+            )
+            reports[name] = torch.from_numpy(measured["loss"])
+        return reports
+
+    def _count_down(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout, seen: Tensor) -> None:
+        kept_here = {name.removeprefix(PERSONAL) for name in layout.kept if not name.startswith(PERSONAL)}
+        kept = size_in_bytes({n: t for n, t in shared["model"].items() if n in kept_here})
+        strangers = len(self.ids) - int(seen.sum()) if kept else 0
+        self.bytes_down += len(self.ids) * (size_in_bytes(shared) - kept) + strangers * kept + size_in_bytes(dict(each))
+
+
+class Layout:
+    """Which tensors of a client move up, which stay with it, and which neither move nor differ.
+
+    Parameters
+    ----------
+    local : LocalRule
+        Whose phases and kept parts to lay out.
+    model : Tree
+        The global model.
+    """
+
+    def __init__(self, local: LocalRule, model: Tree) -> None:
+        parts = (local.keeps,) if isinstance(local.keeps, str) else local.keeps
+        self.kept: list[str] = []
+        for part in parts:
+            if part == "personal" or part.startswith(PERSONAL):
+                base = part.removeprefix("personal").removeprefix(".") or "all"
+                self.kept += [PERSONAL + name for name in select(model, base)]
+            else:
+                self.kept += select(model, part)
+        names = [*model, *(name for name in self.kept if name.startswith(PERSONAL))]
+        moving = {name for phase in local.phases() for name in select(names, phase.move)}
+        if stray := sorted(name for name in moving if name.startswith(PERSONAL) and name not in self.kept):
+            raise InputError(f"{type(local).__name__} moves {stray[0]} but does not keep it")
+        self.shared = [name for name in model if name in moving and name not in self.kept]
+
+    def first_memory(self, local: LocalRule, model: Tree) -> Memory:
+        """Give the memory of a client that has never taken part."""
+        memory = local.first_memory(model)
+        if self.kept:
+            memory = {KEPT: {name: model[name.removeprefix(PERSONAL)] for name in self.kept}, **memory}
+        return memory
+
+
+@contextmanager
+def exact_arithmetic(machine: Machine) -> Iterator[None]:
+    """Ask PyTorch for deterministic kernels, and for TF32 only if the machine settings say so, while the block runs."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+    )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = machine.tf32
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[2:]

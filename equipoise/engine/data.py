@@ -1,0 +1,48 @@
+"""The federation's samples where the engine can reach them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.federation import Federation
+
+# Data larger than this share of a GPU's memory stays on the host, and batches are copied one by one.
+_LARGEST_SHARE = 0.4
+
+
+class DeviceData:
+    """All samples as whole tensors, indexed per client; on the device unless they are too large for it.
+
+    Parameters
+    ----------
+    federation : Federation
+        Whose data.
+    device : torch.device
+        Where batches are wanted.
+    dtype : torch.dtype
+        Type of floating point samples and targets.
+
+    Examples
+    --------
+    >>> from equipoise.data import load
+    >>> data = DeviceData(load("digits"), torch.device("cpu"), torch.float32)
+    >>> data.fetch(torch.zeros(3, 5, dtype=torch.int64))[0].shape
+    torch.Size([3, 5, 1, 8, 8])
+    """
+
+    def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        x, y = (t.to(dtype) if t.is_floating_point() else t for t in (federation.x, federation.y))
+        fits = True
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            fits = x.numel() * x.element_size() <= _LARGEST_SHARE * total
+        home = device if fits else torch.device("cpu")
+        self.x, self.y = x.to(home), y.to(home)
+
+    def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the samples and targets at positions of any shape."""
+        flat = positions.flatten().to(self.x.device)
+        x, y = (t.index_select(0, flat).view(*positions.shape, *t.shape[1:]) for t in (self.x, self.y))
+        return x.to(self.device), y.to(self.device)

@@ -1,0 +1,99 @@
+"""What clients keep for themselves between rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.tree import Tree
+
+Memory = dict[str, Tree]
+
+
+class MemoryStore:
+    """The memories of all clients that have taken part, stacked; the others cost nothing.
+
+    Round r reads what was committed before it and writes beside it, so a round that is repeated, or resumed after a
+    crash, never applies anything twice.
+
+    Examples
+    --------
+    >>> store = MemoryStore()
+    >>> first = {"control": {"w": torch.zeros(1)}}
+    >>> store.write(np.array([7]), {"control": {"w": torch.ones(1, 1)}})
+    >>> store.read(np.array([7]), first)[1]
+    tensor([False])
+    >>> store.commit()
+    >>> memory, seen = store.read(np.array([3, 7]), first)
+    >>> memory["control"]["w"].flatten(), seen
+    (tensor([0., 1.]), tensor([False,  True]))
+    """
+
+    def __init__(self) -> None:
+        self._slot: dict[int, int] = {}
+        self._stacks: Tree = {}
+        self._pending: list[tuple[NDArray[np.int64], Tree]] = []
+
+    def read(self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None) -> tuple[Memory, Tensor]:
+        """Give the stacked memories of clients, and which of them have one; ``first`` stands in for the others."""
+        slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
+        seen = torch.from_numpy(slots >= 0).to(device)
+        where = torch.from_numpy(np.flatnonzero(slots >= 0)).to(device)
+        source = torch.from_numpy(slots[slots >= 0]).to(device)
+        memory: Memory = {}
+        for tree, values in first.items():
+            memory[tree] = {}
+            for name, value in values.items():
+                stack = value.expand(len(clients), *value.shape).clone()
+                if len(source):
+                    stack[where] = self._stacks[f"{tree}/{name}"][source].to(stack.device)
+                memory[tree][name] = stack
+        return memory, seen
+
+    def write(self, clients: NDArray[np.int64], memory: Memory) -> None:
+        """Set aside the new memories of clients until :meth:`commit`."""
+        flat = {f"{tree}/{name}": stack for tree, values in memory.items() for name, stack in values.items()}
+        if flat:
+            self._pending.append((clients, flat))
+
+    def forget_pending(self) -> None:
+        """Drop what was set aside, before a round is repeated."""
+        self._pending.clear()
+
+    def commit(self) -> None:
+        """Make what was set aside the newest version."""
+        for clients, flat in self._pending:
+            for client in clients:
+                self._slot.setdefault(int(client), len(self._slot))
+            slots = torch.tensor([self._slot[int(client)] for client in clients])
+            for name, stack in flat.items():
+                self._room(name, stack)[slots.to(stack.device)] = stack
+        self._pending.clear()
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        """Give the stack of a name, doubled until every client with a slot fits."""
+        stack = self._stacks.get(name)
+        have, want = (0 if stack is None else len(stack)), len(self._slot)
+        if stack is None or have < want:
+            grown = torch.zeros(max(want, 2 * have), *like.shape[1:], dtype=like.dtype, device=like.device)
+            if stack is not None:
+                grown[:have] = stack
+            self._stacks[name] = stack = grown
+        return stack
+
+    def export(self) -> Tree:
+        """Give everything committed, as tensors for a checkpoint."""
+        if not self._slot:
+            return {}
+        clients = torch.tensor(list(self._slot))
+        return {"clients": clients, **{name: stack[: len(clients)].contiguous() for name, stack in self._stacks.items()}}
+
+    def restore(self, tensors: Tree) -> None:
+        """Take back what :meth:`export` gave."""
+        stacks = dict(tensors)
+        clients = stacks.pop("clients", torch.empty(0))
+        self._slot = {int(client): slot for slot, client in enumerate(clients.tolist())}
+        self._stacks = stacks
+        self._pending.clear()

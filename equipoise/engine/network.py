@@ -1,0 +1,106 @@
+"""A model as a function of its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.engine.task import Task
+from equipoise.errors import InputError
+from equipoise.models.layers import BatchNorm, Forward, convert, forward_pass
+from equipoise.tree import Tree
+
+
+class Network:
+    """An ``nn.Module`` with ``features`` and ``head`` whose parameters and buffers are given with every call.
+
+    Tensors are put straight into the module's own dictionaries, where attribute look-up finds them. That is what
+    ``torch.func.functional_call`` does too, but the places are found once and not at every step, which matters when a
+    deep model takes small steps.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model; it is copied, and the copy's BatchNorm and Dropout layers are converted.
+    task : Task
+        What is learned.
+    device : torch.device
+        Where calls happen.
+    dtype : torch.dtype
+        Floating point type of parameters and buffers.
+    autocast : torch.dtype, optional
+        Type of the arithmetic where autocast lowers it.
+
+    Examples
+    --------
+    >>> from equipoise.models import build
+    >>> network = Network(build("logistic", shape=(2,), classes=3), Task("classification"))
+    >>> list(network.initial())
+    ['head.weight', 'head.bias']
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        task: Task,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if missing := [part for part in ("features", "head") if not isinstance(getattr(module, part, None), nn.Module)]:
+            raise InputError(
+                f"the model {type(module).__name__} has no {' and no '.join(missing)}; "
+                "a model needs two submodules, features and head (equipoise.models.base.Model takes any two)"
+            )
+        self.module = convert(copy.deepcopy(module)).to(device=device, dtype=dtype)
+        self.task = task
+        self.device = device or torch.device("cpu")
+        self.dtype = dtype
+        self.autocast = autocast
+        self.buffers = frozenset(name for name, _ in self.module.named_buffers())
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self._initial = {name: tensor.detach().clone() for name, tensor in named}
+        owners = dict(self.module.named_modules())
+        self._slots = []
+        for name in self._initial:
+            path, _, leaf = name.rpartition(".")
+            owner = owners[path]
+            self._slots.append((name, owner._buffers if name in self.buffers else owner._parameters, leaf))
+        self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
+
+    def initial(self) -> Tree:
+        """Give the parameters and buffers the module came with."""
+        return dict(self._initial)
+
+    def output(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> tuple[Tensor, Tree]:
+        """Apply the model.
+
+        Parameters
+        ----------
+        params : mapping of str to Tensor
+            Every parameter and buffer; other names are ignored.
+        x : Tensor
+            A batch.
+        forward : Forward
+            What the layers must know.
+
+        Returns
+        -------
+        tuple
+            The output, and the buffers as the pass leaves them.
+        """
+        for name, owner, leaf in self._slots:
+            owner[leaf] = params[name]  # type: ignore[assignment]
+        with forward_pass(forward), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            output = self.module(x)
+        buffers = {name: owner[leaf] for name, owner, leaf in self._slots if name in self.buffers}
+        return output.to(self.dtype), buffers  # type: ignore[return-value]
+
+    def freeze_statistics_except(self, moving: Iterable[str]) -> None:
+        """Let only the BatchNorm layers with a moving parameter or buffer follow their batches."""
+        moving = frozenset(moving)
+        for name, layer in self._norms:
+            layer.moves = any(f"{name}.{leaf}" in moving for leaf in ("weight", "running_mean"))

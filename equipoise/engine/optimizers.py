@@ -1,0 +1,297 @@
+"""Optimizers over stacked clients, and schedules over rounds.
+
+The stacked forms follow ``torch.optim`` step for step (the tests compare them). They are given the rows of the clients
+still training, so a client that has finished is never moved by momentum, decay or Adam's averages. Any other optimizer
+of ``torch.optim`` runs one client at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import InputError, unknown
+
+Column = float | Tensor
+OptimizerState = dict[str, list[Tensor]]
+
+
+class Optimizer(Protocol):
+    """How a step is made from a gradient."""
+
+    lr: float
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it can step many clients at once."""
+
+    def begin(self, params: list[Tensor]) -> OptimizerState:
+        """Make fresh state for stacked parameters."""
+
+    def step(
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+    ) -> None:
+        """Move parameters and state in place; ``lr`` is one number or a column over clients, ``count`` is from 1."""
+
+
+def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
+    for name, (low, high) in limits.items():
+        value = getattr(optimizer, name)
+        if not (isinstance(value, (int, float)) and low <= value < high):
+            limit = f"below {high}" if math.isfinite(high) else "finite"
+            raise InputError(f"optimizer.{name} must be at least {low} and {limit}, got {value!r}")
+
+
+def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
+    """Shape a column over clients so that it multiplies each tensor's rows."""
+    if not isinstance(lr, Tensor):
+        return [torch.tensor(lr, dtype=tensor.dtype, device=tensor.device) for tensor in like]
+    return [lr.to(tensor.dtype).view(-1, *(1,) * (tensor.dim() - 1)) if lr.dim() else lr.to(tensor.dtype) for tensor in like]
+
+
+def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(params, [d * c for d, c in zip(directions, _columns(lr, directions), strict=True)])
+    else:
+        torch._foreach_add_(params, directions, alpha=-lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """Stochastic gradient descent, as ``torch.optim.SGD``.
+
+    Examples
+    --------
+    >>> w = [torch.ones(2, 1)]
+    >>> Sgd(lr=0.5).step(w, [torch.ones(2, 1)], {}, 0.5, 1)
+    >>> w
+    [tensor([[0.5000],
+            [0.5000]])]
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    stacked = True
+
+    def __post_init__(self) -> None:
+        """Refuse values ``torch.optim.SGD`` would refuse."""
+        _check(self, lr=(0, math.inf), momentum=(0, math.inf), dampening=(0, math.inf), weight_decay=(0, math.inf))
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise InputError("optimizer.nesterov needs a momentum above 0 and dampening 0")
+
+    def begin(self, params: list[Tensor]) -> OptimizerState:
+        """Make room for the momentum, if there is any."""
+        return {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
+
+    def step(
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+    ) -> None:
+        """Make one step."""
+        if self.weight_decay:
+            gradients = list(torch._foreach_add(gradients, params, alpha=self.weight_decay))
+        if self.momentum:
+            velocity = state["momentum"]
+            torch._foreach_mul_(velocity, self.momentum)
+            torch._foreach_add_(velocity, gradients, alpha=1 - (self.dampening if count > 1 else 0.0))
+            gradients = (
+                list(torch._foreach_add(gradients, velocity, alpha=self.momentum)) if self.nesterov else velocity
+            )
+        _descend(params, gradients, lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam as ``torch.optim.Adam``; with ``decoupled`` weight decay it is ``torch.optim.AdamW``.
+
+    Examples
+    --------
+    >>> w = [torch.ones(1, 1)]
+    >>> adam = Adam(lr=0.1)
+    >>> adam.step(w, [torch.ones(1, 1)], adam.begin(w), 0.1, 1)
+    >>> w[0].item()
+    0.8999999761581421
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    stacked = True
+
+    def __post_init__(self) -> None:
+        """Refuse values ``torch.optim.Adam`` would refuse."""
+        _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
+
+    def begin(self, params: list[Tensor]) -> OptimizerState:
+        """Make room for both moments."""
+        return {moment: [torch.zeros_like(tensor) for tensor in params] for moment in ("first", "second")}
+
+    def step(
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+    ) -> None:
+        """Make one step."""
+        if self.weight_decay and self.decoupled:
+            factors = [1 - column * self.weight_decay for column in _columns(lr, params)]
+            torch._foreach_mul_(params, factors)
+        elif self.weight_decay:
+            gradients = list(torch._foreach_add(gradients, params, alpha=self.weight_decay))
+        first, second = state["first"], state["second"]
+        torch._foreach_lerp_(first, gradients, 1 - self.betas[0])
+        torch._foreach_mul_(second, self.betas[1])
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - self.betas[1])
+        scales = torch._foreach_sqrt(second)
+        torch._foreach_div_(scales, math.sqrt(1 - self.betas[1] ** count))
+        torch._foreach_add_(scales, self.eps)
+        _descend(params, list(torch._foreach_div(first, scales)), lr / (1 - self.betas[0] ** count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchOptimizer:
+    """Any other optimizer of ``torch.optim``, one client at a time.
+
+    Examples
+    --------
+    >>> TorchOptimizer(kind="RMSprop", lr=0.01, options={"alpha": 0.9}).stacked
+    False
+    """
+
+    kind: str
+    lr: float
+    options: dict[str, Any] = field(default_factory=dict)
+    stacked = False
+
+    def __post_init__(self) -> None:
+        """Try the options on a dummy parameter, so that a mistake shows before training."""
+        _check(self, lr=(0, math.inf))
+        try:
+            self._make([torch.zeros(1, requires_grad=True)], self.lr)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"torch.optim.{self.kind} refuses its options {self.options}: {error}") from error
+
+    def _make(self, leaves: list[Tensor], lr: float) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(leaves, lr=lr, **self.options)
+        return made
+
+    def begin(self, params: list[Tensor]) -> OptimizerState:
+        """Keep the optimizer object itself with the tensors it will move."""
+        leaves = [tensor.detach()[0].requires_grad_() for tensor in params]
+        return {"leaves": leaves, "optimizer": [self._make(leaves, self.lr)]}  # type: ignore[list-item]
+
+    def step(
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+    ) -> None:
+        """Make one step."""
+        optimizer: Any = state["optimizer"][0]
+        for group in optimizer.param_groups:
+            group["lr"] = float(lr)
+        for leaf, gradient in zip(state["leaves"], gradients, strict=True):
+            leaf.grad = gradient
+        optimizer.step()
+
+
+def optimizer_named(name: str, **options: Any) -> Optimizer:
+    """Build an optimizer by its name in ``torch.optim``, in any case.
+
+    Parameters
+    ----------
+    name : str
+        ``sgd``, ``adam``, ``adamw`` or another class of ``torch.optim`` that steps without a closure.
+    **options
+        Its options, as ``torch.optim`` names them.
+
+    Returns
+    -------
+    Optimizer
+        The stacked form where there is one.
+
+    Examples
+    --------
+    >>> optimizer_named("adamw", lr=0.01).decoupled, optimizer_named("rmsprop", lr=0.01).stacked
+    (True, False)
+    """
+    kinds = {
+        kind.lower(): kind
+        for kind in dir(torch.optim)
+        if isinstance(getattr(torch.optim, kind), type)
+        and issubclass(getattr(torch.optim, kind), torch.optim.Optimizer)
+        and kind not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+    }
+    if name not in kinds:
+        raise unknown("optimizer", name, kinds)
+    forms: dict[str, tuple[type[Any], dict[str, Any]]] = {
+        "sgd": (Sgd, {}),
+        "adam": (Adam, {}),
+        "adamw": (Adam, {"decoupled": True, "weight_decay": 1e-2}),
+    }
+    if name in forms:
+        form, preset = forms[name]
+        fields = set(form.__dataclass_fields__) - {"decoupled"}
+        if extra := sorted(set(options) - fields):
+            raise unknown(f"option of optimizer {name}", extra[0], fields)
+        if "betas" in options:
+            options["betas"] = tuple(options["betas"])
+        made: Optimizer = form(**{**preset, **options})
+        return made
+    lr = options.pop("lr", 1e-2)
+    return TorchOptimizer(kind=kinds[name], lr=lr, options=options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over rounds, as a factor on the optimizer's own.
+
+    Parameters
+    ----------
+    kind : {"constant", "exponential", "steps", "cosine"}
+        ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor to ``factors[i]`` from round
+        ``at[i]`` on; ``cosine`` falls from 1 to ``floor`` over the whole run.
+    decay : float
+        Factor a round of ``exponential``.
+    at, factors : tuple
+        Rounds (counted from 0) and factors of ``steps``.
+    floor : float
+        Last factor of ``cosine``.
+
+    Examples
+    --------
+    >>> fedcrc = Schedule(kind="steps", at=(50, 75), factors=(0.2, 0.02))
+    >>> [fedcrc.factor(r, 100) for r in (0, 50, 99)]
+    [1.0, 0.2, 0.02]
+    """
+
+    kind: str = "constant"
+    decay: float = 0.99
+    at: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown kind or steps that do not match."""
+        kinds = ("constant", "exponential", "steps", "cosine")
+        if self.kind not in kinds:
+            raise unknown("schedule", self.kind, kinds)
+        if len(self.at) != len(self.factors) or list(self.at) != sorted(self.at):
+            raise InputError(
+                f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
+            )
+
+    def factor(self, round_: int, rounds: int) -> float:
+        """Give the factor of a round, counted from 0."""
+        if self.kind == "exponential":
+            return float(self.decay**round_)
+        if self.kind == "steps":
+            passed = [factor for start, factor in zip(self.at, self.factors, strict=True) if round_ >= start]
+            return passed[-1] if passed else 1.0
+        if self.kind == "cosine":
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / rounds)) / 2
+        return 1.0

@@ -1,0 +1,201 @@
+"""Random numbers as a pure function of what they are for.
+
+There is no generator and no state. Every number is a 64-bit hash of (seed, round, client, purpose, ...), so it does not
+depend on which clients were computed before, beside or after this one, nor on the chunk size. The hash is the finaliser
+of SplitMix64 (Steele, Lea and Flood, 2014), folded over the coordinates. It exists twice: on NumPy arrays for the host
+(who takes part) and on Torch tensors for the device (shuffles, dropout, augmentation); both give the same bits.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_MASK = (1 << 64) - 1
+# A Feistel network over few values is visibly uneven; from this size on its bias is far below sampling noise.
+_SMALL_POPULATION = 4096
+_FEISTEL_ROUNDS = 6
+
+
+class Purpose(IntEnum):
+    """What a random number is for; part of every key, so that no two uses share their numbers."""
+
+    SAMPLE = 1
+    SHUFFLE = 2
+    STEP = 3
+    AUGMENT = 4
+
+
+def _signed(value: int) -> int:
+    """Give the two's-complement reading of a 64-bit pattern, which is how Torch stores it."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix_int(z: int) -> int:
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        z = ((z ^ (z >> shift)) * multiplier) & _MASK
+    return z ^ (z >> _SHIFTS[2])
+
+
+def _mix_array(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(multiplier)
+    return z ^ (z >> np.uint64(_SHIFTS[2]))
+
+
+def _mix_tensor(z: Tensor) -> Tensor:
+    # Torch shifts int64 arithmetically; masking the sign bits away makes the shift logical.
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        z = (z ^ ((z >> shift) & (_MASK >> shift))) * _signed(multiplier)
+    return z ^ ((z >> _SHIFTS[2]) & (_MASK >> _SHIFTS[2]))
+
+
+def fold(key: int, *coordinates: int) -> int:
+    """Derive a key from another key and integer coordinates.
+
+    Examples
+    --------
+    >>> fold(0, 1) == fold(0, 1), fold(0, 1) == fold(1, 0)
+    (True, False)
+    """
+    key &= _MASK
+    for coordinate in coordinates:
+        key = _mix_int((key + _GOLDEN * (int(coordinate) + 1)) & _MASK)
+    return key
+
+
+def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
+    """Derive keys elementwise on the device; at least one argument is an int64 tensor, and they broadcast.
+
+    Examples
+    --------
+    >>> keys = fold_tensor(7, torch.arange(3))
+    >>> keys[2].item() % 2**64 == fold(7, 2)
+    True
+    """
+    result: Any = key if isinstance(key, Tensor) else _signed(key)
+    for coordinate in coordinates:
+        if isinstance(result, Tensor) or isinstance(coordinate, Tensor):
+            step = (coordinate + 1) * _signed(_GOLDEN) if isinstance(coordinate, Tensor) else _signed(
+                _GOLDEN * (coordinate + 1)
+            )
+            result = _mix_tensor(result + step)
+        else:
+            result = _signed(fold(result, coordinate))
+    return result
+
+
+def uniform(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Turn keys into numbers in [0, 1), using their top 24 bits so that float32 holds them exactly.
+
+    Examples
+    --------
+    >>> numbers = uniform(fold_tensor(0, torch.arange(1000)))
+    >>> bool(((numbers >= 0) & (numbers < 1)).all()), round(numbers.mean().item(), 1)
+    (True, 0.5)
+    """
+    return ((keys >> 40) & 0xFFFFFF).to(dtype) / (1 << 24)
+
+
+def keep_mask(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:
+    """Draw a boolean mask of which each element is true with probability ``threshold / 65536``.
+
+    One hash serves four elements, sixteen bits each: dropout masks are the only place where random numbers cost time.
+    """
+    count = shape.numel()
+    hashes = fold_tensor(key, torch.arange((count + 3) // 4, device=key.device))
+    lanes = torch.stack([(hashes >> shift) & 0xFFFF for shift in (0, 16, 32, 48)], dim=-1)
+    return (lanes.flatten()[:count] < threshold).view(shape)
+
+
+def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
+    """Shuffle ``range(sizes[k])`` for every key.
+
+    Parameters
+    ----------
+    keys : Tensor
+        Keys of any shape ``[...]``.
+    sizes : Tensor
+        How many numbers each key shuffles; broadcasts against ``keys``.
+    width : int
+        Length of the last axis of the result, at least the largest size.
+
+    Returns
+    -------
+    Tensor
+        Int64 ``[..., width]`` whose first ``sizes[k]`` entries are the permutation; what follows is padding.
+
+    Examples
+    --------
+    >>> order = permutations(fold_tensor(0, torch.arange(2)), torch.tensor([3, 5]), 5)
+    >>> sorted(order[0, :3].tolist()), sorted(order[1].tolist())
+    ([0, 1, 2], [0, 1, 2, 3, 4])
+    """
+    elements = torch.arange(width, device=keys.device)
+    # Dropping the top bit keeps the hashes non-negative, so that the largest int64 sorts the padding last.
+    hashes = fold_tensor(keys.unsqueeze(-1), elements) & (_MASK >> 1)
+    hashes = torch.where(elements < sizes.unsqueeze(-1), hashes, torch.iinfo(torch.int64).max)
+    return hashes.argsort(dim=-1, stable=True)
+
+
+def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
+    """Choose distinct numbers below ``population``, uniformly, in time that depends on ``count`` alone.
+
+    Small populations are ordered by hash. In large ones the numbers are the first images of a keyed permutation (a
+    Feistel network whose values outside the population are walked on), so a million clients cost no more than a thousand.
+
+    Examples
+    --------
+    >>> sorted(choose(3, 5, 5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    if population <= _SMALL_POPULATION:
+        hashes = _mix_array(np.uint64(fold(key, 0)) + np.arange(population, dtype=np.uint64) * np.uint64(_GOLDEN))
+        return np.argsort(hashes, kind="stable")[:count]
+    half = ((population - 1).bit_length() + 1) // 2
+    low = np.uint64((1 << half) - 1)
+
+    def permute(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> np.uint64(half), values & low
+        for feistel_round in range(_FEISTEL_ROUNDS):
+            mixed = _mix_array(right + np.uint64(fold(key, feistel_round)))
+            left, right = right, left ^ (mixed & low)
+        return (left << np.uint64(half)) | right
+
+    chosen = permute(np.arange(count, dtype=np.uint64))
+    while (outside := chosen >= population).any():
+        chosen[outside] = permute(chosen[outside])
+    return chosen.astype(np.int64)
+
+
+def choose_by_weight(key: int, weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Choose distinct positions one after the other, each with probability proportional to its weight among the rest.
+
+    Draws that hit a position already taken are repeated; if that takes too long, the rest is decided by an exponential
+    race, which has the same distribution. The usual case costs a binary search a draw.
+
+    Examples
+    --------
+    >>> choose_by_weight(0, np.array([0.0, 1.0, 0.0, 1.0]), 2).tolist() in ([1, 3], [3, 1])
+    True
+    """
+    cumulative = np.cumsum(weights)
+    counters = np.arange(4 * count, dtype=np.uint64) * np.uint64(_GOLDEN)
+    draws = (_mix_array(np.uint64(fold(key, 0)) + counters) >> np.uint64(11)).astype(np.float64) / 2.0**53
+    hits = np.searchsorted(cumulative, draws * cumulative[-1], side="right")
+    chosen = list(dict.fromkeys(hits.tolist()))[:count]
+    if missing := count - len(chosen):
+        rest = np.setdiff1d(np.flatnonzero(weights > 0), chosen)
+        seeds = _mix_array(np.uint64(fold(key, 1)) + rest.astype(np.uint64) * np.uint64(_GOLDEN))
+        waiting = -np.log((seeds >> np.uint64(11)).astype(np.float64) / 2.0**53 + 2.0**-54) / weights[rest]
+        chosen += rest[np.argsort(waiting, kind="stable")[:missing]].tolist()
+    return np.array(chosen, dtype=np.int64)

@@ -1,0 +1,139 @@
+"""What every method shares: how long, how fast and on what to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from equipoise.data.augment import Augmentation
+from equipoise.engine.optimizers import Optimizer, Schedule, Sgd
+from equipoise.errors import InputError, unknown
+
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How clients train, whatever the method.
+
+    Parameters
+    ----------
+    rounds : int
+        How many rounds the run lasts.
+    cohort : int or float
+        How many clients take part in a round: a number of clients, or a fraction of those registered.
+    epochs : int
+        Passes over a client's training split in a round.
+    steps : int, optional
+        Steps in a round instead of epochs, the same for every client.
+    batch_size : int
+        Samples a step; the last batch of an epoch may be smaller.
+    optimizer : Optimizer
+        The clients' optimizer; its state is fresh each round.
+    schedule : Schedule
+        Its learning rate over rounds.
+    clip : float, optional
+        Largest L2 norm of a client's gradient.
+    shuffle : bool
+        Whether batches are drawn in a new order each epoch.
+    augment : tuple of Augmentation
+        Applied to every training batch.
+
+    Examples
+    --------
+    >>> Training(rounds=10, cohort=0.1).cohort_size(50)
+    5
+    """
+
+    rounds: int = 50
+    cohort: int | float = 1.0
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 32
+    optimizer: Optimizer = field(default_factory=Sgd)
+    schedule: Schedule = field(default_factory=Schedule)
+    clip: float | None = None
+    shuffle: bool = True
+    augment: tuple[Augmentation, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be carried out."""
+        for name in ("rounds", "epochs", "batch_size", "steps"):
+            value = getattr(self, name)
+            if not (name == "steps" and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"training.{name} must be a whole number of at least 1, got {value!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError(f"training.clip must be above 0, got {self.clip!r}")
+        if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
+            raise InputError(
+                f"training.cohort must be a number of clients (a whole number of at least 1) "
+                f"or a fraction of them (above 0, at most 1.0), got {self.cohort!r}"
+            )
+
+    def cohort_size(self, registered: int) -> int:
+        """Turn ``cohort`` into a number of clients."""
+        if isinstance(self.cohort, float):
+            return max(1, round(self.cohort * registered))
+        if self.cohort > registered:
+            raise InputError(
+                f"training.cohort asks for {self.cohort} clients, but only {registered} are registered for training"
+            )
+        return self.cohort
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where and in which arithmetic a run is carried out.
+
+    Parameters
+    ----------
+    device : str
+        ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+    precision : {"float32", "float64", "bfloat16"}
+        ``bfloat16`` keeps parameters in float32 and lowers the arithmetic by autocast.
+    chunk : int or "auto" or "measure"
+        How many clients are stacked: a number, a fixed rule from device and model, or the fastest of a few, measured
+        before round 1 and then written into the run's configuration.
+    tf32 : bool
+        Whether matrix units may round float32 factors to 19 bits.
+
+    Examples
+    --------
+    >>> Machine(device="cpu", precision="float64").dtype
+    torch.float64
+    """
+
+    device: str = "auto"
+    precision: str = "float32"
+    chunk: int | str = "auto"
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a device or precision that is not there."""
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS, where="machine.precision")
+        if self.chunk not in ("auto", "measure") and not (isinstance(self.chunk, int) and self.chunk >= 1):
+            raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
+        kind = self.device.partition(":")[0]
+        if kind not in ("auto", "cpu", "cuda"):
+            raise unknown("device", self.device, ("auto", "cpu", "cuda"), where="machine.device")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of parameters and data."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type autocast lowers the arithmetic to, if it does."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device ``auto`` stands for, or the one named."""
+        if self.device != "auto":
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,53 @@
+"""What is learned: the loss and the metrics of a task, sample by sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from equipoise.errors import unknown
+
+
+@dataclass(frozen=True)
+class Task:
+    """The loss and the metrics of a kind of problem.
+
+    Examples
+    --------
+    >>> import torch
+    >>> task = Task("classification")
+    >>> task.metrics(torch.tensor([[2.0, 1.0]]), torch.tensor([0]))["accuracy"]
+    tensor([1.])
+    """
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        """Refuse a task nobody has defined."""
+        if self.kind not in ("classification", "regression"):
+            raise unknown("task", self.kind, ("classification", "regression"))
+
+    @property
+    def score(self) -> str:
+        """The metric that tables lead with; see :attr:`higher_is_better`."""
+        return "accuracy" if self.kind == "classification" else "loss"
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger score is a better one."""
+        return self.score == "accuracy"
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Give cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
+        if self.kind == "classification":
+            return F.cross_entropy(output, y, reduction="none")
+        return (output.reshape(y.shape) - y).square().flatten(1).mean(1) if y.dim() > 1 else (output.flatten() - y).square()
+
+    def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Give the loss and whatever else the task is judged by; ``[samples]`` each."""
+        measured = {"loss": self.loss(output, y)}
+        if self.kind == "classification":
+            measured["accuracy"] = (output.argmax(1) == y).to(output.dtype)
+        return measured

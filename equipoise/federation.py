@@ -1,0 +1,694 @@
+"""The federation: which client holds which samples, its group, and which clients training never sees."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from equipoise.errors import InputError, unknown
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SPLITS = ("train", "val", "test")
+TASKS = ("classification", "regression")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Who holds which samples, in compressed rows: a million clients cost two arrays and no Python objects.
+
+    Parameters
+    ----------
+    indices : int array of shape [M]
+        Positions in ``Federation.x``, client after client.
+    offsets : int array of shape [K + 1]
+        Client ``k`` holds ``indices[offsets[k]:offsets[k + 1]]``.
+
+    Examples
+    --------
+    >>> split = Split.from_lists([[4, 2], [], [7]])
+    >>> split.sizes.tolist(), split.of(0).tolist()
+    ([2, 0, 1], [4, 2])
+    """
+
+    indices: Ints
+    offsets: Ints
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that do not describe rows."""
+        for field in ("indices", "offsets"):
+            object.__setattr__(self, field, _whole_numbers(getattr(self, field), f"Split.{field}"))
+        if not len(self.offsets) or self.offsets[0] != 0 or self.offsets[-1] != len(self.indices):
+            raise InputError(
+                f"Split.offsets must start at 0 and end at {len(self.indices)}, the number of indices; "
+                f"got {_few(self.offsets.tolist())}"
+            )
+        if (falls := np.flatnonzero(np.diff(self.offsets) < 0)).size:
+            raise InputError(f"Split.offsets must never fall, but they do at client {falls[0]}")
+
+    @classmethod
+    def from_lists(cls, lists: Iterable[ArrayLike]) -> Split:
+        """Build a split from one list of sample positions a client.
+
+        Parameters
+        ----------
+        lists : iterable of int array-likes
+            The positions held by client 0, by client 1, and so on.
+
+        Returns
+        -------
+        Split
+            The same, as two arrays.
+
+        Examples
+        --------
+        >>> Split.from_lists([[1], [0, 2]]).offsets.tolist()
+        [0, 1, 3]
+        """
+        rows = [_whole_numbers(row, f"samples of client {client}") for client, row in enumerate(lists)]
+        return cls(np.concatenate([np.empty(0, np.int64), *rows]), _offsets([len(row) for row in rows]))
+
+    @property
+    def clients(self) -> int:
+        """Number of clients."""
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> Ints:
+        """Number of samples of every client, [K]."""
+        return np.diff(self.offsets)
+
+    @property
+    def holders(self) -> Ints:
+        """The client that holds each of ``indices``, [M]."""
+        return np.repeat(np.arange(self.clients), self.sizes)
+
+    def of(self, client: int) -> Ints:
+        """Give the sample positions one client holds.
+
+        Parameters
+        ----------
+        client : int
+            The client's number, from 0.
+
+        Returns
+        -------
+        int array
+            Positions in ``Federation.x`` (a view, not a copy).
+
+        Examples
+        --------
+        >>> Split.from_lists([[1], [0, 2]]).of(1).tolist()
+        [0, 2]
+        """
+        if not 0 <= client < self.clients:
+            raise InputError(f"client {client} does not exist; valid: 0 to {self.clients - 1}")
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The data: clients, their groups, their train/val/test splits, and the clients held out as unseen.
+
+    Everything is checked on construction, so whatever holds a federation may rely on it: numbers are finite, labels are
+    in range, every seen client can train, and no sample is in two of train, val and test, whoever holds it. Several
+    clients may share a sample within the same split.
+
+    Parameters
+    ----------
+    x : Tensor of shape [N, ...]
+        All samples of all clients.
+    y : Tensor
+        int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
+    train, val, test : Split
+        Which client holds which samples.
+    groups : int array of shape [K]
+        Every client's group, as a position in ``group_names``.
+    group_names : tuple of str
+        Names of the groups.
+    unseen : bool array of shape [K]
+        Clients held out of training, only evaluated.
+    task : {"classification", "regression"}
+        What ``y`` means.
+    classes : int, optional
+        Number of classes; one more than the largest label by default. None for regression.
+    name : str
+        What to call this federation in tables and messages.
+    client_names : tuple of str, optional
+        Names of the clients.
+
+    Examples
+    --------
+    >>> x, y = torch.arange(12.0).reshape(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    >>> federation = Federation.from_arrays(x, y, clients=["ann", "ann", "ann", "bob", "bob", "bob"])
+    >>> federation.clients, federation.train.sizes.tolist(), federation.client_name(1)
+    (2, [1, 1], 'bob')
+    """
+
+    x: Tensor
+    y: Tensor
+    train: Split
+    val: Split
+    test: Split
+    groups: Ints
+    group_names: tuple[str, ...]
+    unseen: Bools
+    task: str = "classification"
+    classes: int | None = None
+    name: str = "custom"
+    client_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse whatever a run could stumble over later."""
+        object.__setattr__(self, "groups", _whole_numbers(self.groups, "Federation.groups"))
+        object.__setattr__(self, "unseen", np.asarray(self.unseen, dtype=bool))
+        object.__setattr__(self, "group_names", tuple(self.group_names))
+        if self.task not in TASKS:
+            raise unknown("task", self.task, TASKS)
+        self._check_samples()
+        self._check_targets()
+        self._check_clients()
+        self._check_splits()
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        *,
+        clients: Sequence[Hashable] | NDArray[Any] | Tensor,
+        groups: Mapping[Any, str] | None = None,
+        splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
+        unseen: Iterable[Hashable] = (),
+        classes: int | None = None,
+        task: str = "classification",
+        seed: int = 0,
+        name: str = "custom",
+    ) -> Federation:
+        """Build a federation from samples that each know their client.
+
+        Clients are numbered in the order in which they first appear. Each client's samples are shuffled by the seed and
+        the client's own id, so adding another client changes nothing for the others.
+
+        Parameters
+        ----------
+        x, y : array-like or Tensor
+            Samples and labels (or targets), one row a sample. Tensors keep their type; other floating point arrays take
+            torch's default type.
+        clients : sequence of hashables of length N
+            The client each sample belongs to.
+        groups : mapping of client to str, optional
+            The group each client belongs to; one group named ``"all"`` by default.
+        splits : tuple of three floats
+            Shares of train, val and test, summing to 1. Every client trains on at least one sample, and from three
+            samples on has at least one in each split whose share is positive.
+        unseen : iterable of clients
+            Clients to hold out of training.
+        classes : int, optional
+            Number of classes; one more than the largest label by default.
+        task : {"classification", "regression"}
+            What ``y`` means.
+        seed : int
+            Decides which samples go to which split.
+        name : str
+            What to call this federation.
+
+        Returns
+        -------
+        Federation
+            Ready for training.
+
+        Examples
+        --------
+        >>> x, y = np.zeros((10, 3)), np.zeros(10, int)
+        >>> federation = Federation.from_arrays(x, y, clients=[7] * 10, splits=(0.6, 0.2, 0.2))
+        >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
+        [[6], [2], [2]]
+        """
+        samples, targets = _tensor(x, "x"), _targets(y, task)
+        ids, holders = _number(clients)
+        if len(holders) != len(samples):
+            raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
+        if groups is not None and (strays := [client for client in ids if client not in groups]):
+            raise InputError(f"groups names no group for client {strays[0]!r}; it must name one for every client")
+        held_out = set(unseen)
+        if strays := sorted(held_out - set(ids), key=str):
+            raise InputError(f"unseen client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
+        group_names, group_of = _number(["all"] * len(ids) if groups is None else [groups[client] for client in ids])
+        names = tuple(str(client) for client in ids)
+        held = Split(np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids))))
+        return cls(
+            samples,
+            targets,
+            *split_samples(held, names, splits, seed),
+            groups=group_of,
+            group_names=tuple(str(group) for group in group_names),
+            unseen=np.array([client in held_out for client in ids], bool),
+            task=task,
+            classes=classes,
+            name=name,
+            client_names=names,
+        )
+
+    @classmethod
+    def from_dataset(cls, dataset: Any, *, clients: Sequence[Hashable] | NDArray[Any], **options: Any) -> Federation:
+        """Build a federation from a torch dataset whose items are ``(x, y)``.
+
+        Parameters
+        ----------
+        dataset : torch.utils.data.Dataset
+            Has a length; every item is read once, and all samples have one shape.
+        clients : sequence of hashables of length N
+            The client each item belongs to.
+        **options
+            Everything else `Federation.from_arrays` takes.
+
+        Returns
+        -------
+        Federation
+            Ready for training.
+
+        Examples
+        --------
+        >>> items = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
+        >>> Federation.from_dataset(items, clients=[0, 0, 0, 0]).shape
+        (2,)
+        """
+        if not hasattr(dataset, "__len__"):
+            raise InputError(f"dataset {type(dataset).__name__} has no length; give one with __len__ and __getitem__")
+        if not len(dataset):
+            raise InputError(f"dataset {type(dataset).__name__} is empty; a federation needs samples")
+        items = [dataset[position] for position in range(len(dataset))]
+        samples, targets = ([_tensor(item[part], "xy"[part]) for item in items] for part in (0, 1))
+        for position, sample in enumerate(samples):
+            if sample.shape != samples[0].shape:
+                raise InputError(
+                    f"sample {position} of the dataset has shape {tuple(sample.shape)}, sample 0 has "
+                    f"{tuple(samples[0].shape)}; all must have one shape"
+                )
+        return cls.from_arrays(torch.stack(samples), torch.stack(targets), clients=clients, **options)
+
+    @property
+    def clients(self) -> int:
+        """Number of clients, seen and unseen."""
+        return len(self.groups)
+
+    @property
+    def seen(self) -> Ints:
+        """Numbers of the clients that train."""
+        return np.flatnonzero(~self.unseen)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a model must return for one sample: the classes, or the targets of a regression."""
+        if self.classes is not None:
+            return self.classes
+        return self.y.shape[1] if self.y.ndim == 2 else 1
+
+    def split(self, name: str) -> Split:
+        """Give one of the three splits by its name.
+
+        Parameters
+        ----------
+        name : {"train", "val", "test"}
+            Which one.
+
+        Returns
+        -------
+        Split
+            Who holds which samples in it.
+
+        Examples
+        --------
+        >>> federation = Federation.from_arrays(np.zeros((5, 1)), np.zeros(5, int), clients=[0] * 5)
+        >>> federation.split("train").sizes.tolist()
+        [3]
+        """
+        if name not in SPLITS:
+            raise unknown("split", name, SPLITS)
+        chosen: Split = getattr(self, name)
+        return chosen
+
+    def client_name(self, client: int) -> str:
+        """Give a client's name, or ``"client 12"`` where clients have no names of their own.
+
+        Parameters
+        ----------
+        client : int
+            The client's number, from 0.
+
+        Returns
+        -------
+        str
+            A name for tables and messages.
+
+        Examples
+        --------
+        >>> Federation.from_arrays(np.zeros((3, 1)), np.zeros(3, int), clients=["ann"] * 3).client_name(0)
+        'ann'
+        """
+        if not 0 <= client < self.clients:
+            raise InputError(f"client {client} does not exist; valid: 0 to {self.clients - 1}")
+        return f"client {client}" if self.client_names is None else self.client_names[client]
+
+    def label_counts(self, *splits: str) -> Ints:
+        """Count how often each client holds each label.
+
+        Parameters
+        ----------
+        *splits : str
+            The splits to count in; all three by default.
+
+        Returns
+        -------
+        int array of shape [K, classes]
+            Number of samples.
+
+        Examples
+        --------
+        >>> federation = Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=[0, 0, 0, 0])
+        >>> federation.label_counts().tolist()
+        [[1, 3]]
+        """
+        if self.classes is None:
+            raise InputError(f"federation {self.name!r} is a {self.task}: it has no labels to count")
+        labels = self.y.cpu().numpy()
+        cells = self.clients * self.classes
+        counts = np.zeros(cells, np.int64)
+        for split in map(self.split, splits or SPLITS):
+            counts += np.bincount(split.holders * self.classes + labels[split.indices], minlength=cells)
+        return counts.reshape(self.clients, self.classes)
+
+    def pooled(self) -> Federation:
+        """Put the data of all seen clients into one client: the central reference point.
+
+        Returns
+        -------
+        Federation
+            One client in one group named ``"all"``, holding every sample once.
+
+        Examples
+        --------
+        >>> federation = Federation.from_arrays(np.zeros((10, 1)), np.zeros(10, int), clients=[0] * 5 + [1] * 5)
+        >>> federation.pooled().train.sizes.tolist()
+        [6]
+        """
+        train, val, test = (Split.from_lists([np.unique(self._seen_indices(name))]) for name in SPLITS)
+        return replace(
+            self,
+            train=train,
+            val=val,
+            test=test,
+            groups=np.zeros(1, np.int64),
+            group_names=("all",),
+            unseen=np.zeros(1, bool),
+            client_names=("all",),
+        )
+
+    def fingerprint(self) -> str:
+        """Hash everything that training and evaluation depend on, so that a resumed run can refuse another federation.
+
+        Returns
+        -------
+        str
+            16 hexadecimal digits, from data, splits, groups, unseen clients and task; names of clients do not count.
+
+        Examples
+        --------
+        >>> one = Federation.from_arrays(np.zeros((5, 1)), np.zeros(5, int), clients=[0] * 5)
+        >>> other = Federation.from_arrays(np.ones((5, 1)), np.zeros(5, int), clients=[0] * 5)
+        >>> one.fingerprint() == one.fingerprint(), one.fingerprint() == other.fingerprint()
+        (True, False)
+        """
+        splits = [part for name in SPLITS for part in (self.split(name).indices, self.split(name).offsets)]
+        digest = hashlib.sha256(repr((self.task, self.classes, self.group_names)).encode())
+        for part in (self.x, self.y, *splits, self.groups, self.unseen):
+            tensor = (part if isinstance(part, Tensor) else torch.tensor(part)).detach().cpu().contiguous()
+            digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            if tensor.numel():  # torch cannot view an empty tensor as bytes
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Describe every client in one row of plain values, ready for a table or JSON.
+
+        Returns
+        -------
+        list of dict
+            For each client: id, name, group, unseen, the sizes train, val and test, and for classification labels (how
+            many of its samples each class has).
+
+        Examples
+        --------
+        >>> Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=["ann"] * 4).describe()[0]["labels"]
+        [1, 3]
+        """
+        sizes = {name: self.split(name).sizes.tolist() for name in SPLITS}
+        rows: list[dict[str, Any]] = [
+            {
+                "id": client,
+                "name": self.client_name(client),
+                "group": self.group_names[self.groups[client]],
+                "unseen": bool(self.unseen[client]),
+                **{name: sizes[name][client] for name in SPLITS},
+            }
+            for client in range(self.clients)
+        ]
+        if self.classes is not None:
+            for row, counts in zip(rows, self.label_counts().tolist(), strict=True):
+                row["labels"] = counts
+        return rows
+
+    def _seen_indices(self, name: str) -> Ints:
+        split = self.split(name)
+        return split.indices[~np.repeat(self.unseen, split.sizes)]
+
+    def _check_samples(self) -> None:
+        for name, tensor in (("x", self.x), ("y", self.y)):
+            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
+                raise InputError(f"Federation.{name} must be a tensor with one row a sample, not {_kind(tensor)}")
+        if len(self.x) != len(self.y):
+            raise InputError(f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}")
+        self._check_finite(self.x, "x")
+
+    def _check_targets(self) -> None:
+        if self.task == "regression":
+            if not self.y.is_floating_point() or self.y.ndim > 2:
+                raise InputError(
+                    f"y of a regression must be floating point of shape [N] or [N, d], not {_kind(self.y)}"
+                )
+            if self.classes is not None:
+                raise InputError(f"classes={self.classes} makes no sense for a regression; leave it out")
+            self._check_finite(self.y, "y")
+            return
+        if self.y.dtype != torch.int64 or self.y.ndim != 1:
+            raise InputError(f"y of a classification must be int64 labels of shape [N], not {_kind(self.y)}")
+        classes = self.classes or (int(self.y.max()) + 1 if len(self.y) else 0)
+        object.__setattr__(self, "classes", classes)
+        wrong = ((self.y < 0) | (self.y >= classes)).nonzero()
+        if len(wrong):
+            sample = int(wrong[0])
+            raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
+
+    def _check_finite(self, tensor: Tensor, name: str) -> None:
+        if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+            return
+        sample = int((~torch.isfinite(tensor)).flatten(1 if tensor.ndim > 1 else 0).nonzero()[0, 0])
+        raise InputError(f"{self._whose(sample)} has NaN or infinity in {name}; all values must be finite")
+
+    def _check_clients(self) -> None:
+        clients = {name: self.split(name).clients for name in SPLITS} | {"unseen": len(self.unseen)}
+        if self.client_names is not None:
+            clients["client_names"] = len(self.client_names)
+        for part, count in clients.items():
+            if count != self.clients:
+                raise InputError(f"{part} has {count} clients, groups has {self.clients}; they must agree")
+        if len(set(self.group_names)) != len(self.group_names):
+            raise InputError(f"group_names must all differ, not {_few(self.group_names)}")
+        lost = np.flatnonzero((self.groups < 0) | (self.groups >= len(self.group_names)))
+        if lost.size:
+            raise InputError(
+                f"{self._who(lost[0])} has group {self.groups[lost[0]]}; valid: 0 to {len(self.group_names) - 1}, "
+                "positions in group_names"
+            )
+        if not self.seen.size:
+            raise InputError(f"no client is left to train: all {self.clients} are unseen; at least one must be seen")
+
+    def _check_splits(self) -> None:
+        used = {}
+        for name in SPLITS:
+            split = self.split(name)
+            outside = np.flatnonzero((split.indices < 0) | (split.indices >= len(self.x)))
+            if outside.size:
+                client = np.searchsorted(split.offsets, outside[0], side="right") - 1
+                raise InputError(
+                    f"{name} split of {self._who(client)} names sample {split.indices[outside[0]]}; "
+                    f"valid: 0 to {len(self.x) - 1}"
+                )
+            used[name] = np.zeros(len(self.x), bool)
+            used[name][split.indices] = True
+        for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
+            shared = np.flatnonzero(used[one] & used[other])
+            if shared.size:
+                first, second = (self._who(_holder(self.split(name), shared[0])) for name in (one, other))
+                raise InputError(
+                    f"sample {shared[0]} is in the {one} split of {first} and in the {other} split of {second}; "
+                    "a sample may be in one of train, val and test only"
+                )
+        idle = np.flatnonzero((self.train.sizes == 0) & ~self.unseen)
+        if idle.size:
+            raise InputError(f"{self._who(idle[0])} has no training samples; give it one or make it unseen")
+
+    def _who(self, client: int | np.integer[Any]) -> str:
+        named = self.client_names is not None and client < len(self.client_names)
+        return f"client {client} ({self.client_name(int(client))!r})" if named else f"client {client}"
+
+    def _whose(self, sample: int) -> str:
+        for split in map(self.split, SPLITS):
+            if sample in split.indices:
+                return f"sample {sample} of {self._who(_holder(split, sample))}"
+        return f"sample {sample}"
+
+
+class ThreeSplits(NamedTuple):
+    """Train, val and test, in the order in which `Federation` takes them."""
+
+    train: Split
+    val: Split
+    test: Split
+
+
+def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int) -> ThreeSplits:
+    """Divide what every client holds into train, val and test.
+
+    Shares are rounded by largest remainder; then a split with a positive share that got nothing takes one sample from
+    the client's largest split, train first, test second, val last, as long as that leaves something there (train takes
+    even a client's only sample). The shuffle depends on the seed, the client's key and nothing else.
+
+    Parameters
+    ----------
+    held : Split
+        All samples of every client.
+    keys : sequence of str
+        One lasting identity a client, such as its name.
+    fractions : sequence of three floats
+        Shares of train, val and test, summing to 1.
+    seed : int
+        Decides which samples go where.
+
+    Returns
+    -------
+    ThreeSplits
+        Train, val and test.
+
+    Examples
+    --------
+    >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
+    [[7], [1], [2]]
+    """
+    counts = _split_sizes(held.sizes, fractions)
+    holders = held.holders
+    place = np.arange(len(held.indices)) - held.offsets[holders]
+    shuffled = held.indices[np.lexsort((_shuffle_keys(keys, holders, place, seed), holders))]
+    ends = np.cumsum(counts, axis=1)
+    part = (place >= ends[holders, 0]).astype(np.int8) + (place >= ends[holders, 1])
+    return ThreeSplits(*(Split(shuffled[part == i], _offsets(counts[:, i])) for i in range(3)))
+
+
+def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
+    shares = np.asarray(fractions, float)
+    if shares.shape != (3,) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6 or shares[0] == 0:
+        raise InputError(
+            f"splits={fractions!r} must be three shares (train, val, test), none negative, train above 0, summing to 1"
+        )
+    ideal = sizes[:, None] * shares
+    counts: Ints = np.floor(ideal + 1e-9).astype(np.int64)  # 0.7 * 10 may fall just below 7
+    ranks = np.argsort(np.argsort(counts - ideal, axis=1, kind="stable"), axis=1)
+    counts += ranks < (sizes - counts.sum(axis=1))[:, None]
+    for part in (0, 2, 1):
+        largest = counts.argmax(axis=1)
+        spare = counts.max(axis=1) - (part != 0)  # train takes even a client's only sample
+        needy = np.flatnonzero((counts[:, part] == 0) & (shares[part] > 0) & (spare > 0))
+        counts[needy, largest[needy]] -= 1
+        counts[needy, part] += 1
+    return counts
+
+
+def _shuffle_keys(keys: Sequence[str], holders: Ints, place: Ints, seed: int) -> NDArray[np.uint64]:
+    """Hash (seed, client's key, place among its samples) for every sample: splitmix64 from a digest of seed and key."""
+    digests = [hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest() for key in keys]
+    mixed = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[holders]
+    mixed += (place.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[Any], Ints]:
+    """Find the distinct values in order of first appearance, and which of them each entry is."""
+    if isinstance(values, np.ndarray | Tensor):
+        found, first, entries = np.unique(np.asarray(values), return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return found[order].tolist(), np.argsort(order)[entries.reshape(-1)]
+    numbers: dict[Hashable, int] = {}
+    places = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), np.array(places, np.int64)
+
+
+def _targets(y: ArrayLike | Tensor, task: str) -> Tensor:
+    targets = _tensor(y, "y")
+    if task != "classification" or targets.dtype == torch.int64:
+        return targets
+    labels = targets.long()
+    if targets.is_complex() or bool((labels != targets).any()):
+        sample = int((labels != targets).nonzero()[0, 0])
+        raise InputError(f"sample {sample} has label {targets[sample].tolist()} in y; labels must be whole numbers")
+    return labels
+
+
+def _tensor(values: ArrayLike | Tensor, what: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    array = np.ascontiguousarray(values)
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{what} must hold numbers, not {array.dtype}")
+    shaped = array.reshape(np.shape(values))  # a single number would come back with one dimension
+    return torch.tensor(shaped, dtype=torch.get_default_dtype() if array.dtype.kind == "f" else None)
+
+
+def _whole_numbers(values: ArrayLike, what: str) -> Ints:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InputError(f"{what} must be a flat array of whole numbers, not {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64, copy=False)
+
+
+def _offsets(sizes: ArrayLike) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64))])
+
+
+def _holder(split: Split, sample: int | np.integer[Any]) -> int:
+    position = np.flatnonzero(split.indices == sample)[0]
+    return int(np.searchsorted(split.offsets, position, side="right")) - 1
+
+
+def _few(values: Sequence[Any]) -> str:
+    shown = ", ".join(repr(value) for value in values[:8])
+    return f"{shown}, ..." if len(values) > 8 else shown
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,385 @@
+"""The words a method is written in.
+
+A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client does and keeps
+(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), and on which view of the federation
+all this happens (:class:`View`). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
+:class:`Method` refuses combinations in which one part reads what no other provides. The papers' parts live in
+``equipoise/methods``, one file a paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.engine.client import Client, Finished
+from equipoise.errors import InputError
+from equipoise.tree import PERSONAL, Parts, Tree
+
+if TYPE_CHECKING:
+    from equipoise.engine.optimizers import Optimizer
+    from equipoise.federation import Federation
+
+
+class Sees(IntEnum):
+    """What the server gets to see of a single client, from least to most."""
+
+    NOTHING = 0
+    SUMS = 1
+    SCALARS = 2
+    UPDATES = 3
+    REPRESENTATIONS = 4
+
+    @property
+    def words(self) -> str:
+        """The level in the words of the documentation."""
+        return _SEES_WORDS[self]
+
+
+_SEES_WORDS = {
+    Sees.NOTHING: "nothing",
+    Sees.SUMS: "sums only",
+    Sees.SCALARS: "per-client scalars",
+    Sees.UPDATES: "per-client updates",
+    Sees.REPRESENTATIONS: "representations",
+}
+
+Reports = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What a cohort sends back, stacked on a leading axis in the order of its ids.
+
+    Attributes
+    ----------
+    params, buffers : Tree
+        The parameters and the buffers the clients share, ``[K, ...]`` each.
+    uploads : dict of Tree
+        What the local rule sends besides (see ``LocalRule.uploads``).
+    reports : dict of Tensor
+        Per-client numbers, float64 ``[K]``: ``train_loss``, ``steps``, and those the aggregation ``needs``.
+    """
+
+    params: Tree
+    buffers: Tree
+    uploads: dict[str, Tree]
+    reports: Reports
+
+
+class Cohort(Protocol):
+    """The clients taking part in this round: the only door between a method's server half and its clients."""
+
+    ids: NDArray[np.int64]
+    prior: Tensor
+
+    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+        """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
+
+    def evaluate(self, params: Tree, split: str) -> Reports:
+        """Ask for loss and metrics of a model on the clients' own split, ``[K]`` each."""
+
+    def ask(self, question: str, *args: Any) -> Any:
+        """Ask every client the named client-side question of the local rule; answers are stacked."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server knows between rounds.
+
+    Attributes
+    ----------
+    round : int
+        Rounds finished.
+    model : Tree
+        The global model.
+    kept : dict of Tree
+        What the aggregation keeps for itself, by name (a momentum, a control variate, weights of clients).
+    """
+
+    round: int
+    model: Tree
+    kept: dict[str, Tree] = field(default_factory=dict)
+
+    def with_global(self, model: Tree) -> State:
+        """Replace tensors of the global model; those not named stay."""
+        return replace(self, model={**self.model, **model})
+
+    def with_kept(self, **trees: Tree) -> State:
+        """Replace what the aggregation keeps, by name."""
+        return replace(self, kept={**self.kept, **trees})
+
+
+def mix(updates: Updates, weights: Tensor) -> Tree:
+    """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
+
+    Parameters
+    ----------
+    updates : Updates
+        What the cohort sent.
+    weights : Tensor
+        One weight a client, ``[K]``, normally summing to one.
+
+    Returns
+    -------
+    Tree
+        In the dtype of the updates.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
+    >>> mix(two, torch.tensor([0.5, 0.5]))
+    {'w': tensor([2.])}
+    """
+    return {**mix_tree(updates.params, weights), **mix_tree(updates.buffers, weights)}
+
+
+def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
+    """Do what :func:`mix` does, for one stacked tree.
+
+    Examples
+    --------
+    >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
+    {'w': tensor([2.5000])}
+    """
+    return {
+        name: torch.tensordot(weights.to(rows.device, torch.float64), rows.double(), dims=1).to(rows.dtype)
+        for name, rows in stacked.items()
+    }
+
+
+Loss = Callable[[Client], Tensor]
+
+
+def task_loss(client: Client) -> Tensor:
+    """Give the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
+    return client.task_loss()
+
+
+def plain_gradient(value: Callable[[list[Tensor]], Tensor], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Take the gradient where the parameters are.
+
+    Parameters
+    ----------
+    value : callable
+        Gives every client's loss, ``[K]``, for a list of stacked parameters.
+    params : list of Tensor
+        The stacked parameters that move.
+
+    Returns
+    -------
+    tuple
+        The losses, and one gradient a parameter.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in params]
+    losses = value(leaves)
+    gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    pairs = zip(gradients, leaves, strict=True)
+    return losses.detach(), [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One stretch of local training.
+
+    Parameters
+    ----------
+    move : str or tuple of str
+        The parts that move; the others stay bit for bit.
+    loss : callable
+        Per-sample values of one client; the engine takes the mean over the samples that are not padding.
+    gradient : callable
+        How the gradient is taken (see :func:`plain_gradient`).
+    epochs, steps : int, optional
+        How long; by default what the training settings say.
+    optimizer : Optimizer, optional
+        By default the one of the training settings.
+    batch : {"next", "same"}
+        In interleaved phases: a batch of its own, or the one the phase before has just seen.
+    """
+
+    move: Parts = "all"
+    loss: Loss = task_loss
+    gradient: Callable[[Callable[[list[Tensor]], Tensor], list[Tensor]], tuple[Tensor, list[Tensor]]] = plain_gradient
+    epochs: int | None = None
+    steps: int | None = None
+    optimizer: Optimizer | None = None
+    batch: str = "next"
+
+
+class Part:
+    """What every part has: a name for messages and tables, and what it lets the server see."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    sees: ClassVar[Sees] = Sees.NOTHING
+
+
+class Sampler(Part):
+    """Who takes part in a round?"""
+
+    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Choose positions among the registered clients.
+
+        Parameters
+        ----------
+        key : int
+            Key of this round's random numbers.
+        state : State
+            What the server knows.
+        sizes : int array
+            How many training samples each registered client holds.
+        count : int
+            How many clients to choose.
+
+        Returns
+        -------
+        int array
+            Distinct positions in ``sizes``; their order does not matter.
+        """
+        raise NotImplementedError
+
+
+class LocalRule(Part):
+    """What does each client do, and what does it keep for itself?
+
+    Attributes
+    ----------
+    keeps : parts
+        Parts that stay with the client between rounds and never travel. A part below ``personal`` begins as a copy of
+        the received part of the same name. Together with the global model they make the client's personal model.
+    receives : tuple of str
+        What the rule expects the server to send besides the model.
+    uploads : tuple of str
+        What :meth:`finish` sends besides the parameters.
+    interleaved : bool
+        Whether phases take turns batch by batch instead of following each other.
+    """
+
+    keeps: Parts = ()
+    receives: tuple[str, ...] = ()
+    uploads: tuple[str, ...] = ()
+    interleaved: bool = False
+
+    def phases(self) -> Sequence[Phase]:
+        """List the phases of local training."""
+        return (Phase(),)
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Give the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
+        return {}
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Give the client's new memory and its uploads, after local training (kept parts aside)."""
+        return {}, {}
+
+
+class Aggregation(Part):
+    """How do updates become the new global model?
+
+    Attributes
+    ----------
+    needs : tuple of str
+        Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on the training split),
+        ``val_loss_before`` and ``val_loss_after``.
+    sends : tuple of str
+        What :meth:`send` sends besides the model.
+    collects : tuple of str
+        Uploads of the local rule that :meth:`combine` uses.
+    """
+
+    needs: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
+    collects: tuple[str, ...] = ()
+
+    def begin(self, state: State, clients: int) -> State:
+        """Set up what the server keeps, once, for a number of registered clients."""
+        return state
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Say what goes to all clients (``model`` at least) and what to each (row k to client k).
+
+        A row named ``step_factor`` scales that client's steps.
+        """
+        return {"model": state.model}, {}
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Make the next state; pure, so that it can be run again without a client that fails."""
+        raise NotImplementedError
+
+
+class View(Part):
+    """On which view of the federation does training happen?"""
+
+    def of(self, federation: Federation) -> Federation:
+        """Give the federation to train on; evaluation is always on the original."""
+        return federation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Parts put together: what is federated.
+
+    Parameters
+    ----------
+    name : str
+        What tables call it.
+    sampler, local, aggregation, view : part
+        The answers to the four questions.
+    weights : {"size", "uniform"}
+        The cohort's prior: what a client counts before the aggregation has its say.
+
+    Examples
+    --------
+    >>> from equipoise.methods import build
+    >>> build("fedprox", mu=0.1, sampling="size").local
+    FedProx(mu=0.1)
+    """
+
+    name: str
+    sampler: Sampler
+    local: LocalRule
+    aggregation: Aggregation
+    view: View
+    weights: str = "size"
+
+    def __post_init__(self) -> None:
+        """Refuse a part that reads what no other part provides."""
+        for reader, wants, giver, gives in (
+            (self.local, self.local.receives, self.aggregation, self.aggregation.sends),
+            (self.aggregation, self.aggregation.collects, self.local, self.local.uploads),
+        ):
+            if missing := set(wants) - set(gives):
+                raise InputError(
+                    f"method {self.name!r}: {type(reader).__name__} needs {', '.join(sorted(missing))}, "
+                    f"which {type(giver).__name__} does not provide"
+                )
+
+    @property
+    def sees(self) -> Sees:
+        """The most that any part lets the server see."""
+        return max(part.sees for part in (self.sampler, self.local, self.aggregation, self.view))
+
+    @property
+    def personal(self) -> bool:
+        """Whether clients end up with models of their own."""
+        return bool(self.local.keeps)
+
+
+def personal_model(model: Tree, kept: Tree) -> Tree:
+    """Lay a client's kept parts over the global model.
+
+    Examples
+    --------
+    >>> glob = {"features.w": torch.zeros(1), "head.w": torch.zeros(1)}
+    >>> personal_model(glob, {"personal.head.w": torch.ones(1)})
+    {'features.w': tensor([0.]), 'head.w': tensor([1.])}
+    """
+    return {**model, **{name.removeprefix(PERSONAL): tensor for name, tensor in kept.items()}}

@@ -1,0 +1,174 @@
+"""The methods by name: one file a paper, found by looking into this folder.
+
+A file registers its parts with :func:`register`; nothing else needs to know it. ``build`` puts a named method together,
+and lets any part be exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from equipoise.errors import InputError, unknown
+from equipoise.method import Aggregation, LocalRule, Method, Part, Sampler, Sees, View
+
+SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggregation": Aggregation, "view": View}
+WEIGHTS = ("size", "uniform")
+
+_PARTS: dict[str, type[Part]] = {}
+_METHODS: set[str] = set()
+P = TypeVar("P", bound=type[Part])
+
+
+def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: bool = True) -> Callable[[P], P]:
+    """Make a part known by name.
+
+    Parameters
+    ----------
+    name : str
+        Lower case, without punctuation.
+    paper : str
+        Where it was published.
+    sees : Sees
+        What it lets the server see.
+    method : bool
+        Whether the name stands for a whole method, with the usual parts around it, or for a part only.
+
+    Returns
+    -------
+    callable
+        A class decorator.
+    """
+
+    def known(part: P) -> P:
+        part.name, part.paper, part.sees = name, paper, sees
+        _PARTS[name] = part
+        if method:
+            _METHODS.add(name)
+        return part
+
+    return known
+
+
+def _discover() -> dict[str, type[Part]]:
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
+    return _PARTS
+
+
+def names() -> list[str]:
+    """List the names of all methods.
+
+    Examples
+    --------
+    >>> {"fedavg", "fedprox", "local", "central"} <= set(names())
+    True
+    """
+    _discover()
+    return sorted(_METHODS)
+
+
+def part_class(name: str) -> type[Part]:
+    """Give the class registered under a name.
+
+    Examples
+    --------
+    >>> part_class("fedprox").__name__
+    'FedProx'
+    """
+    parts = _discover()
+    if name not in parts:
+        raise unknown("method", name, parts)
+    return parts[name]
+
+
+def slots_of(part: type[Part]) -> list[str]:
+    """Say which of a method's questions a part answers.
+
+    Examples
+    --------
+    >>> slots_of(part_class("scaffold"))
+    ['local', 'aggregation']
+    """
+    return [slot for slot, kind in SLOTS.items() if issubclass(part, kind)]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """List a part's hyper-parameters with their default values.
+
+    Examples
+    --------
+    >>> options_of("fedprox")
+    {'mu': 0.1}
+    """
+    fields = dataclasses.fields(part_class(name))  # type: ignore[arg-type]
+    return {field.name: field.default for field in fields}
+
+
+def build(name: str, *, weights: str = "size", sampling: Any = "uniform", **options: Any) -> Method:
+    """Put a named method together.
+
+    Parameters
+    ----------
+    name : str
+        A method's name; see :func:`names`.
+    weights : {"size", "uniform"}
+        What a client counts before the aggregation has its say.
+    sampling : str, mapping or Sampler
+        The sampler: ``uniform``, ``size``, or another registered one with its options.
+    **options
+        The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
+        each a name, a mapping with ``name`` and hyper-parameters, or a part.
+
+    Returns
+    -------
+    Method
+        Checked: a combination in which something is missing is refused.
+
+    Examples
+    --------
+    >>> build("fedprox", mu=0.5, aggregation={"name": "fedadam", "lr": 0.01}).aggregation.lr
+    0.01
+    """
+    if name not in names():
+        raise unknown("method", name, names())
+    if weights not in WEIGHTS:
+        raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
+    exchanged = {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
+    parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
+    parts |= {slot: main for slot in slots_of(type(main))} | exchanged
+    made = {slot: make_part(value, slot) for slot, value in parts.items()}
+    return Method(name=name, weights=weights, **made)
+
+
+def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:
+    """Make a part from a name, a mapping or itself, and see that it fits its slot.
+
+    Examples
+    --------
+    >>> make_part({"name": "fedprox", "mu": 1.0})
+    FedProx(mu=1.0)
+    """
+    where = f"method.{slot}" if slot else "method"
+    if isinstance(value, Part):
+        part = value
+    elif isinstance(value, (str, Mapping)):
+        options: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
+        if "name" not in options:
+            raise InputError(f"{where} is {dict(options)!r} without a name; valid: a mapping with 'name'")
+        kind = part_class(options.pop("name"))
+        valid = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        for key in options:
+            if key not in valid:
+                raise unknown(f"hyper-parameter of {kind.name}", key, [*valid, *extra], where=where)
+        part = kind(**options)
+    else:
+        raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
+    if slot and not isinstance(part, SLOTS[slot]):
+        fitting = sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
+        raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting)}")
+    return part

@@ -1,0 +1,54 @@
+"""FedAvg (McMahan et al., 2017) and the parts every other method builds on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.engine.random import choose, choose_by_weight
+from equipoise.method import Aggregation, Cohort, LocalRule, Sampler, Sees, State, Updates, View, mix
+from equipoise.methods import register
+
+
+@register("uniform", method=False)
+@dataclass(frozen=True)
+class UniformSampler(Sampler):
+    """Every set of clients is equally likely."""
+
+    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Choose without replacement."""
+        return choose(key, len(sizes), count)
+
+
+@register("size", method=False)
+@dataclass(frozen=True)
+class SizeSampler(Sampler):
+    """A client is chosen in proportion to its training samples, without replacement."""
+
+    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Choose without replacement, one client after the other."""
+        return choose_by_weight(key, sizes.astype(np.float64), count)
+
+
+@register("plain", method=False)
+@dataclass(frozen=True)
+class PlainTraining(LocalRule):
+    """All parts follow the task's loss."""
+
+
+@register("everyone", method=False)
+@dataclass(frozen=True)
+class Everyone(View):
+    """The federation as it is."""
+
+
+@register("fedavg", paper="McMahan et al., AISTATS 2017", sees=Sees.SUMS)
+@dataclass(frozen=True)
+class FedAvg(Aggregation):
+    """The weighted mean of the clients' models: w ← Σ a_k w_k, with a the cohort's prior."""
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Average."""
+        return state.with_global(mix(updates, cohort.prior))

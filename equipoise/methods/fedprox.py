@@ -1,0 +1,40 @@
+"""FedProx (Li et al., 2020): local training that stays near the received model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from equipoise.engine.client import Client
+from equipoise.errors import InputError
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+
+
+@register("fedprox", paper="Li et al., MLSys 2020")
+@dataclass(frozen=True)
+class FedProx(LocalRule):
+    """Minimise F_k(w) + μ/2 ‖w − wᵗ‖², with wᵗ the received global model.
+
+    Parameters
+    ----------
+    mu : float
+        μ, at least 0; 0 is FedAvg.
+    """
+
+    mu: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse a term that would push clients apart."""
+        if not self.mu >= 0:
+            raise InputError(f"fedprox.mu must be at least 0, got {self.mu!r}")
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the proximal loss."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add the proximal term to the task's loss."""
+        return client.task_loss() + self.mu / 2 * client.distance_to_received()

@@ -1,0 +1,73 @@
+"""SCAFFOLD (Karimireddy et al., 2020): control variates against client drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.engine.client import Client, Finished
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
+from equipoise.methods import register
+from equipoise.tree import Tree, inner_product, tree_map
+
+
+@register("scaffold", paper="Karimireddy et al., ICML 2020", sees=Sees.SUMS)
+@dataclass(frozen=True)
+class Scaffold(LocalRule, Aggregation):
+    """Every local gradient is corrected by c − c_k; c_k follows the client's own mean gradient (option II).
+
+    A client steps along ∇F_k(y) + c − c_k, then c_k⁺ = c_k − c + (x − y)/(K η) with K steps of rate η. The server moves
+    x by η_g times the mean of y − x, and c by |S|/N times the mean of c_k⁺ − c_k. (x − y)/(K η) is the mean gradient for
+    plain SGD; with momentum or Adam it is the mean step over η.
+
+    Parameters
+    ----------
+    lr : float
+        η_g, the server's learning rate.
+    """
+
+    lr: float = 1.0
+    receives = sends = ("control",)
+    uploads = collects = ("control_change",)
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the corrected loss."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add ⟨y, c − c_k⟩, whose gradient is the correction."""
+        correction = tree_map(torch.sub, client.sent["control"], client.memory["control"])
+        return client.task_loss() + inner_product(client.moved(), correction)
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Begin with c_k = 0."""
+        return {"control": tree_map(torch.zeros_like, model)}
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Renew c_k and send its change."""
+        old = client.memory["control"]
+        drift = tree_map(lambda x, y: (x - y) / (client.steps * client.lr), client.received, client.params)
+        new = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
+        return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
+
+    def begin(self, state: State, clients: int) -> State:
+        """Begin with c = 0, and remember how many clients there are."""
+        return state.with_kept(
+            control=tree_map(torch.zeros_like, state.model), clients={"count": torch.tensor(float(clients))}
+        )
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Send c along with the model."""
+        return {"model": state.model, "control": state.kept["control"]}, {}
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Move the model and the control variate."""
+        averaged = mix(updates, cohort.prior)
+        moved = {name: state.model[name] + self.lr * (averaged[name] - state.model[name]) for name in updates.params}
+        share = len(cohort.ids) / float(state.kept["clients"]["count"])
+        change = mix_tree(updates.uploads["control_change"], torch.full_like(cohort.prior, 1 / len(cohort.ids)))
+        control = tree_map(lambda c, d: c + share * d, state.kept["control"], change)
+        return state.with_global({**averaged, **moved}).with_kept(control=control)

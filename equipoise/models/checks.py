@@ -1,0 +1,132 @@
+"""The checks that models share: each returns the value it was given, or says in one line what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import TypeVar
+
+from equipoise.errors import InputError
+
+T = TypeVar("T")
+
+
+def count(value: object, what: str, *, least: int = 1) -> int:
+    """Return a whole number that is large enough.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+    least : int
+        The smallest number that will do.
+
+    Returns
+    -------
+    int
+        The value as a Python ``int``.
+
+    Examples
+    --------
+    >>> count(3, "width of model 'resnet18'")
+    3
+    >>> count(0, "width of model 'resnet18'")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: width of model 'resnet18' must be a whole number of at least 1, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise InputError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
+def several(value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None) -> tuple[T, ...]:
+    """Return a sequence as a tuple, each item of which passes a check.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+    check : callable
+        One of the checks of this module, applied to each item.
+    length : int, optional
+        How many items there must be.
+
+    Returns
+    -------
+    tuple
+        What the check returned for each item.
+
+    Examples
+    --------
+    >>> several([32, 64], "channels of model 'cnn2'", count, length=2)
+    (32, 64)
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InputError(f"{what} must be a list, got {value!r}")
+    if length not in (None, len(value)):
+        raise InputError(f"{what} must be a list of {length} numbers, got {value!r}")
+    return tuple(check(item, f"each of {what}") for item in value)
+
+
+def probability(value: object, what: str) -> float:
+    """Return a dropout probability: at least 0, below 1.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    float
+        The value as a Python ``float``.
+
+    Examples
+    --------
+    >>> probability(0.5, "dropout of model 'mlp'")
+    0.5
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+        raise InputError(f"{what} must be a number from 0 to below 1, got {value!r}")
+    return float(value)
+
+
+def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, int, int]:
+    """Return channels, height and width of the images a model is built for.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The shape of one sample.
+    model : str
+        The name of the model, for the message.
+    smallest : int
+        The least height and width that leave the model something to look at after its pooling.
+
+    Returns
+    -------
+    tuple of int
+        Channels, height, width.
+
+    Examples
+    --------
+    >>> image((1, 28, 28), "cnn2", smallest=4)
+    (1, 28, 28)
+    >>> image((1, 3, 28), "cnn2", smallest=4)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at least 4 x 4
+    """
+    if len(shape) != 3:
+        raise InputError(f"model {model!r} needs images of shape (channels, height, width), got shape {shape}")
+    channels, height, width = shape
+    if min(height, width) < smallest:
+        raise InputError(
+            f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x {smallest}"
+        )
+    return channels, height, width

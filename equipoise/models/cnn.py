@@ -1,0 +1,140 @@
+"""Small convolutional models. The head is always the last linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from equipoise.models.base import Model
+from equipoise.models.checks import count, image, probability, several
+
+
+def cnn2(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 64), hidden: int = 512) -> Model:
+    """Build two convolutions followed by two fully connected layers (GIFAIR-FL, section 5.1.3).
+
+    The paper gives no widths. The defaults are those of the CNN that FedAvg was introduced with (McMahan et al., 2017):
+    5x5 convolutions with 32 and 64 channels that keep the image size, a 2x2 max-pool after each, 512 hidden units. That
+    is 1,663,370 parameters for 28x28 grey images and ten classes.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Channels, height and width of one image, at least 4x4.
+    classes : int
+        Number of classes, or of outputs in regression.
+    channels : sequence of two int
+        Channels of the two convolutions.
+    hidden : int
+        Width of the first fully connected layer.
+
+    Returns
+    -------
+    Model
+        ``features`` ends after the first fully connected layer; ``head`` is the second.
+
+    Examples
+    --------
+    >>> cnn2((1, 28, 28), 62).head
+    Linear(in_features=512, out_features=62, bias=True)
+    """
+    depth, height, width = image(shape, "cnn2", smallest=4)
+    first, second = several(channels, "channels of model 'cnn2'", count, length=2)
+    units = count(hidden, "hidden of model 'cnn2'")
+    features = nn.Sequential(
+        nn.Conv2d(depth, first, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(first, second, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(second * (height // 4) * (width // 4), units),
+        nn.ReLU(),
+    )
+    return Model(features, nn.Linear(units, classes))
+
+
+def cnn4(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 32, 64, 64)) -> Model:
+    """Build four convolutions followed by one fully connected layer (FedCRC).
+
+    The paper gives no widths. Chosen here: 3x3 convolutions that keep the image size, with 32, 32, 64 and 64 channels,
+    and a 2x2 max-pool after the second and the fourth, so that images of 8x8 still fit.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Channels, height and width of one image, at least 4x4.
+    classes : int
+        Number of classes, or of outputs in regression.
+    channels : sequence of four int
+        Channels of the four convolutions.
+
+    Returns
+    -------
+    Model
+        ``features`` holds the four convolutions; ``head`` is the fully connected layer (FedCRC's predictor).
+
+    Examples
+    --------
+    >>> cnn4((3, 32, 32), 10).head
+    Linear(in_features=4096, out_features=10, bias=True)
+    """
+    depth, height, width = image(shape, "cnn4", smallest=4)
+    first, second, third, fourth = several(channels, "channels of model 'cnn4'", count, length=4)
+    features = nn.Sequential(
+        nn.Conv2d(depth, first, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(first, second, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(second, third, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(third, fourth, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
+    return Model(features, nn.Linear(fourth * (height // 4) * (width // 4), classes))
+
+
+def pflcnn(shape: tuple[int, ...], classes: int, *, dropout: Sequence[float] = (0.25, 0.5)) -> Model:
+    """Build the CIFAR-10 model of pfl-research's benchmarks, for comparing speed like with like.
+
+    Two 3x3 convolutions without padding (32 and 64 channels), a 2x2 max-pool, 128 hidden units, dropout before and
+    after the hidden layer: 1,626,442 parameters for 3x32x32 images and ten classes.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Channels, height and width of one image, at least 6x6.
+    classes : int
+        Number of classes, or of outputs in regression.
+    dropout : sequence of two float
+        Probabilities of dropping a unit after the max-pool and after the hidden layer.
+
+    Returns
+    -------
+    Model
+        ``features`` ends after the hidden layer; ``head`` is the last linear layer.
+
+    Examples
+    --------
+    >>> pflcnn((3, 32, 32), 10).head
+    Linear(in_features=128, out_features=10, bias=True)
+    """
+    depth, height, width = image(shape, "pflcnn", smallest=6)
+    after_pool, after_hidden = several(dropout, "dropout of model 'pflcnn'", probability, length=2)
+    features = nn.Sequential(
+        nn.Conv2d(depth, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(after_pool),
+        nn.Flatten(),
+        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+        nn.ReLU(),
+        nn.Dropout(after_hidden),
+    )
+    return Model(features, nn.Linear(128, classes))

@@ -1,0 +1,100 @@
+"""Trees: the parameters and buffers of a model as a flat dictionary from dotted names to tensors.
+
+A *part* is named by a prefix: ``features``, ``head``, ``personal.head``. ``all`` means every part of the shared model.
+Parts below ``personal`` are a client's own copies of the part of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import unknown
+
+Tree = dict[str, Tensor]
+Parts = str | tuple[str, ...]
+
+PERSONAL = "personal."
+
+
+def in_parts(name: str, parts: Parts) -> bool:
+    """Say whether a tensor's name lies in one of the parts.
+
+    Examples
+    --------
+    >>> in_parts("head.weight", "head"), in_parts("personal.head.weight", "all"), in_parts("header.weight", "head")
+    (True, False, False)
+    """
+    if not isinstance(parts, str):
+        return any(in_parts(name, part) for part in parts)
+    if parts == "all":
+        return not name.startswith(PERSONAL)
+    return name == parts or name.startswith(parts + ".")
+
+
+def select(names: Iterable[str], parts: Parts) -> list[str]:
+    """Give the names that lie in the parts, in their order; a part that holds nothing is refused.
+
+    Examples
+    --------
+    >>> select(["features.weight", "head.weight", "head.bias"], "head")
+    ['head.weight', 'head.bias']
+    """
+    names = list(names)
+    for part in (parts,) if isinstance(parts, str) else parts:
+        if part != "all" and not any(in_parts(name, part) for name in names):
+            roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}
+            raise unknown("part", part, {"all", *roots}, where="the method")
+    return [name for name in names if in_parts(name, parts)]
+
+
+def tree_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> Tree:
+    """Apply a function name by name.
+
+    Examples
+    --------
+    >>> tree_map(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    {'w': tensor([2., 2.])}
+    """
+    return {name: function(tensor, *(other[name] for other in others)) for name, tensor in first.items()}
+
+
+def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Sum the squared differences over the names of ``a``.
+
+    Examples
+    --------
+    >>> squared_distance({"w": torch.tensor([1.0, 2.0])}, {"w": torch.zeros(2)})
+    tensor(5.)
+    """
+    return torch.stack([(value - b[name]).square().sum() for name, value in a.items()]).sum()
+
+
+def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Sum the products over the names of ``a``.
+
+    Examples
+    --------
+    >>> inner_product({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 1.0])})
+    tensor(5.)
+    """
+    return torch.stack([(value * b[name]).sum() for name, value in a.items()]).sum()
+
+
+def size_in_bytes(tree: object) -> int:
+    """Count the bytes of all tensors in a nested structure of dictionaries, lists and tuples.
+
+    Examples
+    --------
+    >>> size_in_bytes({"model": {"w": torch.zeros(3)}, "ids": [torch.zeros(2, dtype=torch.float64)]})
+    28
+    """
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, Mapping):
+        return sum(size_in_bytes(value) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return sum(size_in_bytes(value) for value in tree)
+    return 0

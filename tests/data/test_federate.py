@@ -1,0 +1,87 @@
+"""From source and partition to federation: unseen clients, left-out groups, names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.data import ByGroup, Iid, Natural, Source, federate
+from equipoise.errors import InputError
+from equipoise.federation import Federation
+
+SOURCE = Source(
+    x=torch.arange(300.0)[:, None],
+    y=torch.arange(300) % 3,
+    groups=np.repeat([0, 1, 2], 100),
+    group_names=("a", "b", "c"),
+    name="made up",
+)
+
+
+def test_splits_and_names() -> None:
+    federation = federate(SOURCE, ByGroup(1), splits=(0.6, 0.2, 0.2))
+    assert federation.name == "made up"
+    assert federation.client_names == ("a 1", "a 2", "b 1", "b 2", "c 1", "c 2")
+    assert federation.train.sizes.tolist() == [15, 45, 15, 45, 15, 45]
+    assert federation.test.sizes.tolist() == [5, 15, 5, 15, 5, 15]
+    assert federation.group_names == ("a", "b", "c")
+    assert not federation.unseen.any()
+
+
+@pytest.mark.parametrize(
+    ("unseen", "count"), [(0, 0), (2, 2), (0.5, 6), (0.0, 0), ([3, 5, 7], 3), (np.int64(4), 4), (np.array([1]), 1)]
+)
+def test_unseen_count_share_or_list(unseen: Any, count: int) -> None:
+    federation = federate(SOURCE, Iid(12), unseen=unseen)
+    assert federation.unseen.sum() == count
+    if isinstance(unseen, list):
+        assert np.flatnonzero(federation.unseen).tolist() == unseen
+
+
+def test_seed_decides_who_is_unseen() -> None:
+    chosen = {tuple(federate(SOURCE, Iid(12), unseen=3, seed=seed).seen) for seed in (0, 0, 1, 2, 3)}
+    assert 2 <= len(chosen) <= 4
+
+
+def test_left_out_group_is_unseen_on_top() -> None:
+    federation = federate(SOURCE, Iid(12), leave_out="b", unseen=2)
+    in_b = federation.groups == 1
+    assert federation.unseen[in_b].all()
+    assert federation.unseen[~in_b].sum() == 2
+
+
+def test_unseen_clients_keep_their_splits() -> None:
+    seen, held_out = federate(SOURCE, Iid(6)), federate(SOURCE, Iid(6), unseen=[2])
+    for split in ("train", "val", "test"):
+        assert np.array_equal(seen.split(split).indices, held_out.split(split).indices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unseen": 12}, "count from 0 to 11"),
+        ({"unseen": 0.99}, "count from 0 to 11"),
+        ({"unseen": -1}, "unseen=-1"),
+        ({"unseen": 1.5}, "unseen=1.5"),
+        ({"unseen": float("nan")}, "unseen=nan"),
+        ({"unseen": "many"}, "unseen client 'm' does not exist"),
+        ({"unseen": [12]}, "unseen client 12 does not exist; valid: 0 to 11"),
+        ({"unseen": range(12)}, "all 12 are unseen"),
+        ({"unseen": 8, "leave_out": "a"}, "count from 0 to 7"),
+        ({"leave_out": "d"}, "unknown group 'd' in leave_out"),
+        ({"splits": (0.5, 0.1, 0.1)}, "summing to 1"),
+    ],
+)
+def test_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        federate(SOURCE, Iid(12), **options)
+
+
+def test_natural_clients_equal_those_of_from_arrays() -> None:
+    ids = np.repeat(["cleo", "ann", "bob"], [5, 8, 9])
+    x, y = torch.rand(22, 2), torch.arange(22) % 2
+    natural = federate(Source(x=x, y=y, ids=ids), Natural(), seed=4)
+    assert natural.fingerprint() == Federation.from_arrays(x, y, clients=ids, seed=4).fingerprint()

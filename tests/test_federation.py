@@ -1,0 +1,351 @@
+"""The federation: what it promises about its data, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.errors import InputError
+from equipoise.federation import Federation, Split, split_samples
+
+
+def small(**changes: Any) -> Federation:
+    """Two clients in two groups; samples 0-2 train, 3 val, 4-5 test; sample 6 belongs to nobody."""
+    parts: dict[str, Any] = {
+        "x": torch.arange(14.0).reshape(7, 2),
+        "y": torch.tensor([0, 1, 2, 0, 1, 2, 0]),
+        "train": Split.from_lists([[0, 1], [2]]),
+        "val": Split.from_lists([[], [3]]),
+        "test": Split.from_lists([[4], [5]]),
+        "groups": np.array([1, 0]),
+        "group_names": ("north", "south"),
+        "unseen": np.array([False, False]),
+    }
+    return Federation(**{**parts, **changes})
+
+
+def test_split_rows() -> None:
+    split = Split(np.array([5, 3, 8]), np.array([0, 2, 2, 3]))
+    assert split.clients == 3
+    assert split.sizes.tolist() == [2, 0, 1]
+    assert split.holders.tolist() == [0, 0, 2]
+    assert [split.of(client).tolist() for client in range(3)] == [[5, 3], [], [8]]
+    assert Split.from_lists([[5, 3], [], [8]]).offsets.tolist() == [0, 2, 2, 3]
+    assert Split.from_lists([]).clients == 0
+
+
+@pytest.mark.parametrize(
+    ("indices", "offsets", "message"),
+    [
+        ([1, 2], [0, 1], "end at 2"),
+        ([1, 2], [1, 2], "start at 0"),
+        ([1, 2], [], "start at 0"),
+        ([1, 2], [0, 2, 1, 2], "client 1"),
+        ([1.5, 2.0], [0, 2], "whole numbers"),
+        ([[1, 2]], [0, 1], "flat"),
+    ],
+)
+def test_split_refuses_broken_rows(indices: list[Any], offsets: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Split(np.array(indices), np.array(offsets, dtype=np.int64))
+
+
+@pytest.mark.parametrize("client", [-1, 1])
+def test_split_refuses_unknown_client(client: int) -> None:
+    with pytest.raises(InputError, match=f"client {client} does not exist"):
+        Split.from_lists([[1]]).of(client)
+
+
+def test_properties() -> None:
+    federation = small(unseen=np.array([True, False]))
+    assert federation.clients == 2
+    assert federation.seen.tolist() == [1]
+    assert federation.shape == (2,)
+    assert federation.classes == federation.outputs == 3
+    assert federation.split("val") is federation.val
+    assert federation.client_name(1) == "client 1"
+    with pytest.raises(InputError, match="did you mean 'train'"):
+        federation.split("trian")
+    with pytest.raises(InputError, match="client 2 does not exist"):
+        federation.client_name(2)
+
+
+def test_regression() -> None:
+    federation = small(y=torch.rand(7, 4), task="regression")
+    assert federation.classes is None
+    assert federation.outputs == 4
+    assert small(y=torch.rand(7), task="regression").outputs == 1
+    assert "labels" not in federation.describe()[0]
+    with pytest.raises(InputError, match="no labels"):
+        federation.label_counts()
+
+
+BROKEN = torch.arange(14.0).reshape(7, 2)
+BROKEN[4, 1] = float("nan")
+INFINITE = torch.zeros(7)
+INFINITE[6] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": BROKEN}, "sample 4 of client 0 has NaN or infinity in x"),
+        ({"y": INFINITE, "task": "regression"}, "sample 6 has NaN or infinity in y"),
+        ({"y": torch.tensor([0, 1, -1, 0, 1, 2, 0])}, "sample 2 of client 1 has label -1"),
+        ({"classes": 2}, "sample 2 of client 1 has label 2 in y; valid: 0 to 1"),
+        ({"y": torch.rand(7)}, "int64 labels"),
+        ({"y": torch.arange(7), "task": "regression"}, "floating point"),
+        ({"y": torch.rand(7), "task": "regression", "classes": 3}, "classes=3"),
+        ({"y": torch.zeros(6).long()}, "x has 7 rows, y has 6"),
+        ({"x": np.zeros((7, 2))}, "must be a tensor"),
+        ({"task": "regresion"}, "did you mean 'regression'"),
+        ({"unseen": np.array([True, True])}, "all 2 are unseen"),
+        ({"unseen": np.array([True])}, "unseen has 1 clients, groups has 2"),
+        ({"test": Split.from_lists([[4]])}, "test has 1 clients, groups has 2"),
+        ({"client_names": ("ann",)}, "client_names has 1 clients"),
+        ({"groups": np.array([0, 2])}, "client 1 has group 2; valid: 0 to 1"),
+        ({"group_names": ("north", "north")}, "group_names must all differ"),
+        ({"train": Split.from_lists([[0, 1], []])}, "client 1 has no training samples"),
+        ({"test": Split.from_lists([[4], [7]])}, "test split of client 1 names sample 7; valid: 0 to 6"),
+        ({"val": Split.from_lists([[-1], [3]])}, "val split of client 0 names sample -1"),
+        ({"train": Split.from_lists([[0, 1], [2, 4]])}, "sample 4 is in the train split of client 1 and in the test"),
+        ({"val": Split.from_lists([[2], [3]])}, "sample 2 is in the train split of client 1 and in the val"),
+        ({"val": Split.from_lists([[], [4]])}, "sample 4 is in the val split of client 1 and in the test"),
+        (
+            {"train": Split.from_lists([[0], []]), "client_names": ("ann", "bob")},
+            r"client 1 \('bob'\) has no training samples",
+        ),
+    ],
+)
+def test_construction_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        small(**changes)
+
+
+def test_clients_may_share_samples_within_a_split() -> None:
+    federation = small(train=Split.from_lists([[0, 1], [1, 2]]))
+    assert federation.pooled().train.of(0).tolist() == [0, 1, 2]
+
+
+def test_unseen_client_may_have_nothing_to_train_on() -> None:
+    assert small(train=Split.from_lists([[0, 1], []]), unseen=np.array([False, True])).seen.tolist() == [0]
+
+
+def test_pooled_holds_what_seen_clients_hold() -> None:
+    pooled = small(unseen=np.array([True, False])).pooled()
+    assert [pooled.split(name).of(0).tolist() for name in ("train", "val", "test")] == [[2], [3], [5]]
+    assert pooled.clients == 1
+    assert pooled.group_names == ("all",)
+    assert pooled.classes == 3
+
+
+def test_label_counts_and_describe() -> None:
+    federation = small(client_names=("ann", "bob"), unseen=np.array([False, True]))
+    assert federation.label_counts().tolist() == [[1, 2, 0], [1, 0, 2]]
+    assert federation.label_counts("train").tolist() == [[1, 1, 0], [0, 0, 1]]
+    assert federation.describe()[1] == {
+        "id": 1,
+        "name": "bob",
+        "group": "north",
+        "unseen": True,
+        "train": 1,
+        "val": 1,
+        "test": 1,
+        "labels": [1, 0, 2],
+    }
+
+
+def test_fingerprint_depends_on_everything_but_names() -> None:
+    base = small()
+    changed_pixel = base.x.clone()
+    changed_pixel[6, 1] += 1
+    others = [
+        small(x=changed_pixel),
+        small(x=base.x.double()),
+        small(x=base.x.reshape(7, 1, 2)),
+        small(y=torch.tensor([0, 1, 2, 0, 1, 2, 1])),
+        small(classes=4),
+        small(train=Split.from_lists([[0], [1, 2]])),
+        small(test=Split.from_lists([[5], [4]])),
+        small(groups=np.array([0, 1])),
+        small(group_names=("east", "south")),
+        small(unseen=np.array([True, False])),
+    ]
+    assert len({federation.fingerprint() for federation in [base, *others]}) == 11
+    assert base.fingerprint() == small().fingerprint() == replace(base, name="other").fingerprint()
+    assert base.fingerprint() == small(x=base.x.T.contiguous().T).fingerprint()
+    assert len(base.fingerprint()) == 16
+
+
+def test_from_arrays_numbers_clients_and_groups() -> None:
+    clients = ["bob", "ann", "bob", "ann", "bob", "ann"]
+    federation = Federation.from_arrays(
+        np.arange(6.0)[:, None],
+        [0, 1, 0, 1, 0, 1],
+        clients=clients,
+        groups={"ann": "south", "bob": "north"},
+        unseen=["ann"],
+    )
+    assert federation.client_names == ("bob", "ann")
+    assert federation.group_names == ("north", "south")
+    assert federation.groups.tolist() == [0, 1]
+    assert federation.unseen.tolist() == [False, True]
+    held = [sorted(np.concatenate([federation.split(s).of(k) for s in ("train", "val", "test")])) for k in (0, 1)]
+    assert held == [[0, 2, 4], [1, 3, 5]]
+    assert federation.x.dtype == torch.float32
+
+
+def test_from_arrays_takes_any_hashables() -> None:
+    x, y = np.zeros((6, 1)), np.zeros(6, int)
+    assert Federation.from_arrays(x, y, clients=[("a", 1)] * 3 + [("a", 2)] * 3).client_names == (
+        "('a', 1)",
+        "('a', 2)",
+    )
+    as_array = Federation.from_arrays(x, y, clients=np.array([9, 9, 9, 4, 4, 4]))
+    as_tensor = Federation.from_arrays(x, y, clients=torch.tensor([9, 9, 9, 4, 4, 4]))
+    as_list = Federation.from_arrays(x, y, clients=[9, 9, 9, 4, 4, 4])
+    assert as_array.fingerprint() == as_tensor.fingerprint() == as_list.fingerprint()
+
+
+def test_adding_a_client_changes_nothing_for_the_others() -> None:
+    x, y = torch.zeros(60, 1), torch.zeros(60).long()
+    alone = Federation.from_arrays(x[:40], y[:40], clients=["ann"] * 20 + ["bob"] * 20)
+    joined = Federation.from_arrays(x, y, clients=["ann"] * 20 + ["bob"] * 20 + ["cleo"] * 20)
+    before = Federation.from_arrays(x, y, clients=["cleo"] * 20 + ["ann"] * 20 + ["bob"] * 20)
+    for split in ("train", "val", "test"):
+        for client in (0, 1):
+            assert alone.split(split).of(client).tolist() == joined.split(split).of(client).tolist()
+            assert alone.split(split).of(client).tolist() == (before.split(split).of(client + 1) - 20).tolist()
+
+
+def test_shuffle_depends_on_seed_and_client() -> None:
+    held = Split.from_lists([range(100), range(100)])
+    first, second = (split_samples(held, ["ann", "bob"], (0.5, 0.0, 0.5), seed).train for seed in (0, 1))
+    assert first.of(0).tolist() != first.of(1).tolist()
+    assert first.of(0).tolist() != second.of(0).tolist()
+
+
+def test_every_sample_is_equally_likely_to_be_trained_on() -> None:
+    held = Split.from_lists([range(10)] * 4000)
+    train = split_samples(held, [str(client) for client in range(4000)], (0.7, 0.1, 0.2), 0).train
+    shares = np.bincount(train.indices) / 4000
+    assert np.abs(shares - 0.7).max() < 5 * np.sqrt(0.7 * 0.3 / 4000)
+
+
+@pytest.mark.parametrize(
+    ("samples", "fractions", "sizes"),
+    [
+        (10, (0.7, 0.1, 0.2), [7, 1, 2]),
+        (11, (0.7, 0.1, 0.2), [8, 1, 2]),
+        (1, (0.7, 0.1, 0.2), [1, 0, 0]),
+        (2, (0.7, 0.1, 0.2), [1, 0, 1]),
+        (3, (0.7, 0.1, 0.2), [1, 1, 1]),
+        (1, (0.1, 0.1, 0.8), [1, 0, 0]),
+        (3, (0.1, 0.0, 0.9), [1, 0, 2]),
+        (5, (1.0, 0.0, 0.0), [5, 0, 0]),
+        (1000, (0.6, 0.2, 0.2), [600, 200, 200]),
+    ],
+)
+def test_split_sizes(samples: int, fractions: tuple[float, float, float], sizes: list[int]) -> None:
+    parts = split_samples(Split.from_lists([range(samples)]), ["ann"], fractions, 0)
+    assert [int(part.sizes[0]) for part in parts] == sizes
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)),
+)
+def test_splits_divide_without_loss(sizes: list[int], parts: tuple[int, int, int]) -> None:
+    fractions = tuple(part / sum(parts) for part in parts)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    held = Split(np.arange(bounds[-1]), bounds)
+    splits = split_samples(held, [str(client) for client in range(len(sizes))], fractions, 3)
+    for client, size in enumerate(sizes):
+        mine = [split.of(client).tolist() for split in splits]
+        assert sorted(mine[0] + mine[1] + mine[2]) == held.of(client).tolist()
+        assert mine[0]
+        if size >= 3:
+            assert all(mine[i] for i in range(3) if fractions[i] > 0)
+            assert all(abs(len(mine[i]) - size * fractions[i]) <= 2 for i in range(3))
+
+
+@pytest.mark.parametrize(
+    "fractions", [(0.7, 0.1, 0.1), (0.5, 0.5), (1.2, -0.2, 0.0), (0.0, 0.5, 0.5), (np.nan, 0.5, 0.5)]
+)
+def test_fractions_must_sum_to_one(fractions: Any) -> None:
+    with pytest.raises(InputError, match="summing to 1"):
+        Federation.from_arrays(np.zeros((4, 1)), np.zeros(4, int), clients=[0] * 4, splits=fractions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clients": [0, 0, 0]}, "4 samples, 3 names"),
+        ({"groups": {1: "north"}}, "no group for client 0"),
+        ({"unseen": [5]}, "unseen client 5 holds no sample; the clients are 0"),
+        ({"unseen": [0]}, "all 1 are unseen"),
+        ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
+        ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
+        ({"y": ["a", "b", "a", "b"]}, "y must hold numbers"),
+        ({"classes": 1}, "label 1 in y; valid: 0 to 0"),
+    ],
+)
+def test_from_arrays_refuses(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": np.zeros((4, 1)), "y": [0, 1, 0, 1], "clients": [0] * 4, **changes}
+    with pytest.raises(InputError, match=message):
+        Federation.from_arrays(**arguments)
+
+
+def test_from_arrays_takes_whole_floats_and_read_only_arrays() -> None:
+    x = np.zeros((4, 1))[::-1]
+    x.setflags(write=False)
+    federation = Federation.from_arrays(x, np.array([0.0, 1.0, 0.0, 1.0]), clients=[0] * 4)
+    assert federation.y.tolist() == [0, 1, 0, 1]
+    assert federation.y.dtype == torch.int64
+    regression = Federation.from_arrays(x, np.array([0.0, 1.0, 0.0, 1.0]), clients=[0] * 4, task="regression")
+    assert regression.y.dtype == torch.float32
+
+
+def test_from_dataset_equals_from_arrays() -> None:
+    x, y = torch.rand(8, 1, 2, 2), torch.arange(8) % 2
+    clients = [0, 1] * 4
+    pairs = [(sample.numpy(), int(label)) for sample, label in zip(x, y, strict=True)]
+    expected = Federation.from_arrays(x, y, clients=clients, seed=5).fingerprint()
+    tensors = torch.utils.data.TensorDataset(x, y)
+    assert Federation.from_dataset(tensors, clients=clients, seed=5).fingerprint() == expected
+    assert Federation.from_dataset(pairs, clients=clients, seed=5).fingerprint() == expected
+
+
+def test_from_dataset_refuses() -> None:
+    with pytest.raises(InputError, match="has no length"):
+        Federation.from_dataset(iter([]), clients=[])
+    with pytest.raises(InputError, match="is empty"):
+        Federation.from_dataset([], clients=[])
+    with pytest.raises(InputError, match="sample 1 of the dataset has shape"):
+        Federation.from_dataset([(torch.zeros(2), 0), (torch.zeros(3), 0)], clients=[0, 0])
+
+
+def test_a_million_clients_are_quick() -> None:
+    clients = 1_000_000
+    draws = np.random.default_rng(0)
+    started = time.perf_counter()
+    federation = Federation(
+        x=torch.zeros(2000, 4),
+        y=torch.zeros(2000).long(),
+        train=Split(draws.integers(0, 1500, clients * 10), np.arange(clients + 1) * 10),
+        val=Split(np.empty(0, np.int64), np.zeros(clients + 1, np.int64)),
+        test=Split(draws.integers(1500, 2000, clients), np.arange(clients + 1)),
+        groups=np.zeros(clients, np.int64),
+        group_names=("all",),
+        unseen=np.zeros(clients, bool),
+    )
+    federation.fingerprint()
+    assert time.perf_counter() - started < 10
+    assert federation.pooled().train.sizes[0] == 1500
