@@ -103,8 +103,11 @@ def _made(peer: Peer, requirements: Path) -> Path:
         return python
     print(f"installing {peer.name} into {directory} …", file=sys.stderr, flush=True)
     venv.create(directory, with_pip=True, clear=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)]
-    if subprocess.run(pip).returncode != 0:
+    # One retry: where the extra index of CPU builds cannot be reached, pip tries it again for every package.
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", "-r", str(requirements)]
+    installation = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if installation.returncode != 0:
+        print(installation.stdout, file=sys.stderr)
         raise RunError(
             f"could not install {requirements.name} for peer {peer.name!r}; give --env {peer.name}=DIR instead"
         )

@@ -123,8 +123,8 @@ class Work:
 Train = Callable[[Work, Pass, Callable[[], None]], dict[str, Tensor]]
 """How a peer trains: ``train(work, stage, round_done) -> parameters``.
 
-Train ``stage.warmup + stage.rounds`` rounds from the initial weights, ``work.model(stage)``. Round ``r`` (from 0) trains
-the clients ``job.cohort_of(r)`` and replaces the global model by their average, weighted by their numbers of samples.
+Train ``stage.warmup + stage.rounds`` rounds from the initial weights, ``work.model(stage)``. Round ``r`` (from 0) asks
+the clients ``job.cohort_of(r)`` to train, and the global model becomes their average, weighted by numbers of samples.
 Call ``round_done()`` once after every round; it waits for the GPU. Return the final global parameters, on the CPU, by
 the names of ``work.model(stage).named_parameters()``. With ``stage.shuffle`` off, batches follow the stored order of
 samples; with ``stage.dropout`` off, nothing is dropped. ``train`` is called twice in one process, each time afresh.

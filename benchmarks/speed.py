@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices = Choices(_pairs(arguments.env, "--env"), _pairs(arguments.pythonpath, "--pythonpath"))
         _check(arguments)
         peers, notes = _able(peers, arguments.device)
+        notes += _busy()
+        for note in notes:
+            print(note, file=sys.stderr, flush=True)
         report = _compare(names, peers, choices, arguments)
     except (InputError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -117,9 +120,13 @@ def _able(peers: list[Peer], device: str) -> tuple[list[Peer], list[str]]:
             notes.append(f"{peer.name} left out: there is no {peer.path.relative_to(ROOT)}")
         else:
             able.append(peer)
-    for note in notes:
-        print(note, file=sys.stderr)
     return able, notes
+
+
+def _busy() -> list[str]:
+    """Warn of other work on the machine: threads that wait for one another lose far more than their share of a core."""
+    load = os.getloadavg()[0]
+    return [f"machine busy: load average {load:.1f} before the first run; timings are unreliable"] if load > 0.5 else []
 
 
 def _compare(names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,8 +171,8 @@ def _measure(
                 print(f"{what}: {error}", file=sys.stderr, flush=True)
                 continue
             results[peer.name].append(json.loads(out.read_text()))
-            rate = results[peer.name][-1]["client_steps_per_second"]["median"]
-            print(f"{what}: {rate:,.0f} client-steps/s", file=sys.stderr, flush=True)
+            rate = _rate(results[peer.name][-1]["client_steps_per_second"]["median"])
+            print(f"{what}: {rate} client-steps/s", file=sys.stderr, flush=True)
     return results, failures
 
 
@@ -301,7 +308,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines += ["", f"{job['rounds']} timed rounds of {job['steps_per_round']} client-steps."]
         for peer, row in job["peers"].items():
             versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
-            lines.append(f"- {peer}: {len(row['runs'])} runs on {row['device']}, {row['threads']}; {versions}")
+            lines.append(f"- {peer}: runs {len(row['runs'])}, on {row['device']}, {row['threads']}; {versions}")
         lines += [f"- **problem**: {problem}" for problem in job["problems"]]
     return "\n".join([*lines, *(["", *(f"- {note}" for note in report["notes"])] if report["notes"] else [])])
 
@@ -310,8 +317,8 @@ def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
     peak = row["peak"]
     return [
         peer,
-        f"{row['client_steps_per_second']:,.0f}",
-        f"{row['lowest']:,.0f} … {row['highest']:,.0f}",
+        _rate(row["client_steps_per_second"]),
+        f"{_rate(row['lowest'])} … {_rate(row['highest'])}",
         f"{row['seconds_per_round']:.3g}",
         f"{peak['resident_mib']:,.0f}",
         f"{peak['cuda_reserved_mib']:,.0f}" if "cuda_reserved_mib" in peak else "-",
@@ -319,6 +326,10 @@ def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
         f"{row['distance']['of_move']:.1e}" if row["distance"] else "-",
         f"{ratios[peer]:.2f} times as fast" if peer in ratios else "-",
     ]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(cells: list[list[str]]) -> list[str]:

@@ -1,0 +1,32 @@
+"""Equipoise: federated learning that works for every client, and always shows who is left behind."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from equipoise.engine.settings import Machine, Training
+    from equipoise.federation import Federation
+    from equipoise.run.api import Run, load, train
+    from equipoise.run.trainer import Evaluation
+
+__version__ = "0.1.0"
+__all__ = ["Evaluation", "Federation", "Machine", "Run", "Training", "__version__", "load", "train"]
+
+# Imported when first used: PyTorch takes a second, and `equipoise --help` must not wait for it.
+_HOMES = {
+    "Evaluation": "equipoise.run.trainer",
+    "Federation": "equipoise.federation",
+    "Machine": "equipoise.engine.settings",
+    "Run": "equipoise.run.api",
+    "Training": "equipoise.engine.settings",
+    "load": "equipoise.run.api",
+    "train": "equipoise.run.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'equipoise' has no attribute {name!r}")

@@ -172,3 +172,37 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         fitting = sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting)}")
     return part
+
+
+def describe(method: Method) -> dict[str, Any]:
+    """Write a method as the plain values from which :func:`build` makes it again.
+
+    Examples
+    --------
+    >>> describe(build("fedprox", mu=0.5))
+    {'name': 'fedprox', 'mu': 0.5, 'weights': 'size', 'sampling': {'name': 'uniform'}}
+    """
+    usual = build(method.name)
+    main = part_class(method.name)
+    own = next(part for part in _parts(method) if isinstance(part, main)) if _holds(method, main) else None
+    plain: dict[str, Any] = {"name": method.name}
+    if own is not None:
+        plain |= dataclasses.asdict(own)  # type: ignore[call-overload]
+    plain |= {"weights": method.weights, "sampling": _describe_part(method.sampler)}
+    for slot in ("local", "aggregation"):
+        part = getattr(method, slot)
+        if part is not own and part != getattr(usual, slot):
+            plain[slot] = _describe_part(part)
+    return plain
+
+
+def _parts(method: Method) -> list[Part]:
+    return [method.local, method.aggregation, method.view, method.sampler]
+
+
+def _holds(method: Method, kind: type[Part]) -> bool:
+    return any(isinstance(part, kind) for part in _parts(method))
+
+
+def _describe_part(part: Part) -> dict[str, Any]:
+    return {"name": part.name, **dataclasses.asdict(part)}  # type: ignore[call-overload]

@@ -1,0 +1,306 @@
+"""``equipoise.train`` and ``equipoise.load``: runs from Python."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+import equipoise
+from equipoise import methods, models
+from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation
+from equipoise.method import Method, personal_model
+from equipoise.models.layers import convert
+from equipoise.run.files import load_tensors, save_tensors, write_atomically
+from equipoise.run.plain import to_plain
+from equipoise.run.trainer import Evaluation, Progress, Trainer
+from equipoise.tree import Tree
+
+CONFIG, SUMMARY, GLOBAL, PERSONAL = "config.yaml", "summary.json", "model.safetensors", "personal.safetensors"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes
+    ----------
+    summary : dict
+        What came out, for the round that counts; see ``docs/metrics.md``.
+    config : dict
+        Everything it depended on.
+    directory : Path or None
+        Where its files are.
+    """
+
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    directory: Path | None
+    trainer: Trainer
+
+    def model(self, client: int | None = None) -> nn.Module:
+        """Give the global model, or a client's personal model, ready to use.
+
+        Parameters
+        ----------
+        client : int, optional
+            Whose personal model; the global one by default.
+
+        Returns
+        -------
+        nn.Module
+            In evaluation mode, on the CPU.
+        """
+        _, glob, own = self.trainer.selected()
+        seen = self.trainer.federation.seen.tolist()
+        return _module(self.trainer.engine.network.module, glob, own, seen, client)
+
+
+def train(
+    federation: Federation,
+    *,
+    method: str | Mapping[str, Any] | Method = "fedavg",
+    model: str | Mapping[str, Any] | nn.Module = "mlp",
+    training: Training | None = None,
+    machine: Machine | None = None,
+    evaluation: Evaluation | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 1,
+    data: Mapping[str, Any] | None = None,
+    on_round: Callable[[Progress], None] | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a federation.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients and their data.
+    method : str, mapping or Method
+        What is federated: a name, a mapping with ``name`` and hyper-parameters, or a method.
+    model : str, mapping or nn.Module
+        A name, a mapping with ``name`` and options, or a module with ``features`` and ``head``.
+    training : Training, optional
+        How clients train.
+    machine : Machine, optional
+        Where, and in which arithmetic.
+    evaluation : Evaluation, optional
+        When clients are evaluated, and which round counts.
+    seed : int
+        Of the initial model and of all random numbers.
+    out : path, optional
+        The run directory; without one nothing is written.
+    resume : bool
+        Whether to go on with the run the directory holds.
+    checkpoint_every : int
+        Rounds between checkpoints.
+    data : mapping, optional
+        How the federation was made, for the run's configuration.
+    on_round : callable, optional
+        Told of the :class:`~equipoise.run.trainer.Progress` after every round.
+    **settings
+        Shortcuts for the fields of ``Training``, such as ``rounds=20``.
+
+    Returns
+    -------
+    Run
+        With its summary and its models.
+
+    Examples
+    --------
+    >>> from equipoise.data import load as load_data
+    >>> run = train(load_data("digits"), method="fedavg", model="mlp", rounds=2)
+    >>> sorted(run.summary["results"]["global"]["seen"]["groups"])
+    ['blurred', 'inverted', 'plain', 'rotated', 'textured']
+    """
+    training = _training(training, settings)
+    machine, evaluation = machine or Machine(), evaluation or Evaluation()
+    made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
+    if isinstance(model, nn.Module):
+        module, model_config = model, {"name": f"custom:{type(model).__name__}"}
+    else:
+        model_config = _named(model, "model")
+        module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
+    if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
+        raise InputError(f"checkpoint_every must be a whole number of at least 1, got {checkpoint_every!r}")
+    config = {
+        "method": methods.describe(made),
+        "data": dict(data) if data else {"name": federation.name},
+        "model": model_config,
+        "training": to_plain(training),
+        "machine": to_plain(machine),
+        "evaluation": to_plain(evaluation),
+        "seed": seed,
+        "checkpoint_every": checkpoint_every,
+    }
+    directory = Path(out) if out is not None else None
+    config, finished = _open(directory, config, federation, machine, resume)
+    chosen = config["resolved"].get("chunk")
+    if isinstance(chosen, int):
+        machine = Machine(**{**to_plain(machine), "chunk": chosen})
+    trainer = Trainer(
+        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every
+    )
+    if resume:
+        trainer.restore_checkpoint()
+    if chosen is None:
+        measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
+        config["resolved"]["chunk"] = measured
+        if directory:
+            write_atomically(directory / CONFIG, _yaml(config))
+    if finished and directory:
+        return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
+    trainer.run(on_round)
+    summary = trainer.summary()
+    if directory:
+        _, glob, own = trainer.selected()
+        save_tensors(directory / GLOBAL, glob, {"round": summary["round"]})
+        if own:
+            note = {"round": summary["round"], "clients": federation.seen.tolist()}
+            save_tensors(directory / PERSONAL, own, note)
+        # The summary comes last: where it is, the run is complete.
+        write_atomically(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
+    return Run(summary, config, directory, trainer)
+
+
+def load(run: str | Path, client: int | None = None, *, module: nn.Module | None = None) -> nn.Module:
+    """Give back a trained model from a run directory.
+
+    Parameters
+    ----------
+    run : path
+        The run directory.
+    client : int, optional
+        Whose personal model; the global one by default.
+    module : nn.Module, optional
+        The model's architecture, needed only if the run was made with a module of its own and not a named model.
+
+    Returns
+    -------
+    nn.Module
+        In evaluation mode, on the CPU.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from equipoise.data import load as load_data
+    >>> out = tempfile.mkdtemp() + "/run"
+    >>> digits = load_data("digits")
+    >>> _ = train(digits, rounds=1, out=out)
+    >>> load(out)(digits.x[:2]).shape
+    torch.Size([2, 10])
+    """
+    directory = Path(run)
+    config = read_config(directory)
+    glob, _ = load_tensors(directory / GLOBAL)
+    own: Tree = {}
+    clients: list[int] = []
+    if (directory / PERSONAL).exists():
+        own, note = load_tensors(directory / PERSONAL)
+        clients = note["clients"]
+    if module is None:
+        name = config["model"]["name"]
+        if name.startswith("custom:"):
+            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
+        resolved = config["resolved"]
+        module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
+    return _module(convert(module), glob, own, clients, client)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration; a directory that holds none is refused."""
+    path = directory / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{directory} holds no run: cannot read {path.name} ({error})") from error
+    if not isinstance(config, dict) or "resolved" not in config:
+        raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
+    return config
+
+
+def _module(template: nn.Module, glob: Tree, own: Tree, clients: list[int], client: int | None) -> nn.Module:
+    if client is not None and client not in clients:
+        valid = f"valid: {', '.join(map(str, clients[:20]))}{' …' if len(clients) > 20 else ''}"
+        reason = valid if own else "the method gives all clients the global model"
+        raise InputError(f"client {client} has no personal model; {reason}")
+    tensors = dict(glob)
+    if client is not None:
+        row = clients.index(client)
+        tensors = personal_model(glob, {name: stack[row] for name, stack in own.items()})
+    module = copy.deepcopy(template)
+    dtype = next(iter(tensors.values())).dtype
+    module.to(dtype=dtype, device="cpu").load_state_dict({n: t.cpu() for n, t in tensors.items()})
+    return module.eval()
+
+
+def _open(
+    directory: Path | None, config: dict[str, Any], federation: Federation, machine: Machine, resume: bool
+) -> tuple[dict[str, Any], bool]:
+    """Complete the configuration, see that the directory is free or holds this very run, and say whether it is done."""
+    resolved = {
+        "equipoise": equipoise.__version__,
+        "torch": torch.__version__,
+        "device": machine.torch_device.type,
+        "threads": torch.get_num_threads(),
+        "fingerprint": federation.fingerprint(),
+        "shape": list(federation.shape),
+        "outputs": federation.outputs,
+    }
+    config = {**config, "resolved": resolved}
+    if directory is None:
+        return config, False
+    if (directory / CONFIG).exists():
+        if not resume:
+            raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
+        found = read_config(directory)
+        chunk = found["resolved"].pop("chunk", None)
+        if difference := _difference(found, json.loads(json.dumps(config))):
+            raise InputError(f"{directory} holds another experiment: {difference}; choose another directory")
+        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{directory} exists and is no run directory; choose another")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / CONFIG, _yaml(config))
+    return config, False
+
+
+def _difference(found: Any, wanted: Any, path: str = "") -> str | None:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in [*found, *(k for k in wanted if k not in found)]:
+            inner = _difference(found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
+            if inner:
+                return inner
+        return None
+    return None if found == wanted else f"{path} is {found!r} there and {wanted!r} here"
+
+
+def _yaml(config: Mapping[str, Any]) -> bytes:
+    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False).encode()
+
+
+def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
+    named = {"name": value} if isinstance(value, str) else dict(value)
+    if "name" not in named:
+        raise InputError(f"{what} {named!r} has no name")
+    return named
+
+
+def _training(training: Training | None, settings: Mapping[str, Any]) -> Training:
+    valid = [field.name for field in dataclasses.fields(Training)]
+    for key in settings:
+        if key not in valid:
+            raise unknown("setting", key, valid, where="train()")
+    return dataclasses.replace(training, **settings) if training else Training(**settings)

@@ -1,0 +1,130 @@
+"""Files that are either there, whole, or as they were before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from equipoise.errors import RunError
+from equipoise.tree import Tree
+
+_KEY = "equipoise"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "note"
+    >>> write_atomically(path, b"hello")
+    >>> path.read_bytes()
+    b'hello'
+    """
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = None) -> None:
+    """Write tensors and a small JSON note into one safetensors file, atomically; the same content gives the same bytes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> save_tensors(path, {"w": torch.ones(2)}, {"round": 3})
+    >>> load_tensors(path)
+    ({'w': tensor([1., 1.])}, {'round': 3})
+    """
+    # All of the note is one entry: the format keeps its entries in no particular order.
+    metadata = {_KEY: json.dumps(note or {}, sort_keys=True)}
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    write_atomically(path, save(plain, metadata))
+
+
+def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
+    """Read what :func:`save_tensors` wrote.
+
+    Raises
+    ------
+    RunError
+        If the file is missing, truncated or of another kind.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            note = json.loads((file.metadata() or {})[_KEY])
+            return {name: file.get_tensor(name) for name in file.keys()}, note  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise RunError(
+            f"cannot read {path}: {error}; the file is missing, truncated or not written by Equipoise"
+        ) from error
+
+
+class Journal:
+    """Rows of JSON, one a line, appended as they come; in memory alone if there is no path.
+
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
+
+    Examples
+    --------
+    >>> journal = Journal(None)
+    >>> journal.append([{"round": 1}])
+    >>> list(journal)
+    [{'round': 1}]
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._rows: list[str] = []
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows at the end."""
+        lines = [json.dumps(row) for row in rows]
+        if self.path is None:
+            self._rows += lines
+        else:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in lines)
+
+    def mark(self) -> int:
+        """Make what was appended durable, and say where the end is."""
+        if self.path is None:
+            return len(self._rows)
+        if not self.path.exists():
+            return 0
+        with self.path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def rewind(self, mark: int) -> None:
+        """Go back to a mark."""
+        if self.path is not None and self.path.exists():
+            if self.path.stat().st_size < mark:
+                raise RunError(f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed")
+            os.truncate(self.path, mark)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.path is None:
+            yield from map(json.loads, self._rows)
+        elif self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+

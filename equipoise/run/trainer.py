@@ -1,0 +1,404 @@
+"""The round loop: select, send, train, combine, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from equipoise.engine.chunking import fastest
+from equipoise.engine.cohort import KEPT, Engine, Layout, StackedCohort, exact_arithmetic
+from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
+from equipoise.engine.random import Purpose, fold
+from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError, RunError, unknown
+from equipoise.federation import Federation
+from equipoise.method import Method, State, Updates, personal_model
+from equipoise.run.files import Journal, load_tensors, save_tensors
+from equipoise.run.records import Row, client_rows, summarize_rows
+from equipoise.tree import PERSONAL, Tree
+
+CHECKPOINT = "checkpoint.safetensors"
+BEST = "best.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When clients are evaluated, and which round counts.
+
+    Parameters
+    ----------
+    every : int
+        Evaluate after every so many rounds, and after the last; 0 never.
+    select : {"last", "best"}
+        Report and keep the models of the last round, or of the round with the lowest mean validation loss over seen
+        clients. Test data never decides.
+    patience : int, optional
+        Stop when the validation loss has not improved for so many evaluations.
+
+    Examples
+    --------
+    >>> Evaluation(every=5, select="best", patience=3).due(10, last=False)
+    True
+    """
+
+    every: int = 1
+    select: str = "last"
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 0:
+            raise InputError(f"evaluation.every must be a whole number of at least 0, got {self.every!r}")
+        if self.select not in ("last", "best"):
+            raise unknown("value", self.select, ("last", "best"), where="evaluation.select")
+        if self.patience is not None and self.patience < 1:
+            raise InputError(f"evaluation.patience must be at least 1, got {self.patience!r}")
+        if self.every == 0 and (self.select == "best" or self.patience is not None):
+            raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+
+    def due(self, round_: int, *, last: bool) -> bool:
+        """Say whether to evaluate after a round (counted from 1)."""
+        return self.every > 0 and (last or round_ % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run says of itself after a round; the scores are of the latest evaluation, if there was one."""
+
+    round: int
+    rounds: int
+    train_loss: float
+    mean: float | None = None
+    worst: float | None = None
+    sigma: float | None = None
+
+
+class Trainer:
+    """One run, round after round.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients.
+    method : Method
+        What is federated.
+    model : nn.Module
+        With ``features`` and ``head``.
+    training, machine, evaluation
+        The settings.
+    seed : int
+        Of all random numbers.
+    directory : Path, optional
+        Where journals and checkpoints go; without one nothing is written.
+    checkpoint_every : int
+        Rounds between checkpoints.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        method: Method,
+        model: nn.Module,
+        training: Training,
+        machine: Machine,
+        evaluation: Evaluation,
+        seed: int,
+        directory: Path | None = None,
+        checkpoint_every: int = 1,
+    ) -> None:
+        self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
+        self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
+        self.view = method.view.of(federation)
+        self.engine = Engine(self.view, model, training, machine, seed)
+        registered = self.view.seen
+        pooled = self.view is not federation
+        self._cohort_size = len(registered) if pooled else training.cohort_size(len(registered))
+        self._train_sizes = self.view.train.sizes[registered]
+        self.layout = Layout(method.local, self.engine.network.initial())
+        self.state = method.aggregation.begin(State(0, self.engine.network.initial()), len(registered))
+        self.metrics, self.rounds, self.timings = (
+            Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
+        )
+        self.bytes_up = self.bytes_down = 0
+        self.best_round: int | None = None
+        self._best_loss = float("inf")
+        self._best_models: tuple[Tree, Tree] | None = None
+        self._stale = 0
+        self._latest: dict[str, Any] = {}
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, on_round: Callable[[Progress], None] | None = None) -> None:
+        """Train until the last round, or until validation says to stop."""
+        with exact_arithmetic(self.engine.machine):
+            while self.state.round < self.training.rounds and not self._out_of_patience():
+                progress = self._round()
+                if on_round:
+                    on_round(progress)
+
+    def _out_of_patience(self) -> bool:
+        return self.evaluation.patience is not None and self._stale >= self.evaluation.patience
+
+    def _round(self) -> Progress:
+        clock = _Clock(self.engine.network.device)
+        number = self.state.round + 1
+        last = number == self.training.rounds
+        due = self.evaluation.due(number, last=last)
+        cohort = self._select()
+        if due and self.view is self.federation and self.layout.shared:
+            cohort.wanted_reports.add("val_loss_after")
+        updates = self._train(cohort, number)
+        clock.lap("train")
+        self._combine(updates, cohort, number)
+        clock.lap("combine")
+        self.engine.memory.commit()
+        self.bytes_up += cohort.bytes_up
+        self.bytes_down += cohort.bytes_down
+        loss = float((updates.reports["train_loss"] * cohort.prior).sum())
+        row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
+        self.rounds.append([row | {"bytes_up": cohort.bytes_up, "bytes_down": cohort.bytes_down}])
+        if due:
+            self._evaluate(updates, cohort)
+            clock.lap("evaluate")
+        self.timings.append([{"round": number, **clock.laps}])
+        if self.directory and (last or number % self.checkpoint_every == 0 or self._out_of_patience()):
+            self.save_checkpoint()
+        return Progress(number, self.training.rounds, loss, **self._latest)
+
+    def _select(self) -> StackedCohort:
+        key = fold(self.seed, self.state.round, Purpose.SAMPLE)
+        if self._cohort_size == len(self.view.seen):
+            chosen = np.arange(self._cohort_size)
+        else:
+            chosen = self.method.sampler.select(key, self.state, self._train_sizes, self._cohort_size)
+        return self.engine.cohort(self.method, self.view.seen[chosen], self.state.round)
+
+    def _train(self, cohort: StackedCohort, number: int) -> Updates:
+        shared, each = self.method.aggregation.send(self.state, cohort)
+        updates = cohort.train(shared, each, self.method.local)
+        self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
+        return updates
+
+    def _combine(self, updates: Updates, cohort: StackedCohort, number: int) -> None:
+        state = self.method.aggregation.combine(self.state, updates, cohort)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.model.values()):
+            finite = torch.ones(len(cohort.ids), dtype=torch.bool)
+            for stack in (*updates.params.values(), *updates.buffers.values()):
+                finite &= torch.isfinite(stack).flatten(1).all(1).cpu()
+            self._refuse_non_finite(finite, cohort, number, "model")
+            raise RunError(f"round {number}: the global model became non-finite when updates were combined")
+        self.state = replace(state, round=number)
+
+    def _refuse_non_finite(self, finite: torch.Tensor, cohort: StackedCohort, number: int, what: str) -> None:
+        if bool(finite.all()):
+            return
+        client = int(cohort.ids[int((~finite).nonzero()[0])])
+        kept = f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
+        raise RunError(
+            f"round {number}: the {what} of client {client} ({self.view.client_name(client)}) is not finite; "
+            f"a smaller learning rate or training.clip may help{kept}"
+        )
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, updates: Updates, cohort: StackedCohort) -> None:
+        rows: list[Row] = []
+        everyone = np.arange(self.federation.clients)
+        network, data = self.engine.network, self.engine.data
+        if self.layout.shared:
+            for split in ("val", "test"):
+                measured = evaluate_shared(network, data, self.state.model, self.federation.split(split), everyone)
+                gaps = self._gaps(updates, cohort, measured["loss"]) if split == "val" else None
+                rows += self._rows(everyone, measured, "global", split, gaps)
+        if self.method.personal:
+            seen = self.federation.seen
+            still, own = self.personal_models(seen)
+            for split in ("val", "test"):
+                samples = self.federation.split(split)
+                measured = evaluate_stacked(network, data, own, still, samples, seen, self.engine.chunk)
+                rows += self._rows(seen, measured, "personal", split)
+        self.metrics.append(rows)
+        self._follow(rows)
+
+    def _rows(
+        self, clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Mapping[int, float] | None = None
+    ) -> list[Row]:
+        return client_rows(
+            self.federation, clients, measured, round_=self.state.round, model=model, split=split, gaps=gaps
+        )
+
+    def _gaps(self, updates: Updates, cohort: StackedCohort, global_loss: NDArray[np.float64]) -> dict[int, float]:
+        local = updates.reports.get("val_loss_after")
+        if local is None:
+            return {}
+        gaps = global_loss[cohort.ids] - local.numpy()
+        return {int(c): float(gap) for c, gap in zip(cohort.ids, gaps, strict=True) if np.isfinite(gap)}
+
+    def _follow(self, rows: list[Row]) -> None:
+        """Keep the latest scores for the progress bar, and the best models if they are asked for."""
+        shown = "personal" if self.method.personal else "global"
+        task = self.engine.network.task
+        summary = summarize_rows(rows, task)[shown]["seen"]
+        self._latest = {"mean": summary["mean"], "worst": summary["worst_client"], "sigma": summary["sigma_clients"]}
+        losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
+        if not losses:
+            if self.evaluation.select == "best" or self.evaluation.patience is not None:
+                raise InputError("choosing a round needs validation data, but no seen client holds any")
+            return
+        loss = float(np.mean(losses))
+        self._stale += 1
+        if loss < self._best_loss:
+            self._best_loss, self.best_round, self._stale = loss, self.state.round, 0
+            if self.evaluation.select == "best":
+                self._keep_best()
+
+    def personal_models(self, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        model = self.state.model
+        first = self.layout.first_memory(self.method.local, model)
+        memory, _ = self.engine.memory.read(clients, first, self.engine.network.device)
+        kept = {name.removeprefix(PERSONAL): stack for name, stack in memory[KEPT].items()}
+        return {name: tensor for name, tensor in model.items() if name not in kept}, kept
+
+    # ---- models and checkpoints --------------------------------------------------------------------------------------
+
+    def _keep_best(self) -> None:
+        self._best_models = self._models()
+        if self.directory:
+            glob, own = self._best_models
+            tensors = {f"global/{n}": t for n, t in glob.items()} | {f"personal/{n}": t for n, t in own.items()}
+            save_tensors(self.directory / BEST, tensors, {"round": self.state.round})
+
+    def _models(self) -> tuple[Tree, Tree]:
+        own = self.personal_models(self.federation.seen)[1] if self.method.personal else {}
+        return dict(self.state.model), own
+
+    def selected(self) -> tuple[int, Tree, Tree]:
+        """Give the round that counts, its global model, and the seen clients' own parts, stacked."""
+        if self.evaluation.select == "best" and self.best_round is not None:
+            if self._best_models is None and self.directory:
+                tensors, _ = load_tensors(self.directory / BEST)
+                glob = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
+                own = {n.removeprefix("personal/"): t for n, t in tensors.items() if n.startswith("personal/")}
+                self._best_models = glob, own
+            if self._best_models is not None:
+                return self.best_round, *self._best_models
+        return self.state.round, *self._models()
+
+    def summary(self) -> dict[str, Any]:
+        """Summarise the round that counts."""
+        number = self.selected()[0]
+        rows = [row for row in self.metrics if row["round"] == number]
+        task = self.engine.network.task
+        return {
+            "method": self.method.name,
+            "data": self.federation.name,
+            "seed": self.seed,
+            "rounds": self.state.round,
+            "round": number,
+            "select": self.evaluation.select,
+            "score": task.score,
+            "results": summarize_rows(rows, task),
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+        }
+
+    _saved_round = 0
+
+    def save_checkpoint(self) -> None:
+        """Write all that the next round depends on into one file, after the journals are durable."""
+        if self.directory is None:
+            return
+        journals = {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings}
+        note = {
+            "round": self.state.round,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "best_round": self.best_round,
+            "best_loss": self._best_loss if self.best_round else None,
+            "stale": self._stale,
+            "marks": {name: journal.mark() for name, journal in journals.items()},
+        }
+        tensors = {f"model/{name}": tensor for name, tensor in self.state.model.items()}
+        for tree, values in self.state.kept.items():
+            tensors |= {f"kept/{tree}/{name}": tensor for name, tensor in values.items()}
+        tensors |= {f"memory/{name}": tensor for name, tensor in self.engine.memory.export().items()}
+        save_tensors(self.directory / CHECKPOINT, tensors, note)
+        self._saved_round = self.state.round
+
+    def restore_checkpoint(self) -> None:
+        """Go on from the last checkpoint of the directory, or from the start if there is none."""
+        if self.directory is None:
+            return
+        path = self.directory / CHECKPOINT
+        marks: Mapping[str, int] = {}
+        if path.exists():
+            tensors, note = load_tensors(path)
+            model: Tree = {}
+            kept: dict[str, Tree] = {}
+            memory: Tree = {}
+            device = self.engine.network.device
+            for name, tensor in tensors.items():
+                root, _, rest = name.partition("/")
+                if root == "model":
+                    model[rest] = tensor.to(device)
+                elif root == "kept":
+                    tree, _, leaf = rest.partition("/")
+                    kept.setdefault(tree, {})[leaf] = tensor.to(device)
+                else:
+                    memory[rest] = tensor if rest == "clients" else tensor.to(device)
+            # The tensors of a file come sorted by name; the model's own order is what later sums follow.
+            ordered = {name: model[name] for name in self.state.model}
+            self.state = State(note["round"], ordered, kept)
+            self.engine.memory.restore(memory)
+            self.bytes_up, self.bytes_down = note["bytes_up"], note["bytes_down"]
+            self.best_round, self._stale = note["best_round"], note["stale"]
+            self._best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
+            self._saved_round = note["round"]
+            marks = note["marks"]
+        for name in ("metrics", "rounds", "timings"):
+            getattr(self, name).rewind(marks.get(name, 0))
+
+    def measure_chunk(self) -> int:
+        """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""
+        engine = self.engine
+        cohort_size = self._cohort_size
+        candidates = sorted({1, min(4, cohort_size), min(16, cohort_size), min(64, cohort_size), cohort_size})
+
+        def seconds(chunk: int) -> float:
+            engine.chunk = chunk
+            cohort = self._select()
+            clock = _Clock(engine.network.device)
+            shared, each = self.method.aggregation.send(self.state, cohort)
+            cohort.train(shared, each, self.method.local)
+            engine.memory.forget_pending()
+            clock.lap("train")
+            return clock.laps["train"]
+
+        with exact_arithmetic(engine.machine):
+            engine.chunk = fastest(candidates, seconds)
+        return engine.chunk
+
+
+class _Clock:
+    """Seconds between laps, waiting for the device to finish."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.laps: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        self.laps[name] = round(now - self._start, 6)
+        self._start = now
