@@ -117,6 +117,10 @@ class State:
         return replace(self, kept={**self.kept, **trees})
 
 
+# How many numbers of all clients together are converted to float64 at a time.
+_MIX_NUMBERS = 1 << 20
+
+
 def mix(updates: Updates, weights: Tensor) -> Tree:
     """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
 
@@ -149,10 +153,14 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
     {'w': tensor([2.5000])}
     """
-    return {
-        name: torch.tensordot(weights.to(rows.device, torch.float64), rows.double(), dims=1).to(rows.dtype)
-        for name, rows in stacked.items()
-    }
+    mixed = {}
+    for name, rows in stacked.items():
+        weights = weights.to(rows.device, torch.float64)
+        # Piece by piece, so that the float64 copy stays in the cache however large the model.
+        pieces = rows.flatten(1).split(max(1, _MIX_NUMBERS // len(rows)), dim=1) if rows.numel() else [rows.flatten(1)]
+        sums = [torch.mv(piece.double().T, weights) for piece in pieces]
+        mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
+    return mixed
 
 
 Loss = Callable[[Client], Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,9 @@ from equipoise.federation import Federation
 from equipoise.method import LocalRule, Method, Reports, Updates
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, select, size_in_bytes
+
+# cuBLAS is deterministic only with a fixed workspace, and reads this once, before its first call.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # The one tree of a client's memory that the engine itself reads: the parts its local rule keeps.
 KEPT = "kept"
@@ -119,17 +123,21 @@ class StackedCohort:
         self._count_down(shared, each, layout, seen)
 
         order = np.argsort(-self.sizes, kind="stable")
-        collected: list[tuple[Tree, Memory, dict[str, Tree], Reports]] = []
+        model, count = shared["model"], len(self.ids)
+        # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
+        stack = {name: model[name].expand(count, *model[name].shape).clone() for name in layout.shared}
+        collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
         for start in range(0, len(order), size):
             members = order[start : start + size]
-            collected.append(self._train_members(members, shared, each, local, layout, memory, seen))
+            own = {name: rows[start : start + len(members)] for name, rows in stack.items()}
+            collected.append(self._train_members(members, own, shared, each, local, layout, memory, seen))
 
         back = torch.from_numpy(np.argsort(order))
         in_order = bool((order[1:] > order[:-1]).all())
 
         def gather(stacks: list[Tensor]) -> Tensor:
-            """Join the chunks' stacks in the order of the cohort's ids."""
+            """Join stacks of clients, and put them in the order of the cohort's ids."""
             joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
             return joined if in_order else joined[back.to(joined.device)]
 
@@ -139,10 +147,10 @@ class StackedCohort:
         def gather_trees(groups: list[dict[str, Tree]]) -> dict[str, Tree]:
             return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
 
-        params, memories, uploads, reports = zip(*collected, strict=True)
+        memories, uploads, reports = zip(*collected, strict=True)
         engine.memory.forget_pending()
         engine.memory.write(self.ids, gather_trees(list(memories)))
-        sent = gather_tree([{n: tree[n] for n in layout.shared} for tree in params])
+        sent = gather_tree([stack])
         updates = Updates(
             params={n: t for n, t in sent.items() if n not in engine.network.buffers},
             buffers={n: t for n, t in sent.items() if n in engine.network.buffers},
@@ -225,14 +233,15 @@ class StackedCohort:
     def _train_members(
         self,
         members: NDArray[np.int64],
+        moving: Tree,
         shared: Mapping[str, Tree],
         each: Mapping[str, Tensor],
         local: LocalRule,
         layout: Layout,
         memory: Memory,
         seen: Tensor,
-    ) -> tuple[Tree, Memory, dict[str, Tree], Reports]:
-        """Train one chunk and give its parameters, new memory, uploads and reports."""
+    ) -> tuple[Memory, dict[str, Tree], Reports]:
+        """Train the moving parameters of one chunk in place, and give its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
@@ -244,7 +253,6 @@ class StackedCohort:
         own_memory = {name: of_members(tree) for name, tree in memory.items()}
         kept = own_memory.pop(KEPT, {})
         model = shared["model"]
-        moving = {n: model[n].expand(len(members), *model[n].shape).clone() for n in layout.shared}
         chunk = Chunk(
             network=engine.network,
             data=engine.data,
@@ -279,7 +287,7 @@ class StackedCohort:
         reports |= {"train_loss": losses.cpu(), "steps": steps} | self._losses("after", chunk, members)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
-        return chunk.params, remembered, uploads, reports
+        return remembered, uploads, reports
 
     def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
@@ -339,18 +347,22 @@ class Layout:
 @contextmanager
 def exact_arithmetic(machine: Machine) -> Iterator[None]:
     """Ask PyTorch for deterministic kernels, and for TF32 only if the machine settings say so, while the block runs."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.matmul.allow_tf32,
+    cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+    # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to code that reads it.
+    wanted = (
+        (cudnn, "benchmark", False),
+        (cudnn, "allow_tf32", machine.tf32),
+        (matmul, "allow_tf32", machine.tf32),
+        (deterministic, "fill_uninitialized_memory", False),
     )
+    found = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
+    mode = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = machine.tf32
+    for owner, name, value in wanted:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[2:]
+        torch.use_deterministic_algorithms(mode)
+        for owner, name, value in found:
+            setattr(owner, name, value)

@@ -50,7 +50,7 @@ class Training:
     cohort: int | float = 1.0
     epochs: int = 1
     steps: int | None = None
-    batch_size: int = 32
+    batch_size: int = 10
     optimizer: Optimizer = field(default_factory=Sgd)
     schedule: Schedule = field(default_factory=Schedule)
     clip: float | None = None

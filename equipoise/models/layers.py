@@ -107,7 +107,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         var = centred.square().sum(across) / count
         if self.running_mean is not None and self.running_var is not None:
             enough = count > 1
-            blend = torch.where(enough, self.momentum or 0.0, 0.0).to(x.dtype)
+            blend = enough.to(x.dtype) * (self.momentum or 0.0)
             unbiased = var.detach() * count / (count - 1).clamp(min=1)
             old_mean, old_var = self.running_mean, self.running_var
             self.running_mean = old_mean + blend * (mean.detach() - old_mean)

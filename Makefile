@@ -1,0 +1,45 @@
+# Runs at a time of one thread each: with small models, threads inside a run only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# A Python of its own choice: make setup PYTHON3=python3.12
+PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv and install everything into it
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(PYTHON) || $(PYTHON3) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## compare federated averaging with its two points of reference: who is left behind? (under a minute)
+	$(VENV)/bin/equipoise compare experiments/digits.yaml --jobs 2 --out runs/demo
+
+test: $(READY) lint  ## check the code and run all quick tests and the examples of the documentation
+	$(PYTHON) -m pytest -n 2
+
+test-slow: $(READY)  ## run the tests that take long: processes that are killed and go on
+	$(PYTHON) -m pytest -n 2 -m slow
+
+lint: $(READY)  ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY)  ## put the code into its usual form
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(READY)  ## measure the speed against other frameworks
+	$(PYTHON) -m benchmarks.speed
+
+clean:  ## remove the environment and the caches; runs stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,72 @@
+"""Equipoise's own round loop, with the settings any user gets by default; evaluation and checkpoints are off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.protocol import Job, Pass, Work, run_peer
+from equipoise.engine.optimizers import Sgd
+from equipoise.engine.settings import Machine, Training
+from equipoise.federation import Federation, Split
+from equipoise.method import Sampler, State
+from equipoise.methods import build
+from equipoise.run.trainer import Evaluation, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Sampler):
+    """Clients take part in the order the job prescribes."""
+
+    job: Job
+
+    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Give the cohort of the round."""
+        return np.array(self.job.cohort_of(state.round))
+
+
+def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
+    """Train as ``benchmarks.protocol.Train`` asks."""
+    job = work.job
+    x, y = work.data()
+    rows = np.arange(job.clients * job.samples).reshape(job.clients, job.samples)
+    nothing = Split.from_lists([[]] * job.clients)
+    federation = Federation(
+        x=x.flatten(0, 1).cpu(),
+        y=y.flatten().cpu(),
+        train=Split.from_lists(list(rows)),
+        val=nothing,
+        test=nothing,
+        groups=np.zeros(job.clients, np.int64),
+        group_names=("all",),
+        unseen=np.zeros(job.clients, bool),
+        classes=job.classes,
+    )
+    del x, y
+    trainer = Trainer(
+        federation,
+        build("fedavg", sampling=InTurn(job)),
+        work.model(stage).cpu(),
+        Training(
+            rounds=stage.warmup + stage.rounds,
+            cohort=job.cohort,
+            epochs=job.epochs,
+            batch_size=job.batch,
+            optimizer=Sgd(lr=job.lr),
+            shuffle=stage.shuffle,
+        ),
+        Machine(device=str(work.device)),
+        Evaluation(every=0),
+        seed=job.seed,
+    )
+    trainer.run(on_round=lambda progress: round_done())
+    buffers = trainer.engine.network.buffers
+    return {name: tensor.cpu() for name, tensor in trainer.state.model.items() if name not in buffers}
+
+
+if __name__ == "__main__":
+    run_peer(train)

@@ -1,0 +1,258 @@
+"""The command line. Nothing heavy is imported before a command needs it, so that help is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from equipoise.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from equipoise.config import Override
+
+RUNS = Path("runs")
+
+app = typer.Typer(
+    name="equipoise",
+    help="Federated learning that works for every client, and always shows who is left behind.",
+    epilog="Example: equipoise run --method fedavg --data digits --rounds 20",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."),
+]
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="equipoise")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from equipoise import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog="Example: equipoise run experiments/fedprox.yaml --set method.mu=0.5 --seed 1 --out runs/mine")
+def run(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="A YAML file; without one, the defaults and the options below.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Method; `equipoise methods` lists them.")] = None,
+    data: Annotated[str | None, typer.Option(help="Source of the data; digits if there is no file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model, such as mlp or cnn2.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="How many rounds to train.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory.", show_default="a new one, runs/DATA-METHOD-seedN")
+    ] = None,
+    set_: Set = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train one experiment and show who is left behind."""
+    with _errors(debug):
+        flags = {
+            "method": ("--method", method),
+            "data": ("--data", data),
+            "model": ("--model", model),
+            "training.rounds": ("--rounds", rounds),
+            "seed": ("--seed", seed),
+            "machine.device": ("--device", device),
+        }
+        if resume and out is None:
+            out = _directory_of(experiment)
+        from equipoise.cli import show
+        from equipoise.config import experiment_from, read_yaml
+
+        overrides = _overrides(flags, set_)
+        content: dict[str, Any] = {"data": "digits"} if experiment is None else read_yaml(experiment)
+        made = experiment_from(content, "" if experiment is None else str(experiment), overrides)
+        directory = out or _fresh(RUNS / f"{made.data['name']}-{made.method.name}-seed{made.seed}")
+        try:
+            with show.rounds(made.method.name) as on_round:
+                finished = made.run(directory, resume=resume, on_round=on_round)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"go on with: equipoise run {directory}/config.yaml --resume") from None
+        if json_:
+            _print_json(show.run_document(finished))
+        else:
+            show.run(finished)
+
+
+@app.command(epilog="Example: equipoise methods --json")
+def methods(json_: Json = False, debug: Debug = False) -> None:
+    """List the methods and what the server sees of clients."""
+    with _errors(debug):
+        from equipoise.cli import show
+
+        if json_:
+            _print_json(show.method_documents())
+        else:
+            show.methods()
+
+
+@app.command(
+    epilog="Example: equipoise data digits --set partition.name=dirichlet --set partition.clients=20 "
+    "--set partition.beta=0.3 --picture digits.png"
+)
+def data(
+    name: Annotated[str, typer.Argument(help="Source of the data, such as digits.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the data, such as imbalance=5; may be repeated."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the partition and the splits.")] = 0,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"),
+    ] = None,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a federation: who holds how much of what."""
+    with _errors(debug):
+        from equipoise.cli import show
+        from equipoise.config import Override, experiment_from
+
+        overrides = [Override("data", name, "NAME"), Override("data.seed", seed, "--seed")]
+        overrides += [Override.parse(text, below="data") for text in set_ or ()]
+        federation = experiment_from({}, "", overrides).federation()
+        # A script that wants only the numbers gets only the numbers.
+        where = picture or (None if json_ else RUNS / f"{name}.png")
+        drawn = show.draw(federation, where, asked=picture is not None) if where else None
+        if json_:
+            _print_json(show.federation_document(federation, drawn))
+        else:
+            show.federation(federation, drawn)
+
+
+@app.command(epilog="Example: equipoise compare experiments/digits.yaml --markdown table.md --csv table.csv")
+def compare(
+    study: Annotated[Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV, and each seed's values beside it.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run methods by settings by seeds, and show the tables.
+
+    Runs that are done are left alone, those broken off are gone on with. Every cell is the mean ± the sample standard
+    deviation over seeds.
+    """
+    with _errors(debug):
+        from equipoise.cli import show
+        from equipoise.study import load_study
+
+        planned = load_study(study, metrics=metrics.split(",") if metrics else None)
+        directory = out or RUNS / study.stem
+        try:
+            with show.runs(len(planned.jobs)) as watch:
+                results = planned.run(directory, jobs=jobs, watch=watch)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on where this one stopped") from None
+        if markdown:
+            _write(markdown, results.markdown())
+        if csv:
+            _write(csv, results.csv())
+            _write(csv.with_name(f"{csv.stem}-seeds{csv.suffix}"), results.csv_seeds())
+        if json_:
+            _print_json({"directory": str(directory), **results.plain()})
+        else:
+            show.results(results, directory)
+        if results.failures:
+            raise typer.Exit(1)
+
+
+def _overrides(flags: dict[str, tuple[str, Any]], assignments: list[str] | None) -> list[Override]:
+    from equipoise.config import Override
+
+    given = [Override(key, value, flag) for key, (flag, value) in flags.items() if value is not None]
+    return given + [Override.parse(text) for text in assignments or ()]
+
+
+def _directory_of(experiment: Path | None) -> Path:
+    """Find the run to resume when no directory is named: the one whose own configuration was given."""
+    if experiment is None or experiment.name != "config.yaml":
+        raise InputError("--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment")
+    return experiment.parent
+
+
+def _fresh(directory: Path) -> Path:
+    """Find a directory nobody uses yet."""
+    candidate, number = directory, 2
+    while candidate.exists():
+        candidate, number = directory.with_name(f"{directory.name}-{number}"), number + 1
+    return candidate
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
+@contextmanager
+def _errors(debug: bool) -> Iterator[None]:
+    """End a command that fails with one line and the right exit code."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except InputError as error:
+        _end(f"error: {error}", 2, debug)
+    except RunError as error:
+        _end(f"error: {error}", 1, debug)
+    except KeyboardInterrupt as error:
+        _end(f"interrupted; {error}" if str(error) else "interrupted", 130, debug)
+    except Exception as error:
+        _end(f"error: {type(error).__name__}: {error} (run again with --debug to see where)", 1, debug)
+
+
+def _end(message: str, code: int, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    print(" ".join(message.split()), file=sys.stderr)
+    raise typer.Exit(code) from None

@@ -1,0 +1,298 @@
+"""What people see: progress bars and tables; and the documents machines read instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from equipoise import methods as registry
+from equipoise.data import draw as draw_federation
+from equipoise.errors import InputError
+from equipoise.fairness import METRICS
+from equipoise.federation import Federation
+from equipoise.run.api import Run
+from equipoise.run.plain import to_plain
+from equipoise.run.trainer import Progress
+from equipoise.study import Job, Results
+
+WIDTH = 120
+LEFT_BEHIND = "bold red"
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def _table(title: str, *columns: str, numbers: int = 0) -> Table:
+    """Make a table, the last ``numbers`` columns of which hold numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position >= len(columns) - numbers else "left")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
+    """Show a run's rounds on the terminal, if there is one, and the scores of the latest evaluation."""
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, TextColumn("{task.fields[scores]}"), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=None, scores="")
+
+        def on_round(progress: Progress) -> None:
+            bar.update(task, completed=progress.round, total=progress.rounds, scores=_scores(progress))
+
+        yield on_round
+
+
+def _scores(progress: Progress) -> str:
+    if progress.mean is None:
+        return f"loss {_number(progress.train_loss)}"
+    return f"mean {_number(progress.mean)}  worst client {_number(progress.worst)}  σ {_number(progress.sigma)}"
+
+
+@contextmanager
+def runs(total: int) -> Iterator[Callable[[Job, str], None]]:
+    """Say of each run of a study how it ended, and on a terminal how many are left."""
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("runs", total=total)
+        done = 0
+
+        def watch(job: Job, outcome: str) -> None:
+            nonlocal done
+            if outcome == "begun":
+                bar.update(task, description=str(job.path))
+                return
+            done += 1
+            bar.advance(task)
+            console.print(f"[{done}/{total}] {job.path}: {outcome}", markup=False, soft_wrap=True)
+
+        yield watch
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+def run_document(run: Run) -> dict[str, Any]:
+    """Give what ``equipoise run --json`` prints."""
+    directory = str(run.directory) if run.directory else None
+    return {**run.summary, "seconds": _seconds(run), "config": run.config, "directory": directory}
+
+
+def _seconds(run: Run) -> float:
+    laps = (value for row in run.trainer.timings for name, value in row.items() if name != "round")
+    return round(sum(laps), 3)
+
+
+def run(run: Run) -> None:
+    """Show a finished run."""
+    console, summary = _console(), run.summary
+    counted = "the last" if summary["select"] == "last" else "the best on validation data"
+    console.print(
+        f"{summary['method']} on {summary['data']}, seed {summary['seed']}, round {summary['round']} "
+        f"of {summary['rounds']} ({counted})"
+    )
+    if summary["results"]:
+        console.print(_overall(summary))
+        console.print(_groups(run))
+    else:
+        console.print("nothing was evaluated (evaluation.every is 0)")
+    moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
+    console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
+    if run.directory:
+        console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {f"{model}, {who}": part for model, whose in summary["results"].items() for who, part in whose.items()}
+
+
+def _overall(summary: dict[str, Any]) -> Table:
+    parts = _parts(summary)
+    table = _table(f"\n{summary['score']} on each client's test split", "metric", *parts, numbers=len(parts))
+    table.add_column("what it is", style="dim")
+    for name, metric in METRICS.items():
+        table.add_row(name, *(_number(part[name]) for part in parts.values()), metric.description)
+    return table
+
+
+def _groups(run: Run) -> Table:
+    parts, federation = _parts(run.summary), run.trainer.federation
+    leading = next(part for part in reversed(parts) if part.endswith(", seen"))
+    others = [part for part in parts if part != leading]
+    table = _table(
+        "\nwho is left behind: mean over the clients of each group",
+        "group",
+        "clients",
+        *others,
+        leading,
+        numbers=len(parts) + 1,
+    )
+    table.add_column("")
+    scores = parts[leading]["groups"]
+    top = max((score for score in scores.values() if score), default=1.0)
+    for position, group in enumerate(federation.group_names):
+        score = scores.get(group)
+        worst = group == parts[leading]["worst_group_name"]
+        bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if worst else "")
+        clients = str(int((federation.groups == position).sum()))
+        numbers = [_number(parts[part]["groups"].get(group)) for part in others]
+        table.add_row(group, clients, *numbers, _number(score), bar, style=LEFT_BEHIND if worst else None)
+    return table
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def method_documents() -> list[dict[str, Any]]:
+    """Give what ``equipoise methods --json`` prints."""
+    documents = []
+    for name in registry.names():
+        part, method = registry.part_class(name), registry.build(name)
+        documents.append(
+            {
+                "name": name,
+                "summary": (inspect.getdoc(part) or "").partition("\n")[0],
+                "paper": part.paper or None,
+                "parts": registry.slots_of(part),
+                "server_sees": method.sees.words,
+                "personal_models": method.personal,
+                "hyper_parameters": {key: to_plain(value) for key, value in registry.options_of(name).items()},
+            }
+        )
+    return documents
+
+
+def methods() -> None:
+    """Show the methods."""
+    table = _table("", "method", "paper", "answers", "server sees", "hyper-parameters")
+    for document in method_documents():
+        table.add_row(
+            document["name"],
+            document["paper"] or "–",
+            ", ".join(document["parts"]),
+            document["server_sees"],
+            ", ".join(f"{key}={value}" for key, value in document["hyper_parameters"].items()) or "–",
+        )
+    console = _console()
+    console.print(table)
+    console.print("\nEvery method also takes weights, sampling, local and aggregation: parts combine freely.")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def draw(federation: Federation, path: Path, *, asked: bool) -> Path | None:
+    """Draw a federation; only a picture that was asked for is missed when there is nothing to draw with."""
+    try:
+        return draw_federation(federation, path)
+    except ModuleNotFoundError as error:
+        if asked:
+            raise InputError(f"--picture needs {error.name}: pip install 'equipoise[report]'") from error
+        return None
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def federation_document(federation: Federation, picture: Path | None) -> dict[str, Any]:
+    """Give what ``equipoise data --json`` prints."""
+    clients = federation.describe()
+    return {
+        "name": federation.name,
+        "task": federation.task,
+        "shape": list(federation.shape),
+        "classes": federation.classes,
+        "fingerprint": federation.fingerprint(),
+        "groups": [_group_total(name, clients) for name in federation.group_names],
+        "clients": clients,
+        "picture": str(picture) if picture else None,
+    }
+
+
+def _group_total(name: str, clients: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [client for client in clients if client["group"] == name]
+    total = {split: sum(client[split] for client in own) for split in ("train", "val", "test")}
+    return {"name": name, "clients": len(own), "unseen": sum(client["unseen"] for client in own), **total}
+
+
+def federation(federation: Federation, picture: Path | None) -> None:
+    """Show a federation."""
+    console, document = _console(), federation_document(federation, picture)
+    table = _table(f"clients of {federation.name}", "client", "name", "group", "", "train", "val", "test", numbers=3)
+    table.add_column("labels" if federation.classes else "")
+    for row in document["clients"]:
+        sizes = (str(row[split]) for split in ("train", "val", "test"))
+        unseen = "unseen" if row["unseen"] else ""
+        table.add_row(str(row["id"]), row["name"], row["group"], unseen, *sizes, _histogram(row.get("labels", [])))
+    console.print(table)
+    totals = _table("\ngroups", "group", "clients", "unseen", "train", "val", "test", numbers=5)
+    for row in document["groups"]:
+        totals.add_row(*(str(value) for value in row.values()))
+    console.print(totals)
+    if picture:
+        console.print(f"\npicture: {picture}", soft_wrap=True)
+    else:
+        console.print(
+            "\nno picture: matplotlib is not installed (pip install 'equipoise[report]')", soft_wrap=True, markup=False
+        )
+
+
+def _histogram(counts: list[int]) -> str:
+    """Draw counts as a row of blocks, the highest for the largest; a dot for none."""
+    blocks, top = "▁▂▃▄▅▆▇█", max(counts, default=0)
+    return "".join("·" if not count else blocks[(count * len(blocks) - 1) // top] for count in counts)
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def results(results: Results, directory: Path) -> None:
+    """Show a study's tables, what failed, and where the runs are."""
+    console = _console()
+    for setting in results.study.settings:
+        title = f"\n{setting}: mean ± {results.spread}"
+        table = _table(title, "method", *results.study.metrics, numbers=len(results.study.metrics))
+        for label in results.study.methods:
+            table.add_row(label, *(results.cell(setting, label, metric) for metric in results.study.metrics))
+        console.print(table)
+        if groups := results.groups(setting):
+            who = _table(
+                "\nwho is left behind: mean over the clients of each group", "method", *groups, numbers=len(groups)
+            )
+            who.add_column("served worst")
+            for label in results.study.methods:
+                worst = results.worst_group(setting, label)
+                cells = [(group, results.cell(setting, label, f"groups.{group}")) for group in groups]
+                marked = [f"[{LEFT_BEHIND}]{cell}[/]" if group == worst else cell for group, cell in cells]
+                who.add_row(label, *marked, worst or "–")
+            console.print(who)
+    for path, message in results.failures.items():
+        console.print(f"\nfailed: {path}: {message}", style="red", soft_wrap=True, markup=False)
+    console.print(f"\nfiles: {directory}", soft_wrap=True)

@@ -1,0 +1,557 @@
+"""Experiments as YAML files or plain mappings: checked and completed before anything is trained.
+
+A file names what the Python API names. Which keys there are, their types and their defaults is read off the dataclasses
+and functions they are for, so a new method, model or source needs nothing here. Every error names the key, where its
+value came from, and what would be valid. This is the only module that knows pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from equipoise import data, methods, models
+from equipoise.engine.optimizers import Adam, Schedule, Sgd
+from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation
+from equipoise.method import Method
+from equipoise.run.api import Run, train
+from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
+from equipoise.run.trainer import Evaluation, Progress
+
+__all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
+
+SECTIONS = ("method", "data", "model", "training", "machine", "evaluation", "seed", "checkpoint_every")
+# A run's own config.yaml is an experiment file too; what it says about the machine it ran on is no setting.
+IGNORED = ("resolved",)
+_OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
+_SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One value set from outside a file.
+
+    Attributes
+    ----------
+    key : str
+        Dotted, such as ``training.optimizer.lr``.
+    value : object
+        What it is set to.
+    origin : str
+        What errors call the place it came from.
+
+    Examples
+    --------
+    >>> Override.parse("method.q=2").value
+    2
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+    @classmethod
+    def parse(cls, text: str, *, below: str = "") -> Override:
+        """Read ``key=value``, with the value in YAML; ``below`` is a section the key is meant in."""
+        key, equals, value = text.partition("=")
+        if not equals or not all(part.strip() for part in key.split(".")):
+            raise InputError(f"--set {text!r} is not of the form key=value, such as training.rounds=20")
+        try:
+            parsed = yaml.load(value, _Loader)
+        except yaml.YAMLError as error:
+            raise InputError(f"--set {text}: {value!r} is not valid YAML ({_line(error)})") from error
+        return cls(f"{below}.{key.strip()}" if below else key.strip(), parsed, f"--set {text}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything a run depends on.
+
+    Attributes
+    ----------
+    method : Method
+        What is federated.
+    data, model : dict
+        The name and every option, defaults included.
+    training, machine, evaluation
+        The settings.
+    seed : int
+        Of the initial model and of all random numbers of training. ``data.seed``, which decides the partition and the
+        splits, is the same unless it is given.
+    checkpoint_every : int
+        Rounds between checkpoints.
+
+    Examples
+    --------
+    >>> experiment = experiment_from({"method": {"name": "fedprox", "mu": 0.5}, "data": "digits", "seed": 3})
+    >>> experiment.method.local, experiment.data["seed"]
+    (FedProx(mu=0.5), 3)
+    """
+
+    method: Method
+    data: dict[str, Any]
+    model: dict[str, Any]
+    training: Training
+    machine: Machine
+    evaluation: Evaluation
+    seed: int = 0
+    checkpoint_every: int = 1
+    origins: Origins = field(repr=False, compare=False)
+
+    def federation(self) -> Federation:
+        """Load the federation.
+
+        Examples
+        --------
+        >>> experiment_from({"data": "digits"}).federation().clients
+        22
+        """
+        with self.origins.named("data"):
+            return data.load(**self.data)
+
+    def run(
+        self,
+        out: str | Path | None = None,
+        *,
+        resume: bool = False,
+        on_round: Callable[[Progress], None] | None = None,
+    ) -> Run:
+        """Train; see :func:`equipoise.train`.
+
+        Parameters
+        ----------
+        out : path, optional
+            The run directory; without one nothing is written.
+        resume : bool
+            Whether to go on with the run the directory holds.
+        on_round : callable, optional
+            Told of the progress after every round.
+
+        Returns
+        -------
+        Run
+            With its summary and its models.
+
+        Examples
+        --------
+        >>> experiment_from({"data": "digits", "training": {"rounds": 1}}).run().summary["rounds"]
+        1
+        """
+        federation = self.federation()
+        with self.origins.named():
+            return train(
+                federation,
+                method=self.method,
+                model=self.model,
+                training=self.training,
+                machine=self.machine,
+                evaluation=self.evaluation,
+                seed=self.seed,
+                out=out,
+                resume=resume,
+                checkpoint_every=self.checkpoint_every,
+                data=self.data,
+                on_round=on_round,
+            )
+
+    def plain(self) -> dict[str, Any]:
+        """Write the experiment as the mapping its run's ``config.yaml`` holds, ``resolved`` aside.
+
+        Returns
+        -------
+        dict
+            Made of mappings, lists, numbers and text; :func:`experiment_from` reads it back.
+
+        Examples
+        --------
+        >>> experiment_from({"data": "digits"}).plain()["method"]
+        {'name': 'fedavg', 'weights': 'size', 'sampling': {'name': 'uniform'}}
+        """
+        plain = {
+            "method": methods.describe(self.method),
+            "data": self.data,
+            "model": self.model,
+            "training": to_plain(self.training),
+            "machine": to_plain(self.machine),
+            "evaluation": to_plain(self.evaluation),
+            "seed": self.seed,
+            "checkpoint_every": self.checkpoint_every,
+        }
+        made: dict[str, Any] = json.loads(json.dumps(plain))
+        return made
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str | Override] = ()) -> Experiment:
+    r"""Read an experiment file.
+
+    Parameters
+    ----------
+    path : path
+        A YAML file, or the ``config.yaml`` of a run.
+    overrides : sequence of str
+        ``key=value`` with dotted keys and YAML values, applied in order.
+
+    Returns
+    -------
+    Experiment
+        Checked.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "experiment.yaml"
+    >>> _ = file.write_text("method: fedprox\ndata: digits")
+    >>> load_experiment(file, ["method.mu=1e-3"]).method.local
+    FedProx(mu=0.001)
+    """
+    return experiment_from(read_yaml(path), str(path), overrides)
+
+
+def experiment_from(
+    mapping: Mapping[str, Any], where: str = "the experiment", overrides: Sequence[str | Override] = ()
+) -> Experiment:
+    """Make an experiment of plain values.
+
+    Parameters
+    ----------
+    mapping : mapping
+        With ``data`` and, if they differ from the defaults, ``method``, ``model``, ``training``, ``machine``,
+        ``evaluation``, ``seed`` and ``checkpoint_every``.
+    where : str
+        What errors call the place the mapping came from; empty if everything is in the overrides.
+    overrides : sequence of str
+        As in :func:`load_experiment`.
+
+    Returns
+    -------
+    Experiment
+        Checked.
+
+    Examples
+    --------
+    >>> experiment_from({"data": "digits", "training": {"rounds": "ten"}}, "a.yaml")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: a.yaml: training.rounds must be a whole number, got 'ten'
+    """
+    given = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
+    origins = Origins(where, tuple(given))
+    content: dict[str, Any] = dict(mapping)
+    for override in given:
+        _override(content, override)
+    for key in content:
+        if key not in (*SECTIONS, *IGNORED):
+            raise unknown("key", key, SECTIONS, where=origins.of(str(key)))
+    content = {key: value for key, value in content.items() if value is not None}
+    if "data" not in content:
+        raise InputError(f"{where} names no data; valid: {', '.join(data.SOURCES)}")
+    return _Reader(origins).experiment(content)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping, refusing keys that come twice.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+
+    Returns
+    -------
+    dict
+        Its content.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "experiment.yaml"
+    >>> _ = file.write_text("seed: 1")
+    >>> read_yaml(file)
+    {'seed': 1}
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} is not valid YAML: {_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} must hold keys with values, such as 'data: digits', got {content!r}")
+    return content
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where values came from: a file or the like, and what was set over it.
+
+    Examples
+    --------
+    >>> Origins("a.yaml", (Override("seed", 3, "--seed"),)).of("seed")
+    '--seed'
+    """
+
+    where: str
+    overrides: tuple[Override, ...] = ()
+
+    def of(self, key: str) -> str:
+        """Say where the value of a dotted key came from: the last override at, above or below it, or the file."""
+        at = f"{key}."
+        related = [item for item in self.overrides if at.startswith(f"{item.key}.") or item.key.startswith(at)]
+        return related[-1].origin if related else self.where
+
+    @contextmanager
+    def named(self, section: str | None = None) -> Iterator[None]:
+        """Put the places a section's values came from before the message of any ``InputError`` raised inside."""
+        places = [item.origin for item in self.overrides if section and item.key.partition(".")[0] == section]
+        try:
+            yield
+        except InputError as error:
+            named = ", ".join(filter(None, [self.where, *dict.fromkeys(places)]))
+            raise InputError(f"{named}: {error}" if named else str(error)) from error
+
+
+class _Reader:
+    """Checks plain values against the annotations of what they are for."""
+
+    def __init__(self, origins: Origins) -> None:
+        self.origins = origins
+
+    def experiment(self, content: Mapping[str, Any]) -> Experiment:
+        seed = self.value(content.get("seed", 0), int, "seed")
+        if not 0 <= seed < 2**63:
+            raise InputError(f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}")
+        return Experiment(
+            method=self.method(content.get("method", "fedavg")),
+            data=self.data(content["data"], seed),
+            model=self.model(content.get("model", "mlp")),
+            training=self.settings(
+                Training,
+                content,
+                "training",
+                optimizer=self.optimizer,
+                schedule=self.schedule,
+                augment=self.augmentations,
+            ),
+            machine=self.settings(Machine, content, "machine"),
+            evaluation=self.settings(Evaluation, content, "evaluation"),
+            seed=seed,
+            checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
+            origins=self.origins,
+        )
+
+    def method(self, given: Any) -> Method:
+        name, options = self.named(given, "method", "method", methods.names(), default="fedavg")
+        types = _types(methods.part_class(name)) | dict.fromkeys(("sampling", "local", "aggregation"), Any)
+        parts = {slot: self.part for slot in ("sampling", "local", "aggregation")}
+        checked = self.fields(options, types | {"weights": str}, "method", parts)
+        with self.origins.named("method"):
+            return methods.build(name, **checked)
+
+    def part(self, given: Any, path: str) -> dict[str, Any]:
+        name, options = self.named(given, path, default={"sampling": "uniform"}.get(path.rpartition(".")[2]))
+        try:
+            kind = methods.part_class(name)
+        except InputError as error:
+            raise InputError(f"{self.origins.of(path)}: {path}: {error}") from error
+        return {"name": name, **self.fields(options, _types(kind), path)}
+
+    def data(self, given: Any, seed: int) -> dict[str, Any]:
+        name, options = self.named(given, "data", "data", data.SOURCES)
+        recipe = import_module(data.SOURCES[name]).recipe
+        checked = self.fields(options, _types(data.load) | _types(recipe), "data", {"partition": self.partition})
+        defaults = _defaults(data.load) | _defaults(recipe) | {"seed": seed}
+        return {"name": name, **defaults, **checked}
+
+    def partition(self, given: Any, path: str) -> dict[str, Any] | None:
+        if given is None:
+            return None
+        name, options = self.named(given, path, "partition", data.PARTITIONS)
+        checked = self.fields(options, _types(data.PARTITIONS[name]), path)
+        with self.origins.named("data"):
+            made: Any = data.make_partition(name, **checked)
+        return {"name": name, **dataclasses.asdict(made)}
+
+    def model(self, given: Any) -> dict[str, Any]:
+        name, options = self.named(given, "model", "model", models.MODELS, default="mlp")
+        build = getattr(import_module(models.MODELS[name]), name)
+        return {"name": name, **models.defaults(name), **self.fields(options, _types(build), "model")}
+
+    def settings(
+        self, kind: type[Any], content: Mapping[str, Any], section: str, **special: Callable[[Any, str], Any]
+    ) -> Any:
+        checked = self.fields(content.get(section, {}), _types(kind), section, special)
+        with self.origins.named(section):
+            return kind(**checked)
+
+    def optimizer(self, given: Any, path: str) -> Any:
+        name, options = self.named(given, path, default="sgd")
+        if name in _OPTIMIZERS:
+            types = _types(_OPTIMIZERS[name])
+            types.pop("decoupled", None)
+            options = self.fields(options, types, path)
+        with self.origins.named("training"):
+            return optimizer_from({"name": name, **_read_scientific(options)})
+
+    def schedule(self, given: Any, path: str) -> Any:
+        fields = {"kind": given} if isinstance(given, str) else given
+        checked = self.fields(fields, _types(Schedule), path)
+        with self.origins.named("training"):
+            return schedule_from(checked)
+
+    def augmentations(self, given: Any, path: str) -> Any:
+        made = []
+        for item in self.value(given, list[Any], path):
+            name, options = self.named(item, path, "augmentation", AUGMENTATIONS)
+            checked = self.fields(options, _types(AUGMENTATIONS[name]), path)
+            with self.origins.named("training"):
+                made.append(augmentation_from({"name": name, **checked}))
+        return tuple(made)
+
+    def named(
+        self,
+        given: Any,
+        path: str,
+        kind: str = "",
+        valid: Sequence[str] | Mapping[str, Any] | None = None,
+        *,
+        default: str | None = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Take a name, or a mapping with a name, apart."""
+        options = {"name": given} if isinstance(given, str) else given
+        if isinstance(options, Mapping) and default is not None:
+            options = {"name": default, **options}
+        if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
+            hint = f"; valid names: {', '.join(valid)}" if valid else ""
+            raise InputError(
+                f"{self.origins.of(path)}: {path} must be a name or a mapping with a name, got {given!r}{hint}"
+            )
+        options = dict(options)
+        name = options.pop("name")
+        if valid is not None and name not in valid:
+            origin = self.origins.of(f"{path}.name")
+            raise unknown(kind, name, valid, where=origin if kind == path else f"{path} of {origin}")
+        return name, options
+
+    def fields(
+        self,
+        given: Any,
+        types: Mapping[str, Any],
+        path: str,
+        special: Mapping[str, Callable[[Any, str], Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Check the values of a mapping one by one."""
+        if not isinstance(given, Mapping):
+            raise InputError(f"{self.origins.of(path)}: {path} must hold keys with values, got {given!r}")
+        special = special or {}
+        checked = {}
+        for key, value in given.items():
+            inner = f"{path}.{key}"
+            if key not in types:
+                if not types:
+                    raise InputError(f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options here")
+                raise unknown("key", inner, [f"{path}.{name}" for name in types], where=self.origins.of(inner))
+            checked[key] = special[key](value, inner) if key in special else self.value(value, types[key], inner)
+        return checked
+
+    def value(self, given: Any, kind: Any, path: str) -> Any:
+        """Check one value: strictly, but a whole number is a number, and so is the text YAML makes of 1e-3."""
+        adapter = TypeAdapter(kind, config=ConfigDict(strict=True))
+        for candidate in (given, _read_scientific(given)):
+            try:
+                # As JSON, because there a list stands for a tuple even when types are strict.
+                return adapter.validate_json(json.dumps(candidate))
+            except (ValidationError, TypeError):
+                continue
+        note = " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
+        raise InputError(f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {given!r}{note}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that comes twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key_node, yaml.ScalarNode) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _override(content: dict[str, Any], override: Override) -> None:
+    """Set a value deep inside, copying the mappings on the way; a bare name on the way becomes a mapping with it."""
+    *way, last = override.key.split(".")
+    for depth, key in enumerate(way):
+        inner = content.get(key)
+        if isinstance(inner, str):
+            inner = {"kind" if key == "schedule" else "name": inner}
+        if not isinstance(inner, Mapping | NoneType):
+            raise InputError(f"{override.origin}: {'.'.join(way[: depth + 1])} is {inner!r} and has no keys of its own")
+        content[key] = dict(inner or {})
+        content = content[key]
+    content[last] = override.value
+
+
+def _types(made_from: Callable[..., Any]) -> dict[str, Any]:
+    """Give the options of a dataclass, or the keyword-only ones of a function, with their types."""
+    hints = get_type_hints(made_from)
+    if dataclasses.is_dataclass(made_from):
+        return {item.name: hints[item.name] for item in dataclasses.fields(made_from) if item.init}
+    return {name: hints[name] for name in _keyword_only(made_from)}
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        name: option.default for name, option in _keyword_only(function).items() if option.default is not option.empty
+    }
+
+
+def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    return {name: option for name, option in parameters.items() if option.kind is option.KEYWORD_ONLY}
+
+
+def _read_scientific(value: Any) -> Any:
+    """Turn text such as ``1e-3``, which YAML does not take for a number, into one, also inside lists and mappings."""
+    if isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
+        return float(value)
+    if isinstance(value, list):
+        return [_read_scientific(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _read_scientific(item) for key, item in value.items()}
+    return value
+
+
+def _words(kind: Any) -> str:
+    """Say in words what a type asks for."""
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        # A number may be whole anyway.
+        return " or ".join(_words(option) for option in arguments if not (option is int and float in arguments))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if arguments:
+        inner = [option for option in arguments if option is not ...]
+        length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""
+        return f"a list of {length}{_words(inner[-1]).removeprefix('a ')}s" if inner[-1] in (int, float) else "a list"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

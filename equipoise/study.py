@@ -1,0 +1,511 @@
+"""Studies: methods by settings by seeds, run as far as they are missing, and their tables.
+
+A study file holds ``base`` (an experiment without method and seed), ``methods``, ``settings`` (labels with what they
+change), ``seeds`` and ``metrics``. Its runs are in ``OUT/<setting>/<method>/seed<k>``; starting a study again runs what
+is missing, goes on with what was broken off and leaves alone what is done.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+
+from equipoise.config import Experiment, Override, experiment_from, read_yaml
+from equipoise.errors import InputError, RunError, unknown
+from equipoise.fairness import METRICS
+from equipoise.run.api import CONFIG, SUMMARY, read_config
+from equipoise.run.files import write_atomically
+
+__all__ = ["Job", "Results", "Study", "load_study", "study_from", "value_of"]
+
+KEYS = ("base", "methods", "settings", "seeds", "metrics")
+MODELS, WHO = ("global", "personal"), ("seen", "unseen")
+TOTALS = ("bytes_up", "bytes_down")
+COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
+
+Watch = Callable[["Job", str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study.
+
+    Examples
+    --------
+    >>> study_from({"base": {"data": "digits"}, "methods": ["fedavg"], "seeds": [3]}).jobs[0].path
+    PosixPath('base/fedavg/seed3')
+    """
+
+    setting: str
+    method: str
+    seed: int
+    experiment: Experiment
+
+    @property
+    def path(self) -> Path:
+        """Its run directory inside the study's."""
+        return Path(self.setting) / self.method / f"seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to run, checked, and which metrics to show.
+
+    Examples
+    --------
+    >>> study = study_from({"base": {"data": "digits"}, "methods": ["fedavg", "local"], "seeds": [0, 1]})
+    >>> len(study.jobs), study.settings
+    (4, ('base',))
+    """
+
+    settings: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    metrics: tuple[str, ...]
+    jobs: tuple[Job, ...]
+
+    def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
+        """Run what is missing; a run that fails does not keep the others from running.
+
+        Parameters
+        ----------
+        out : path
+            Directory of all runs. What came out is also written to its ``results.json``.
+        jobs : int
+            How many runs at a time, each in a process of its own if more than one.
+        watch : callable, optional
+            Told of every job when it begins (``"begun"``) and how it ended.
+
+        Returns
+        -------
+        Results
+            Of the runs that succeeded, and why others did not.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> base = {"data": "digits", "training": {"rounds": 1}}
+        >>> results = study_from({"base": base, "methods": ["fedavg"]}).run(tempfile.mkdtemp())
+        >>> results.failures
+        {}
+        """
+        out, tell = Path(out), watch or (lambda job, outcome: None)
+        summaries: dict[Path, dict[str, Any]] = {}
+        failures: dict[Path, str] = {}
+        missing = []
+        for job in self.jobs:
+            if summary := _finished(job, out / job.path):
+                summaries[job.path] = summary
+                tell(job, "already there")
+            else:
+                missing.append(job)
+        for job, result in _carry_out(missing, out, jobs, tell):
+            if isinstance(result, str):
+                failures[job.path] = result
+                tell(job, f"failed: {result}")
+            else:
+                summaries[job.path] = result
+                tell(job, "done")
+        results = Results(self, summaries, failures)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
+        return results
+
+
+@dataclass(frozen=True)
+class Results:
+    """What came out of a study.
+
+    Attributes
+    ----------
+    study : Study
+        What was run.
+    summaries : dict
+        The summary of every run that succeeded, by its path.
+    failures : dict
+        Why a run failed, by its path.
+    """
+
+    study: Study
+    summaries: Mapping[Path, Mapping[str, Any]]
+    failures: Mapping[Path, str]
+
+    @property
+    def spread(self) -> str:
+        """Say what stands behind ±."""
+        count = len(self.study.seeds)
+        return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
+
+    def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
+        """Give a metric's value by seed; seeds whose run failed or has no such value are left out."""
+        found = {}
+        for job in self.study.jobs:
+            summary = self.summaries.get(job.path)
+            if (job.setting, job.method) == (setting, method) and summary is not None:
+                value = value_of(summary, metric)
+                if value is not None:
+                    found[job.seed] = value
+        return found
+
+    def cell(self, setting: str, method: str, metric: str) -> str:
+        """Write mean ± standard deviation over seeds."""
+        mean, spread, count = _statistics(self.values(setting, method, metric))
+        if mean is None:
+            lost = any(path.parts[:2] == (setting, method) for path in self.failures)
+            return "failed" if lost else "–"
+        text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
+        return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
+
+    def groups(self, setting: str) -> list[str]:
+        """List the groups of seen clients."""
+        names: dict[str, None] = {}
+        for job in self.study.jobs:
+            if job.setting == setting and job.path in self.summaries:
+                for model in self.summaries[job.path]["results"].values():
+                    names |= dict.fromkeys(model.get("seen", {}).get("groups", ()))
+        return list(names)
+
+    def worst_group(self, setting: str, method: str) -> str | None:
+        """Name the group a method serves worst, on average over seeds."""
+        means = {
+            group: _statistics(self.values(setting, method, f"groups.{group}"))[0] for group in self.groups(setting)
+        }
+        scores = {group: mean for group, mean in means.items() if mean is not None}
+        if not scores:
+            return None
+        losses = any(summary["score"] == "loss" for summary in self.summaries.values())
+        return max(scores, key=scores.__getitem__) if losses else min(scores, key=scores.__getitem__)
+
+    def plain(self) -> dict[str, Any]:
+        """Give everything as plain values, ready for JSON."""
+        rows = [
+            {"setting": setting, "method": method, "metric": metric, "mean": mean, "std": std, "n": n, "seeds": seeds}
+            for setting, method, metric, (mean, std, n), seeds in self._rows()
+        ]
+        failures = {path.as_posix(): message for path, message in self.failures.items()}
+        return {"metrics": list(self.study.metrics), "std": self.spread, "results": rows, "failures": failures}
+
+    def markdown(self) -> str:
+        """Write the tables as Markdown."""
+        lines = []
+        for setting in self.study.settings:
+            tables = {f"{setting}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
+            if groups := self.groups(setting):
+                tables[f"{setting}: mean over the clients of each group"] = {
+                    group: f"groups.{group}" for group in groups
+                }
+            for title, columns in tables.items():
+                lines += [f"**{title}**", "", f"| method | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+                for method in self.study.methods:
+                    cells = (self.cell(setting, method, metric) for metric in columns.values())
+                    lines.append(f"| {method} | {' | '.join(cells)} |")
+                lines.append("")
+        lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
+        return "\n".join(lines)
+
+    def csv(self) -> str:
+        """Write one row a setting, method and metric, groups included."""
+        rows = ([*which, *summed] for *which, summed, _ in self._rows())
+        return _csv(["setting", "method", "metric", "mean", "std", "n"], rows)
+
+    def csv_seeds(self) -> str:
+        """Write one row a setting, method, metric and seed."""
+        rows = ([*which, seed, value] for *which, _, seeds in self._rows() for seed, value in seeds.items())
+        return _csv(["setting", "method", "metric", "seed", "value"], rows)
+
+    def _rows(self) -> Iterator[tuple[str, str, str, tuple[float | None, float | None, int], dict[int, float]]]:
+        for setting in self.study.settings:
+            metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            for method in self.study.methods:
+                for metric in metrics:
+                    seeds = self.values(setting, method, metric)
+                    yield setting, method, metric, _statistics(seeds), seeds
+
+
+def load_study(path: str | Path, *, metrics: Sequence[str] | None = None) -> Study:
+    """Read a study file.
+
+    Parameters
+    ----------
+    path : path
+        A YAML file.
+    metrics : sequence of str, optional
+        What to show instead of what the file says.
+
+    Returns
+    -------
+    Study
+        With every experiment of it checked.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "study.yaml"
+    >>> _ = file.write_text("{base: {data: digits}, methods: [fedavg, local], seeds: [0, 1, 2]}")
+    >>> len(load_study(file).jobs)
+    6
+    """
+    return study_from(read_yaml(path), str(path), metrics=metrics)
+
+
+def study_from(mapping: Mapping[str, Any], where: str = "the study", *, metrics: Sequence[str] | None = None) -> Study:
+    """Make a study of plain values.
+
+    Parameters
+    ----------
+    mapping : mapping
+        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds`` and ``metrics``.
+    where : str
+        What errors call the place the mapping came from.
+    metrics : sequence of str, optional
+        What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
+        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
+        the model the method is for: the personal one if it has any) and ``seen.`` or ``unseen.`` (otherwise seen).
+
+    Returns
+    -------
+    Study
+        With every experiment of it checked.
+
+    Examples
+    --------
+    >>> base = {"data": "digits"}
+    >>> settings = {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}}}
+    >>> study = study_from({"base": base, "methods": [{"name": "fedprox", "mu": 1, "label": "strong"}], "settings": settings})
+    >>> [str(job.path) for job in study.jobs]
+    ['even/strong/seed0', 'uneven/strong/seed0']
+    """
+    for key in mapping:
+        if key not in KEYS:
+            raise unknown("key", key, KEYS, where=where)
+    base = mapping.get("base")
+    if not isinstance(base, Mapping):
+        raise InputError(f"{where}: base must be an experiment, such as 'data: digits', got {base!r}")
+    for key in ("method", "seed"):
+        if key in base:
+            raise InputError(f"{where}: base.{key} has no meaning in a study; use {key}s")
+    methods = _methods(mapping.get("methods"), where)
+    settings = _settings(mapping.get("settings"), where)
+    seeds = _list(mapping.get("seeds", [0]), int, "seeds", "a list of different whole numbers", where)
+    shown = _list(list(metrics or mapping.get("metrics", COLUMNS)), str, "metrics", "a list of different names", where)
+    for metric in shown:
+        _check_metric(metric, "--metrics" if metrics else f"metrics of {where}")
+    jobs = [
+        Job(setting, label, seed, experiment_from(base, f"base of {where}", [*method, *changes, _seed(seed, where)]))
+        for setting, changes in settings.items()
+        for label, method in methods.items()
+        for seed in seeds
+    ]
+    return Study(tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs))
+
+
+def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
+    """Look a metric up in a run's summary.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    metric : str
+        As in :func:`study_from`.
+
+    Returns
+    -------
+    float or None
+        None if the run has no such value, such as that of personal models when there are none.
+
+    Examples
+    --------
+    >>> value_of({"results": {"global": {"seen": {"mean": 0.5}}}}, "mean")
+    0.5
+    """
+    if metric in TOTALS:
+        return float(summary[metric])
+    model, who, name = _apart(metric)
+    for candidate in (model,) if model else ("personal", "global"):
+        if part := summary["results"].get(candidate, {}).get(who):
+            found = part["groups"].get(name.partition(".")[2]) if name.startswith("groups.") else part[name]
+            return None if found is None else float(found)
+    return None
+
+
+# ---- reading a study -------------------------------------------------------------------------------------------------
+
+
+def _methods(given: Any, where: str) -> dict[str, list[Override]]:
+    if not isinstance(given, list) or not given:
+        raise InputError(f"{where}: methods must be a list of names or mappings with a name, got {given!r}")
+    methods: dict[str, list[Override]] = {}
+    for item in given:
+        options = dict(item) if isinstance(item, Mapping) else {"name": item}
+        label = _label(options.pop("label", options.get("name")), "methods", where)
+        if label in methods:
+            raise InputError(f"{where}: two methods are called {label!r}; tell them apart with label")
+        methods[label] = [Override("method", options, f"methods of {where}")]
+    return methods
+
+
+def _settings(given: Any, where: str) -> dict[str, list[Override]]:
+    if given is None:
+        return {"base": []}
+    if not isinstance(given, Mapping) or not given:
+        raise InputError(f"{where}: settings must be labels with what they change, got {given!r}")
+    settings = {}
+    for label, changes in given.items():
+        origin = f"settings.{label} of {where}"
+        if not isinstance(changes, Mapping | NoneType):
+            raise InputError(f"{origin} must hold keys with values, got {changes!r}")
+        overrides = [Override(key, value, origin) for key, value in _flat(changes or {})]
+        if any(override.key == "seed" for override in overrides):
+            raise InputError(f"{origin}: seed has no meaning in a setting; use seeds")
+        settings[_label(label, "settings", where)] = overrides
+    return settings
+
+
+def _flat(changes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _label(given: Any, key: str, where: str) -> str:
+    label = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+    if not label or label.startswith(".") or not label.isprintable() or set(label) & set('/\\:|"<>*?'):
+        raise InputError(f"{where}: {key} has the label {given!r}, which cannot name a directory")
+    return label
+
+
+def _list(given: Any, kind: type[Any], key: str, valid: str, where: str) -> list[Any]:
+    right = isinstance(given, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in given)
+    if not right or not given or len(set(given)) < len(given):
+        raise InputError(f"{where}: {key} must be {valid}, got {given!r}")
+    return list(given)
+
+
+def _seed(seed: int, where: str) -> Override:
+    return Override("seed", seed, f"seeds of {where}")
+
+
+def _apart(metric: str) -> tuple[str | None, str, str]:
+    """Take ``[model.][who.]name`` apart."""
+    parts = metric.split(".")
+    model = parts.pop(0) if parts[0] in MODELS else None
+    who = parts.pop(0) if parts and parts[0] in WHO else "seen"
+    return model, who, ".".join(parts)
+
+
+def _check_metric(metric: str, where: str) -> None:
+    name = _apart(metric)[2]
+    if metric not in TOTALS and name not in (*METRICS, "loss") and not (name.startswith("groups.") and name[7:]):
+        raise unknown("metric", metric, [*METRICS, "loss", "groups.NAME", *TOTALS], where=where)
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+
+def _finished(job: Job, directory: Path) -> dict[str, Any] | None:
+    """Give the summary if this very experiment is done."""
+    if not (directory / SUMMARY).exists() or not (directory / CONFIG).exists():
+        return None
+    config = read_config(directory)
+    del config["resolved"]
+    if config != job.experiment.plain():
+        return None
+    summary: dict[str, Any] = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
+    return summary
+
+
+def _carry_out(missing: Sequence[Job], out: Path, jobs: int, tell: Watch) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+    if jobs == 1 or len(missing) < 2:
+        for job in missing:
+            tell(job, "begun")
+            yield job, _run(job, out / job.path, torch.get_num_threads())
+        return
+    threads = max(1, torch.get_num_threads() // jobs)
+    # Not forked: PyTorch's threads do not survive that.
+    pool = ProcessPoolExecutor(
+        min(jobs, len(missing)), multiprocessing.get_context("spawn"), initializer=_end_with_parent
+    )
+    try:
+        futures: dict[Future[dict[str, Any] | str], Job] = {
+            pool.submit(_run, job, out / job.path, threads): job for job in missing
+        }
+        for future in as_completed(futures):
+            error = future.exception()
+            yield futures[future], f"its process ended: {error}" if error else future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run(job: Job, directory: Path, threads: int) -> dict[str, Any] | str:
+    """Run one job, from the start or from where it was broken off; give its summary, or why there is none."""
+    try:
+        broken_off = (directory / CONFIG).exists()
+        # A run keeps its number of threads: another one would round differently.
+        recorded = read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
+        with _threads(recorded):
+            return job.experiment.run(directory, resume=broken_off).summary
+    except (InputError, RunError) as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _end_with_parent() -> None:
+    """Keep a process whose study was killed from going on writing beside the next one."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _statistics(values: Mapping[int, float]) -> tuple[float | None, float | None, int]:
+    """Give mean, sample standard deviation and number of values, as far as they are defined."""
+    numbers = list(values.values())
+    mean = statistics.fmean(numbers) if numbers else None
+    return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _csv(header: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,307 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+import equipoise.cli
+from equipoise import methods
+from equipoise.cli import show
+from equipoise.data import load
+from equipoise.fairness import METRICS
+
+START = "from equipoise.cli import main; main()"
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path, capsys):
+    """Run a command in an empty directory; give exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            equipoise.cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def run_json(call, *arguments):
+    code, stdout, stderr = call("run", *arguments, "--json")
+    assert (code, stderr) == (0, "")
+    return json.loads(stdout)
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys, atexit; atexit.register(lambda: print(sorted(sys.modules), file=sys.stderr)); " + START
+    for arguments in (["--help"], ["run", "--help"], ["compare", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert "Example: equipoise" in done.stdout
+        loaded = set(done.stderr.strip("[]\n").replace("'", "").split(", "))
+        assert "typer" in loaded
+        assert not loaded & {"torch", "numpy", "sklearn", "scipy", "pydantic", "matplotlib", "yaml"}
+
+
+@pytest.mark.parametrize("command", ["run", "methods", "data", "compare"])
+def test_every_command_shows_an_example(call, command):
+    code, stdout, _ = call(command, "--help")
+    assert code == 0
+    assert f"Example: equipoise {command}" in stdout
+
+
+def test_version(call):
+    assert call("--version") == (0, f"{equipoise.__version__}\n", "")
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_every_method_runs_on_digits_with_its_defaults(call, method):
+    arguments = ("--method", method, "--data", "digits", "--rounds", 2, "--seed", 1, "--out", "here")
+    document = run_json(call, *arguments)
+    assert (document["method"], document["data"], document["seed"], document["rounds"]) == (method, "digits", 1, 2)
+    assert document["directory"] == "here"
+    assert document["config"] == yaml.safe_load(Path("here/config.yaml").read_text())
+    summary = json.loads(Path("here/summary.json").read_text())
+    assert {key: document[key] for key in summary} == summary
+    assert document["seconds"] > 0
+    for model in document["results"].values():
+        assert set(METRICS) <= set(model["seen"])
+
+
+def test_a_file_its_options_and_overrides(call):
+    Path("a.yaml").write_text("{data: digits, method: {name: fedprox, mu: 0.5}, training: {rounds: 3}, seed: 5}")
+    config = run_json(call, "a.yaml", "--rounds", 1, "--model", "logistic", "--set", "method.mu=2", "--device", "cpu")[
+        "config"
+    ]
+    assert (config["method"]["mu"], config["training"]["rounds"], config["model"]) == (2.0, 1, {"name": "logistic"})
+    assert (config["seed"], config["data"]["seed"], config["machine"]["device"]) == (5, 5, "cpu")
+
+
+def test_each_run_gets_a_directory_of_its_own(call):
+    first, second = (run_json(call, "--rounds", 1, "--set", "model.hidden=[2]")["directory"] for _ in range(2))
+    assert (first, second) == ("runs/digits-fedavg-seed0", "runs/digits-fedavg-seed0-2")
+
+
+def test_the_tables_show_every_metric_and_who_is_left_behind(call):
+    code, stdout, stderr = call("run", "--rounds", 3, "--set", "data.unseen=4")
+    assert (code, stderr) == (0, "")
+    summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())["results"]["global"]
+    for name, metric in METRICS.items():
+        value, other = summary["seen"][name], summary["unseen"][name]
+        words = " ".join(stdout.split())
+        expected = " ".join([name, *("–" if v is None else f"{v:.3f}" for v in (value, other)), metric.description])
+        assert expected in words
+    worst = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
+    assert [line.split()[0] for line in worst] == [summary["seen"]["worst_group_name"]]
+    assert "global, seen" in stdout
+    assert "global, unseen" in stdout
+    assert "files: runs/digits-fedavg-seed0" in stdout
+    assert "MB sent by clients" in stdout
+
+
+def test_nothing_evaluated(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.every=0")
+    assert code == 0
+    assert "nothing was evaluated" in stdout
+
+
+def test_an_interrupted_run_goes_on(call, monkeypatch):
+    whole = run_json(call, "--rounds", 4, "--out", "whole")
+
+    @contextmanager
+    def impatient(name):
+        def on_round(progress):
+            if progress.round == 2:
+                raise KeyboardInterrupt
+
+        yield on_round
+
+    with monkeypatch.context() as patch:
+        patch.setattr(show, "rounds", impatient)
+        code, stdout, stderr = call("run", "--rounds", 4, "--out", "broken")
+    assert (code, stdout) == (130, "")
+    assert stderr == "interrupted; go on with: equipoise run broken/config.yaml --resume\n"
+    assert not Path("broken/summary.json").exists()
+    assert run_json(call, "broken/config.yaml", "--resume")["results"] == whole["results"]
+    assert Path("broken/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "fedvag"], "unknown method 'fedvag' in --method; did you mean 'fedavg'? Valid: "),
+        (["--model", "mpl"], "unknown model 'mpl' in --model; did you mean 'mlp'? Valid: "),
+        (["--data", "digit"], "unknown data 'digit' in --data; did you mean 'digits'? Valid: "),
+        (
+            ["--set", "trainig.rounds=3"],
+            "unknown key 'trainig' in --set trainig.rounds=3; did you mean 'training'? Valid: ",
+        ),
+        (
+            ["--set", "training.rounds=ten"],
+            "--set training.rounds=ten: training.rounds must be a whole number, got 'ten'\n",
+        ),
+        (
+            ["--set", "training.rounds"],
+            "--set 'training.rounds' is not of the form key=value, such as training.rounds=20\n",
+        ),
+        (["--rounds", "0"], "--rounds: training.rounds must be a whole number of at least 1, got 0\n"),
+        (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
+        (
+            ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
+            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta=0.0 must be a finite number above 0\n",
+        ),
+        (
+            ["--set", "data.partition={name: iid, clients: 1000}"],
+            "--set data.partition={name: iid, clients: 1000}: source 'digits' has 1797 samples, "
+            "too few for 1000 clients with min_samples=3 each\n",
+        ),
+        (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
+        (["--resume"], "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment\n"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(call, arguments, message):
+    code, stdout, stderr = call("run", *arguments)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"error: {message}")
+    assert stderr.count("\n") == 1
+
+
+def test_a_directory_in_use_is_refused(call):
+    run_json(call, "--rounds", 1, "--out", "a")
+    assert call("run", "--rounds", 1, "--out", "a") == (
+        2,
+        "",
+        "error: a already holds a run; resume it (--resume) or choose another directory\n",
+    )
+    assert call("run", "--rounds", 2, "--out", "a", "--resume") == (
+        2,
+        "",
+        "error: a holds another experiment: training.rounds is 1 there and 2 here; choose another directory\n",
+    )
+
+
+def test_a_truncated_checkpoint_is_a_failure_of_the_run(call):
+    run_json(call, "--rounds", 1, "--out", "a")
+    Path("a/summary.json").unlink()
+    checkpoint = Path("a/checkpoint.safetensors")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-100])
+    code, stdout, stderr = call("run", "a/config.yaml", "--resume")
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith("error: cannot read a/checkpoint.safetensors: ")
+    assert stderr.endswith("; the file is missing, truncated or not written by Equipoise\n")
+    assert stderr.count("\n") == 1
+
+
+def test_a_diverging_run_is_a_failure(call):
+    code, stdout, stderr = call("run", "--rounds", 2, "--set", "training.optimizer.lr=1e30", "--out", "a")
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith("error: round 1: the training loss of client ")
+    assert stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(call):
+    code, _, stderr = call("run", "--method", "fedvag", "--debug")
+    assert code == 2
+    assert stderr.startswith("Traceback")
+    assert stderr.splitlines()[-1].startswith("error: unknown method")
+
+
+def test_an_unexpected_error_is_one_line_too(call, monkeypatch):
+    monkeypatch.setattr(show, "method_documents", lambda: 1 / 0)
+    code, stdout, stderr = call("methods", "--json")
+    assert (code, stdout) == (1, "")
+    assert stderr == "error: ZeroDivisionError: division by zero (run again with --debug to see where)\n"
+
+
+@pytest.mark.parametrize("arguments", [["run", "--rounds", "x"], ["nothing"], ["compare"], ["run", "--jsn"]])
+def test_wrong_usage_has_code_2(call, arguments):
+    code, stdout, stderr = call(*arguments)
+    assert (code, stdout) == (2, "")
+    assert "Usage: equipoise" in stderr
+
+
+# ---- methods and data ------------------------------------------------------------------------------------------------
+
+
+def test_methods_as_json(call):
+    code, stdout, stderr = call("methods", "--json")
+    assert (code, stderr) == (0, "")
+    documents = {document["name"]: document for document in json.loads(stdout)}
+    assert sorted(documents) == methods.names()
+    prox = documents["fedprox"]
+    assert (prox["parts"], prox["server_sees"], prox["personal_models"]) == (["local"], "sums only", False)
+    assert prox["hyper_parameters"] == {"mu": 0.1}
+    assert prox["paper"] == "Li et al., MLSys 2020"
+    assert documents["local"]["personal_models"]
+    assert documents["scaffold"]["parts"] == ["local", "aggregation"]
+
+
+def test_methods_as_a_table(call):
+    code, stdout, _ = call("methods")
+    assert code == 0
+    rows = {line.split()[0]: line for line in stdout.splitlines() if line}
+    assert set(methods.names()) <= set(rows)
+    assert "mu=0.1" in rows["fedprox"]
+
+
+def test_data_as_json(call):
+    code, stdout, stderr = call("data", "digits", "--seed", 3, "--set", "imbalance=4", "--set", "unseen=2", "--json")
+    assert (code, stderr) == (0, "")
+    document, expected = json.loads(stdout), load("digits", imbalance=4, unseen=2, seed=3)
+    assert document["clients"] == expected.describe()
+    assert document["fingerprint"] == expected.fingerprint()
+    assert document["picture"] is None
+    assert sum(group["train"] for group in document["groups"]) == expected.train.sizes.sum()
+    assert sum(group["unseen"] for group in document["groups"]) == 2
+    assert not list(Path().iterdir())
+
+
+def test_data_as_tables_and_a_picture(call):
+    options = ("partition.name=dirichlet", "partition.clients=12", "partition.beta=0.1")
+    arguments = [part for option in options for part in ("--set", option)]
+    code, stdout, _ = call("data", "digits", *arguments)
+    assert code == 0, stdout
+    assert "picture: runs/digits.png" in stdout
+    assert Path("runs/digits.png").read_bytes().startswith(b"\x89PNG")
+    rows = stdout.splitlines()
+    start = next(number for number, line in enumerate(rows) if line.startswith("client "))
+    histograms = [line.split()[-1] for line in rows[start + 1 : start + 13]]
+    held = load("digits", partition={"name": "dirichlet", "clients": 12, "beta": 0.1}).label_counts()
+    assert [[mark != "·" for mark in histogram] for histogram in histograms] == (held > 0).tolist()
+    assert call("data", "digits", "--picture", "mine.svg")[0] == 0
+    assert Path("mine.svg").exists()
+
+
+def test_histogram_uses_the_full_height():
+    assert show._histogram([0, 1, 4, 8]) == "·▁▄█"
+    assert show._histogram([0, 0]) == "··"
+    assert show._histogram([1, 80]) == "▁█"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digit"], "unknown data 'digit' in NAME; did you mean 'digits'? Valid: "),
+        (["digits", "--set", "imbalanse=3"], "unknown key 'data.imbalanse' in --set imbalanse=3; did you mean"),
+        (["digits", "--set", "partition.beta=3"], "--set partition.beta=3: data.partition must be a name or a mapping"),
+        (["digits", "--picture", "a.bmp"], "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n"),
+    ],
+)
+def test_mistakes_with_data(call, arguments, message):
+    code, stdout, stderr = call("data", *arguments)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"error: {message}")
+    assert stderr.count("\n") == 1
