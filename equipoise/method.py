@@ -117,8 +117,9 @@ class State:
         return replace(self, kept={**self.kept, **trees})
 
 
-# How many numbers of all clients together are converted to float64 at a time.
-_MIX_NUMBERS = 1 << 20
+# How many numbers of all clients together are converted to float64 at a time: few enough for a CPU's cache, or enough to
+# fill a GPU.
+_MIX_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 def mix(updates: Updates, weights: Tensor) -> Tree:
@@ -157,8 +158,8 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     for name, rows in stacked.items():
         weights = weights.to(rows.device, torch.float64)
         # Piece by piece, so that the float64 copy stays in the cache however large the model.
-        pieces = rows.flatten(1).split(max(1, _MIX_NUMBERS // len(rows)), dim=1) if rows.numel() else [rows.flatten(1)]
-        sums = [torch.mv(piece.double().T, weights) for piece in pieces]
+        pieces = rows.flatten(1).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1) if rows.numel() else [rows.flatten(1)]
+        sums = [(piece.double() * weights.unsqueeze(1)).sum(0) for piece in pieces]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
     return mixed
 

@@ -192,9 +192,12 @@ class Results:
 
     def plain(self) -> dict[str, Any]:
         """Give everything as plain values, ready for JSON."""
+        names = ("setting", "method", "metric")
         rows = [
-            {"setting": setting, "method": method, "metric": metric, "mean": mean, "std": std, "n": n, "seeds": seeds}
-            for setting, method, metric, (mean, std, n), seeds in self._rows()
+            dict(zip(names, which, strict=True))
+            | dict(zip(("mean", "std", "n"), summed, strict=True))
+            | {"seeds": {str(seed): value for seed, value in seeds.items()}}
+            for *which, summed, seeds in self._rows()
         ]
         failures = {path.as_posix(): message for path, message in self.failures.items()}
         return {"metrics": list(self.study.metrics), "std": self.spread, "results": rows, "failures": failures}

@@ -16,10 +16,11 @@ from equipoise.models.layers import Forward
 
 # On a CPU stacking saves Python's time, not arithmetic: it pays while all stacked parameters stay in its caches.
 _CPU_STACKED_PARAMETERS = 2_000_000
-# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about six times over (weights,
-# gradient, optimizer state, update), activations about three times (forward, backward, workspace).
-_GPU_SHARE = 0.25
-_PARAMETER_COPIES, _ACTIVATION_COPIES = 6, 3
+# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about eight times over (weights,
+# gradient, optimizer state, update, recorded steps), activations about twelve times (a 3x3 convolution's patches are nine
+# times its input).
+_GPU_SHARE = 0.5
+_PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
 
 
 def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> int:

@@ -18,7 +18,7 @@ from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.client import Client
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
-from equipoise.engine.local import Chunk, Pace, finish_chunk, rows, train_chunk, tree_rows
+from equipoise.engine.local import Chunk, Pace, Workshop, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, TorchOptimizer
@@ -88,6 +88,7 @@ class Engine:
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
         self.data = data or DeviceData(federation, device, machine.dtype)
         self.memory = MemoryStore()
+        self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
         self._train_indices = torch.from_numpy(federation.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
@@ -190,7 +191,7 @@ class StackedCohort:
                 params={**model, **kept},
                 x=x,
                 y=y,
-                forward=Forward(train=False, mask=mask, key=key),
+                forward=Forward(train=False, mask=mask, key=key, stacked=True),
                 sent={"model": model},
                 each={},
                 memory=memory,
@@ -282,9 +283,9 @@ class StackedCohort:
             if "step_factor" in chunk.each:
                 lr = lr * chunk.each["step_factor"]
             paces.append(Pace(optimizer, lr, training.clip))
-        losses, steps = train_chunk(chunk, local, batches, paces)
+        losses, steps = engine.workshop.train(chunk, local, batches, paces)
         remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
-        reports |= {"train_loss": losses.cpu(), "steps": steps} | self._losses("after", chunk, members)
+        reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         return remembered, uploads, reports

@@ -122,8 +122,10 @@ def _sums_of_chunk(
 ) -> dict[str, Tensor]:
     """Sum the metrics of each client's samples, for clients ordered by falling number of samples."""
 
+    active = len(clients)
+
     def of_one_client(own: Tree, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        output, _ = network.output({**still, **own}, x, Forward(train=False))
+        output, _ = network.output({**still, **own}, x, Forward(train=False, stacked=active > 1))
         return network.task.metrics(output, y)
 
     width = max(1, _SAMPLES // len(clients))

@@ -9,21 +9,25 @@ at all: the same code then is the plain PyTorch loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map as tree_map_any
 
+from equipoise.data.augment import Augmentation
 from equipoise.engine.batches import Batches
 from equipoise.engine.client import Client, Finished
 from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, Optimizer, OptimizerState
 from equipoise.engine.random import Purpose, fold_tensor
-from equipoise.data.augment import Augmentation
+from equipoise.engine.replay import Replay
 from equipoise.method import LocalRule, Phase
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, select
@@ -79,32 +83,60 @@ class Pace:
     clip: float | None
 
 
-class PhaseRun:
-    """One phase of one chunk, step by step."""
+@dataclass(frozen=True)
+class StepInput:
+    """What changes from step to step: everything else stays where it is in memory."""
 
-    def __init__(self, phase: Phase, batches: Batches, chunk: Chunk, pace: Pace) -> None:
-        self.phase, self.batches, self.chunk, self.pace = phase, batches, chunk, pace
+    positions: Tensor
+    keys: Tensor
+    mask: Tensor | None
+    counts: Tensor
+
+
+class PhaseRun:
+    """One phase of one chunk, step by step.
+
+    Parameters
+    ----------
+    phase : Phase
+        What to do.
+    chunk : Chunk
+        With whom.
+    pace : Pace
+        How steps are made.
+    replay : Replay, optional
+        Where to record steps for replaying; without one every step is carried out from Python.
+    """
+
+    def __init__(self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None) -> None:
+        self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
         moving = select(chunk.params, phase.move)
-        self.moving = frozenset(moving)
-        buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
-        self.names = [name for name in moving if name not in buffers]
-        self.moving_buffers = buffers
+        self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
+        self.names = [name for name in moving if name not in self.moving_buffers]
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
         self._active = 0
 
+    def begin(self, batches: Batches) -> None:
+        """Start the phase over with new batches: fresh optimizer state, no losses yet."""
+        self.batches = batches
+        self._counts = torch.from_numpy(batches.counts).to(self.losses)
+        self.losses.zero_()
+        if self.pace.optimizer.stacked:
+            for tensors in self.state.values():
+                for tensor in tensors:
+                    tensor.zero_()
+
     def _narrow(self, active: int) -> None:
         """Take views of the clients still training; only needed when their number changes."""
         self._active = active
-        chunk = self.chunk
+        chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
         self._moving_rows = [rows(tensor, active) for tensor in self.params]
-        moved = {*self.names}
-        self._fixed_rows = {n: rows(tensor, active) for n, tensor in chunk.params.items() if n not in moved}
+        self._fixed_rows = {n: rows(t, active) for n, t in chunk.params.items() if n not in self.names}
         self._each = tree_rows(chunk.each, active)
         self._memory = {name: tree_rows(tree, active) for name, tree in chunk.memory.items()}
         self._seen = rows(chunk.seen, active)
-        optimizer, lr = self.pace.optimizer, self.pace.lr
         self._lr = rows(lr, active) if isinstance(lr, Tensor) else lr
         self._state: OptimizerState = (
             {name: [rows(t, active) for t in tensors] for name, tensors in self.state.items()}
@@ -117,43 +149,39 @@ class PhaseRun:
         active = self.batches.active(step)
         if active != self._active:
             self._narrow(active)
+        inputs = self._inputs(step, active)
+        if self.replay is None:
+            self._advance(inputs, step + 1)
+        else:
+            where = (id(self), active, inputs.positions.shape[1], inputs.mask is None)
+            self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
+
+    def _inputs(self, step: int, active: int) -> StepInput:
         counts = self.batches.counts[:active, step]
-        x, y, mask, key = self._batch(step, active, counts)
+        positions = self.batches.positions[:active, step]
+        if active == 1:
+            # One client needs no padding: its last batch is simply shorter.
+            positions = positions[:, : counts[0]]
+        mask = None
+        if active > 1 and (counts < positions.shape[1]).any():
+            width = torch.arange(positions.shape[1], device=positions.device)
+            mask = (width < self._counts[:active, step].unsqueeze(1)).to(self.chunk.network.dtype)
+        return StepInput(positions, self.batches.keys[:active, step], mask, self._counts[:active, step])
+
+    def _advance(self, inputs: StepInput, count: int) -> None:
+        """Fetch a batch, take the gradient, move: tensor operations only, so that a GPU can replay them."""
+        active = self._active
+        x, y = self.chunk.data.fetch(inputs.positions)
+        if self.chunk.augment:
+            x = self._augmented(x, inputs.keys)
+        x, y, key = rows(x, active), rows(y, active), rows(inputs.keys, active)
+        across = (0, 0, 0, 0, None if inputs.mask is None else 0, 0, 0, 0, 0)
+        of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
         recorded: Tree = {}
-
-        def of_one_client(
-            moving: list[Tensor],
-            fixed: Tree,
-            x: Tensor,
-            y: Tensor,
-            mask: Tensor | None,
-            each: Tree,
-            memory: dict[str, Tree],
-            seen: Tensor,
-            key: Tensor,
-        ) -> tuple[Tensor, Tree]:
-            client = Client(
-                network=self.chunk.network,
-                params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
-                x=x,
-                y=y,
-                forward=Forward(train=True, mask=mask, key=key),
-                sent=self.chunk.sent,
-                each=each,
-                memory=memory,
-                seen=seen,
-                moving=frozenset(self.names),
-            )
-            values = self.phase.loss(client)
-            mean = values.mean() if mask is None else (values * mask).sum() / mask.sum()
-            return mean, {name: value for name, value in client.recorded.items() if name in self.moving_buffers}
-
-        across = (0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
-        of_all = of_one_client if active == 1 else vmap(of_one_client, in_dims=across)
 
         def value(moving: list[Tensor]) -> Tensor:
             losses, buffers = of_all(
-                moving, self._fixed_rows, x, y, mask, self._each, self._memory, self._seen, key
+                moving, self._fixed_rows, x, y, inputs.mask, self._each, self._memory, self._seen, key
             )
             # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
             if not recorded:
@@ -164,27 +192,39 @@ class PhaseRun:
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
-            self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, step + 1)
+            self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, count)
             for name, new in recorded.items():
                 self._fixed_rows[name].copy_(new.detach())
-            self.losses[:active] += losses.double() * torch.from_numpy(counts).to(losses.device)
+            self.losses[:active] += losses.double() * inputs.counts
 
-    def _batch(
-        self, step: int, active: int, counts: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        positions = self.batches.positions[:active, step]
-        keys = self.batches.keys[:active, step]
-        if active == 1:
-            # One client needs no padding: its last batch is simply shorter.
-            positions = positions[:, : counts[0]]
-        x, y = self.chunk.data.fetch(positions)
-        if self.chunk.augment:
-            x = self._augmented(x, keys)
-        full = active == 1 or bool((counts == positions.shape[1]).all())
-        if full:
-            return rows(x, active), rows(y, active), None, rows(keys, active)
-        inside = torch.arange(positions.shape[1], device=x.device) < torch.from_numpy(counts).to(x.device).unsqueeze(1)
-        return x, y, inside.to(self.chunk.network.dtype), keys
+    def _of_one_client(
+        self,
+        moving: list[Tensor],
+        fixed: Tree,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        each: Tree,
+        memory: dict[str, Tree],
+        seen: Tensor,
+        key: Tensor,
+    ) -> tuple[Tensor, Tree]:
+        """Give one client's mean loss and the BatchNorm statistics its forward pass leaves."""
+        client = Client(
+            network=self.chunk.network,
+            params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
+            x=x,
+            y=y,
+            forward=Forward(train=True, mask=mask, key=key, stacked=self._active > 1),
+            sent=self.chunk.sent,
+            each=each,
+            memory=memory,
+            seen=seen,
+            moving=frozenset(self.names),
+        )
+        values = self.phase.loss(client)
+        mean = values.mean() if mask is None else (values * mask).sum() / mask.sum()
+        return mean, {name: value for name, value in client.recorded.items() if name in self.moving_buffers}
 
     def _augmented(self, x: Tensor, keys: Tensor) -> Tensor:
         samples = torch.arange(x.shape[1], device=x.device)
@@ -202,39 +242,111 @@ def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tenso
     return [g * (factor.view(-1, *(1,) * (g.dim() - 1)) if stacked else factor) for g in gradients]
 
 
-def train_chunk(chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]) -> tuple[Tensor, Tensor]:
-    """Carry out a local rule for a chunk; its parameters are trained in place.
+class LocalTraining:
+    """A local rule on the memory of one chunk; on a GPU it is kept and filled again for chunks of the same shape.
 
     Parameters
     ----------
     chunk : Chunk
-        The clients.
+        The clients; their parameters are trained in place.
     rule : LocalRule
         Whose phases to run.
-    batches, paces : sequence
-        One of each a phase.
-
-    Returns
-    -------
-    tuple
-        Every client's mean training loss over all samples it saw, and the steps it made; ``[clients]``, float64.
+    paces : sequence of Pace
+        One a phase.
+    replay : Replay, optional
+        Where to record steps.
     """
-    runs = [PhaseRun(*arguments, chunk, pace) for *arguments, pace in zip(rule.phases(), batches, paces, strict=True)]
-    lengths = [int(b.steps[0]) for b in batches]
-    if rule.interleaved:
-        turns = [(run, step) for step in range(max(lengths)) for run, n in zip(runs, lengths, strict=True) if step < n]
-    else:
-        turns = [(run, step) for run, n in zip(runs, lengths, strict=True) for step in range(n)]
-    current = None
-    for run, step in turns:
-        if run is not current:
-            chunk.network.freeze_statistics_except(name.removeprefix(PERSONAL) for name in run.moving)
-            current = run
-        run.step(step)
-    seen_samples = sum((np.where(_made(b), b.counts, 0).sum(1) for b in batches), np.zeros(len(chunk.seen)))
-    steps = sum((b.steps for b in batches), np.zeros(len(chunk.seen)))
-    losses = torch.stack([run.losses for run in runs]).sum(0) / torch.from_numpy(seen_samples).to(chunk.seen.device)
-    return losses, torch.from_numpy(steps)
+
+    def __init__(self, chunk: Chunk, rule: LocalRule, paces: Sequence[Pace], replay: Replay | None = None) -> None:
+        self.chunk, self.rule, self.paces = chunk, rule, paces
+        self.runs = [PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)]
+
+    def run(self, batches: Sequence[Batches]) -> tuple[Tensor, Tensor]:
+        """Carry out the rule with the batches of each phase.
+
+        Returns
+        -------
+        tuple
+            Every client's mean training loss over all samples it saw, and the steps it made; ``[clients]``, float64.
+        """
+        network = self.chunk.network
+        for run, own in zip(self.runs, batches, strict=True):
+            run.begin(own)
+        lengths = [int(own.steps[0]) for own in batches]
+        pairs = list(zip(self.runs, lengths, strict=True))
+        if self.rule.interleaved:
+            turns = [(run, step) for step in range(max(lengths)) for run, n in pairs if step < n]
+        else:
+            turns = [(run, step) for run, n in pairs for step in range(n)]
+        current = None
+        for run, step in turns:
+            if run is not current:
+                moving = (*run.names, *run.moving_buffers)
+                network.freeze_statistics_except(name.removeprefix(PERSONAL) for name in moving)
+                current = run
+            run.step(step)
+        samples = sum((np.where(_made(own), own.counts, 0).sum(1) for own in batches), np.zeros(len(self.chunk.seen)))
+        steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
+        losses = torch.stack([run.losses for run in self.runs]).sum(0)
+        return losses.cpu() / torch.from_numpy(samples), torch.from_numpy(steps)
+
+    def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
+        """Copy another chunk of the same shape into this one's memory."""
+        for target, source in zip(_tensors(self.chunk, self.paces), _tensors(chunk, paces), strict=True):
+            target.copy_(source)
+
+
+def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
+    """List every tensor a chunk's training depends on."""
+    trees = (chunk.params, chunk.still, chunk.sent, chunk.each, chunk.memory, [pace.lr for pace in paces])
+    leaves = [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [*leaves, chunk.seen]
+
+
+class Workshop:
+    """Trains chunks; on a GPU it keeps the memory and the recorded steps of every shape of chunk it has met.
+
+    A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded once and replayed, it
+    costs a single launch. That needs all tensors to stay where they are, so chunks are copied into memory that is kept.
+    """
+
+    def __init__(self, *, replays: bool) -> None:
+        self._kept: dict[Any, LocalTraining] = {}
+        self._replay = Replay() if replays else None
+
+    def train(
+        self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
+    ) -> tuple[Tensor, Tensor]:
+        """Carry out a local rule for a chunk; its parameters are trained in place. See :meth:`LocalTraining.run`."""
+        if self._replay is None or not all(pace.optimizer.replays for pace in paces):
+            return LocalTraining(chunk, rule, paces).run(batches)
+        clients = len(chunk.seen)
+        # A recorded step reads the learning rate from memory, so that a schedule can change it.
+        paces = [replace(pace, lr=_as_column(pace.lr, clients, chunk.seen.device)) for pace in paces]
+        optimizers = tuple(pace.optimizer for pace in paces)
+        shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
+        key = (rule, optimizers, clients, tuple(chunk.params), shapes)
+        if key not in self._kept:
+            self._kept[key] = LocalTraining(*_copied(chunk, paces, rule), self._replay)
+        training = self._kept[key]
+        training.fill(chunk, paces)
+        outcome = training.run(batches)
+        for name, tensor in chunk.params.items():
+            tensor.copy_(training.chunk.params[name])
+        return outcome
+
+
+def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:
+    return lr if isinstance(lr, Tensor) else torch.full((clients,), lr, dtype=torch.float64, device=device)
+
+
+def _copied(chunk: Chunk, paces: Sequence[Pace], rule: LocalRule) -> tuple[Chunk, LocalRule, list[Pace]]:
+    """Copy all tensors of a chunk and its paces into memory of their own."""
+    copies = {
+        field: tree_map_any(lambda leaf: leaf.clone(), getattr(chunk, field))
+        for field in ("params", "still", "sent", "each", "memory", "seen")
+    }
+    return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
 
 
 def _made(batches: Batches) -> NDArray[np.bool_]:

@@ -75,6 +75,13 @@ class Network:
         """Give the parameters and buffers the module came with."""
         return dict(self._initial)
 
+    def blank(self) -> nn.Module:
+        """Give a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
+        for name, owner, leaf in self._slots:
+            tensor = self._initial[name]
+            owner[leaf] = tensor if name in self.buffers else nn.Parameter(tensor)
+        return copy.deepcopy(self.module)
+
     def output(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> tuple[Tensor, Tree]:
         """Apply the model.
 
@@ -94,7 +101,10 @@ class Network:
         """
         for name, owner, leaf in self._slots:
             owner[leaf] = params[name]  # type: ignore[assignment]
-        with forward_pass(forward), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        lowered = torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
+        )
+        with forward_pass(forward), lowered:
             output = self.module(x)
         buffers = {name: owner[leaf] for name, owner, leaf in self._slots if name in self.buffers}
         return output.to(self.dtype), buffers  # type: ignore[return-value]

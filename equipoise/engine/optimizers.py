@@ -29,6 +29,10 @@ class Optimizer(Protocol):
     def stacked(self) -> bool:
         """Whether it can step many clients at once."""
 
+    @property
+    def replays(self) -> bool:
+        """Whether every step is the same program, whatever its number."""
+
     def begin(self, params: list[Tensor]) -> OptimizerState:
         """Make fresh state for stacked parameters."""
 
@@ -80,6 +84,11 @@ class Sgd:
     weight_decay: float = 0.0
     stacked = True
 
+    @property
+    def replays(self) -> bool:
+        """Dampening treats the first step apart."""
+        return self.dampening == 0
+
     def __post_init__(self) -> None:
         """Refuse values ``torch.optim.SGD`` would refuse."""
         _check(self, lr=(0, math.inf), momentum=(0, math.inf), dampening=(0, math.inf), weight_decay=(0, math.inf))
@@ -125,6 +134,7 @@ class Adam:
     weight_decay: float = 0.0
     decoupled: bool = False
     stacked = True
+    replays = False
 
     def __post_init__(self) -> None:
         """Refuse values ``torch.optim.Adam`` would refuse."""
@@ -169,6 +179,7 @@ class TorchOptimizer:
     lr: float
     options: dict[str, Any] = field(default_factory=dict)
     stacked = False
+    replays = False
 
     def __post_init__(self) -> None:
         """Try the options on a dummy parameter, so that a mistake shows before training."""

@@ -97,6 +97,8 @@ class Machine:
         before round 1 and then written into the run's configuration.
     tf32 : bool
         Whether matrix units may round float32 factors to 19 bits.
+    replay : bool
+        Whether a GPU records local steps once and replays them, which saves the time Python needs to launch them.
 
     Examples
     --------
@@ -108,12 +110,14 @@ class Machine:
     precision: str = "float32"
     chunk: int | str = "auto"
     tf32: bool = False
+    replay: bool = True
 
     def __post_init__(self) -> None:
         """Refuse a device or precision that is not there."""
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS, where="machine.precision")
-        if self.chunk not in ("auto", "measure") and not (isinstance(self.chunk, int) and self.chunk >= 1):
+        whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
+        if self.chunk not in ("auto", "measure") and not (whole and self.chunk >= 1):
             raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
         kind = self.device.partition(":")[0]
         if kind not in ("auto", "cpu", "cuda"):

@@ -6,9 +6,10 @@ layers they replace, so a finished model is an ordinary ``nn.Module``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +31,14 @@ class Forward:
         Which rows of the batch are samples and not padding; ``None`` when all are.
     key : Tensor or None
         Key of the random numbers of this client, phase and step.
+    stacked : bool
+        Whether this is one of many clients under ``vmap``.
     """
 
     train: bool
     mask: Tensor | None = None
     key: Tensor | None = None
+    stacked: bool = False
 
 
 _current: Forward | None = None
@@ -76,6 +80,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         """Normalise a batch ``[samples, channels, ...]``."""
         if _current is None:
             return super().forward(x)
+        if self.weight is not None:
+            # Autocast may have lowered the input; statistics stay in the precision of the parameters.
+            x = x.to(self.weight.dtype)
         if not (_current.train and self.moves):
             return self._with_running_statistics(x)
         if _current.mask is None:
@@ -143,8 +150,128 @@ class Dropout(nn.Module):
         return x * (kept.to(x.dtype) * (65536 / threshold))
 
 
+class Convolution(nn.Conv2d):
+    """A convolution that stacked clients can afford in full float32 precision.
+
+    Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast grouped kernels for TF32 and
+    bfloat16, but in float32 it works through the groups one after the other. Cutting the images into patches and
+    multiplying matrices, one product for all clients, is several times faster there.
+    """
+
+    def __init__(self, layer: nn.Conv2d) -> None:
+        super().__init__(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            layer.stride,  # type: ignore[arg-type]
+            layer.padding,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+        )
+        self.load_state_dict(layer.state_dict())
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is an ordinary convolution, which this one can stand in for."""
+        return (
+            type(layer) is nn.Conv2d
+            and layer.groups == 1
+            and layer.dilation == (1, 1)
+            and layer.padding_mode == "zeros"
+            and not isinstance(layer.padding, str)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve a batch ``[samples, channels, height, width]``."""
+        in_groups = _current is None or not _current.stacked or not x.is_cuda or torch.is_autocast_enabled("cuda")
+        if in_groups or torch.backends.cudnn.allow_tf32:
+            return super().forward(x)
+        y, _ = _PatchProduct.apply(x, self.weight, self.stride, self.padding)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1)
+
+
+class _PatchProduct(torch.autograd.Function):
+    """The convolution of stacked clients as a product of patches and weights, one matrix product a client.
+
+    Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading axis of clients.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        images = x.permute(0, 1, 3, 4, 2).contiguous()
+        if any(padding):
+            images = F.pad(images, [0, 0, padding[1], padding[1], padding[0], padding[0]])
+        patches, (height, width) = _cut(images, weight.shape[-2:], stride)
+        y = torch.bmm(patches, _weight_matrix(weight))
+        return y.view(*x.shape[:2], height, width, -1).permute(0, 1, 4, 2, 3).contiguous(), patches
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, ctx.stride, ctx.padding = inputs
+        ctx.shape = x.shape
+        ctx.save_for_backward(output[1], weight)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        patches, weight = ctx.saved_tensors
+        clients, samples, channels, *size = ctx.shape
+        kernel = weight.shape[-2:]
+        rows = gradients[0].permute(0, 1, 3, 4, 2).reshape(clients, -1, weight.shape[1])
+        for_x = for_weight = None
+        if ctx.needs_input_grad[1]:
+            for_weight = torch.bmm(patches.transpose(1, 2), rows)
+            for_weight = for_weight.view(clients, *kernel, channels, -1).permute(0, 4, 3, 1, 2)
+        if ctx.needs_input_grad[0]:
+            height, width = gradients[0].shape[-2:]
+            shares = torch.bmm(rows, _weight_matrix(weight).transpose(1, 2))
+            shares = shares.view(clients, samples, height, width, *kernel, channels)
+            top, left = ctx.padding
+            padded = shares.new_zeros(clients, samples, size[0] + 2 * top, size[1] + 2 * left, channels)
+            for i, j in _places(kernel):
+                window = _window(padded, (i, j), ctx.stride, (height, width))
+                window += shares[..., i, j, :]
+            for_x = padded[:, :, top : top + size[0], left : left + size[1]].permute(0, 1, 4, 2, 3)
+        return for_x, for_weight, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, stride: Any, padding: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        x, weight = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip((x, weight), in_dims, strict=False)
+        )
+        return _PatchProduct.apply(x, weight, stride, padding), (0, 0)
+
+
+def _weight_matrix(weight: Tensor) -> Tensor:
+    """Lay weights ``[clients, out, in, height, width]`` out as ``[clients, height * width * in, out]``."""
+    return weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
+
+
+def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
+    """List the places of a kernel, row by row."""
+    return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
+
+
+def _window(images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]) -> Tensor:
+    """View ``size`` pixels from ``first`` on, in steps of ``stride``; images are ``[..., height, width, channels]``."""
+    down, across = (slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True))
+    return images[..., down, across, :]
+
+
+def _cut(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
+    """Cut channels-last images into patches ``[clients, samples * height * width, kernel * channels]``."""
+    height, width = ((n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True))
+    windows = [_window(images, place, stride, (height, width)) for place in _places(kernel)]
+    patches = torch.cat(windows, dim=-1) if len(windows) > 1 else windows[0]
+    return patches.reshape(images.shape[0], -1, patches.shape[-1]), (height, width)
+
+
 def convert(module: nn.Module) -> nn.Module:
-    """Replace BatchNorm and Dropout layers, at any depth, by the ones above; parameters and buffers keep their names.
+    """Replace BatchNorm, Dropout and ordinary convolution layers, at any depth, by the ones above; parameters and buffers keep their names.
 
     Examples
     --------
@@ -161,6 +288,8 @@ def convert(module: nn.Module) -> nn.Module:
         nonlocal dropouts
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, BatchNorm):
             return BatchNorm(layer).to(next(layer.buffers()).dtype if layer.track_running_stats else None)
+        if Convolution.replaces(layer):
+            return Convolution(cast(nn.Conv2d, layer)).to(layer.weight.dtype)
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             dropouts += 1
             return Dropout(layer.p, dropouts, channels=not isinstance(layer, nn.Dropout))

@@ -63,7 +63,7 @@ class Run:
         """
         _, glob, own = self.trainer.selected()
         seen = self.trainer.federation.seen.tolist()
-        return _module(self.trainer.engine.network.module, glob, own, seen, client)
+        return _module(self.trainer.engine.network.blank(), glob, own, seen, client)
 
 
 def train(
@@ -133,7 +133,7 @@ def train(
     else:
         model_config = _named(model, "model")
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
-    if isinstance(checkpoint_every, bool) or checkpoint_every < 1:
+    if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise InputError(f"checkpoint_every must be a whole number of at least 1, got {checkpoint_every!r}")
     config = {
         "method": methods.describe(made),
@@ -159,6 +159,8 @@ def train(
         measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
         config["resolved"]["chunk"] = measured
         if directory:
+            # Only now is everything checked: a mistake in the settings leaves no directory behind.
+            directory.mkdir(parents=True, exist_ok=True)
             write_atomically(directory / CONFIG, _yaml(config))
     if finished and directory:
         return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
@@ -216,7 +218,7 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
             raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
         resolved = config["resolved"]
         module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
-    return _module(convert(module), glob, own, clients, client)
+    return _module(convert(copy.deepcopy(module)), glob, own, clients, client)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -231,7 +233,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _module(template: nn.Module, glob: Tree, own: Tree, clients: list[int], client: int | None) -> nn.Module:
+def _module(module: nn.Module, glob: Tree, own: Tree, clients: list[int], client: int | None) -> nn.Module:
     if client is not None and client not in clients:
         valid = f"valid: {', '.join(map(str, clients[:20]))}{' …' if len(clients) > 20 else ''}"
         reason = valid if own else "the method gives all clients the global model"
@@ -240,9 +242,14 @@ def _module(template: nn.Module, glob: Tree, own: Tree, clients: list[int], clie
     if client is not None:
         row = clients.index(client)
         tensors = personal_model(glob, {name: stack[row] for name, stack in own.items()})
-    module = copy.deepcopy(template)
     dtype = next(iter(tensors.values())).dtype
-    module.to(dtype=dtype, device="cpu").load_state_dict({n: t.cpu() for n, t in tensors.items()})
+    # The module's own state carries the versions of its layers, without which BatchNorm expects a count of batches.
+    state = module.to(dtype=dtype, device="cpu").state_dict()
+    shapes = ({name: tuple(tensor.shape) for name, tensor in some.items()} for some in (tensors, state))
+    if difference := _difference(*shapes):
+        raise InputError(f"the module does not fit the run: the shape of {difference}")
+    state.update({name: tensor.cpu() for name, tensor in tensors.items()})
+    module.load_state_dict(state)
     return module.eval()
 
 
@@ -270,10 +277,10 @@ def _open(
         if difference := _difference(found, json.loads(json.dumps(config))):
             raise InputError(f"{directory} holds another experiment: {difference}; choose another directory")
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    # A process killed while it wrote the very first file leaves that one half behind, and nothing to lose.
+    leftover = f"{CONFIG}.tmp"
+    if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / CONFIG, _yaml(config))
     return config, False
 
 

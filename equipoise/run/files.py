@@ -115,9 +115,13 @@ class Journal:
 
     def rewind(self, mark: int) -> None:
         """Go back to a mark."""
-        if self.path is not None and self.path.exists():
-            if self.path.stat().st_size < mark:
-                raise RunError(f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed")
+        if self.path is None:
+            del self._rows[mark:]
+            return
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < mark:
+            raise RunError(f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed")
+        if size > mark:
             os.truncate(self.path, mark)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

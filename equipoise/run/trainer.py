@@ -59,8 +59,9 @@ class Evaluation:
             raise InputError(f"evaluation.every must be a whole number of at least 0, got {self.every!r}")
         if self.select not in ("last", "best"):
             raise unknown("value", self.select, ("last", "best"), where="evaluation.select")
-        if self.patience is not None and self.patience < 1:
-            raise InputError(f"evaluation.patience must be at least 1, got {self.patience!r}")
+        patience = self.patience
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise InputError(f"evaluation.patience must be a whole number of at least 1, got {patience!r}")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
             raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
 
@@ -189,7 +190,7 @@ class Trainer:
 
     def _combine(self, updates: Updates, cohort: StackedCohort, number: int) -> None:
         state = self.method.aggregation.combine(self.state, updates, cohort)
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.model.values()):
+        if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in state.model.values()]).all()):
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for stack in (*updates.params.values(), *updates.buffers.values()):
                 finite &= torch.isfinite(stack).flatten(1).all(1).cpu()

@@ -1,0 +1,65 @@
+"""Steps recorded as CUDA graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Unequal clients leave the stack at different steps, and every number of active clients is a graph of its own.
+_MOST_GRAPHS = 256
+
+
+class Replay:
+    """Carries out a program of tensor operations, and from the third time on replays it as one CUDA graph.
+
+    The program is run plainly the first time, recorded the second. It may read and write any tensor that stays in
+    place; what changes from call to call is given as a dataclass of tensors and copied to where the recording reads it.
+    """
+
+    def __init__(self) -> None:
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+        self._works = True
+
+    def carry_out(self, key: Hashable, program: Callable[[Any], None], inputs: Any) -> None:
+        """Run, record or replay the program known by ``key``."""
+        if key in self._graphs:
+            graph, places = self._graphs[key]
+            for place, value in zip(_values(places), _values(inputs), strict=True):
+                place.copy_(value)
+            graph.replay()
+        elif key in self._met and self._works and len(self._graphs) < _MOST_GRAPHS:
+            self._record(key, program, inputs)
+        else:
+            self._met.add(key)
+            program(inputs)
+
+    def _record(self, key: Hashable, program: Callable[[Any], None], inputs: Any) -> None:
+        copies = {
+            field.name: value.clone() if isinstance(value := getattr(inputs, field.name), Tensor) else value
+            for field in dataclasses.fields(inputs)
+        }
+        places = dataclasses.replace(inputs, **copies)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                program(places)
+        except RuntimeError as error:
+            self._works = False
+            warnings.warn(f"steps of this method cannot be replayed on the GPU and run from Python: {error}", stacklevel=2)
+            program(inputs)
+            return
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph, places
+        graph.replay()
+
+
+def _values(inputs: Any) -> list[Tensor]:
+    values = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
+    return [value for value in values if isinstance(value, Tensor)]

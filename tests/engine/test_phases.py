@@ -1,0 +1,464 @@
+"""Phases: which parts move, in which order, on which batches, and what stays with the client.
+
+Local rules are defined here and compared with ordinary PyTorch training: modules, ``torch.optim``, ``requires_grad``,
+``train()`` and ``eval()``.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from equipoise.engine.optimizers import Sgd
+from equipoise.engine.random import Purpose, fold
+from equipoise.errors import InputError
+from equipoise.method import LocalRule, Phase, personal_model, plain_gradient
+from equipoise.methods import build
+from equipoise.methods.fedavg import FedAvg
+from equipoise.models.base import Model
+from tests.engine.plain_loop import shuffled
+from tests.engine.test_exactness import OPTIMIZERS, TORCH, distance, images, mlp
+from tests.rounds import play, scalar, targets
+
+SEED, BATCH = 5, 8
+SIZES = [3, 7, 20, 17, 9]
+EVERYONE = list(range(len(SIZES)))
+COHORTS = [EVERYONE, [0, 2, 3], [1, 2, 4]]
+# Biases that BatchNorm subtracts again move by rounding noise only.
+NOISE = {"features.0.bias", "head.0.bias"}
+CHUNKS = pytest.mark.parametrize("chunk", [1, 3, 10])
+
+
+def normalised():
+    """A model with BatchNorm in both parts; images keep several positions, so that one sample has a variance."""
+    torch.manual_seed(3)
+    features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    head = nn.Sequential(nn.Conv2d(4, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
+    return Model(features, head).double()
+
+
+# ---- ordinary PyTorch -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """One phase by hand: which modules move (the others are in evaluation mode) and with which loss."""
+
+    moves: list
+    loss: object
+    lr: float = 0.1
+    momentum: float = 0.9
+    epochs: int = 1
+    same: bool = False
+
+
+def hand_batches(count, key, phase, epochs):
+    for epoch in range(epochs):
+        order = shuffled(count, fold(key, Purpose.SHUFFLE, phase, epoch))
+        yield from (order[start : start + BATCH] for start in range(0, count, BATCH))
+
+
+def train_by_hand(modules, turns, x, y, key, *, interleaved):
+    """Train modules in place, phase after phase or batch by batch."""
+    batches, optimizers = [], []
+    for phase, turn in enumerate(turns):
+        batches.append(batches[-1] if turn.same else list(hand_batches(len(x), key, phase, turn.epochs)))
+        moving = [tensor for module in turn.moves for tensor in module.parameters()]
+        optimizers.append(torch.optim.SGD(moving, lr=turn.lr, momentum=turn.momentum))
+    steps = [(phase, step) for phase in range(len(turns)) for step in range(len(batches[phase]))]
+    if interleaved:
+        steps.sort(key=lambda pair: (pair[1], pair[0]))
+    for phase, step in steps:
+        for module in modules:
+            module.eval()
+        for module in turns[phase].moves:
+            module.train()
+        batch = batches[phase][step]
+        optimizers[phase].zero_grad()
+        turns[phase].loss(x[batch], y[batch]).backward()
+        optimizers[phase].step()
+
+
+def tensors(module):
+    return {n: t.clone() for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+
+
+def held_by(federation, client):
+    samples = torch.from_numpy(federation.train.of(client))
+    return federation.x[samples], federation.y[samples]
+
+
+def average(trees, sizes):
+    return {n: sum(t[n] * (s / sum(sizes)) for t, s in zip(trees, sizes, strict=True)) for n in trees[0]}
+
+
+def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None):
+    """FedAvg around hand-trained clients; each client may own a module that begins from the received model and stays."""
+    federation = images(sizes=SIZES)
+    owned = {}
+    for round_, cohort in enumerate(cohorts):
+        sent = []
+        for client in cohort:
+            shared = copy.deepcopy(module)
+            if make_own and client not in owned:
+                owned[client] = make_own(shared)
+            own = owned.get(client)
+            modules = [m for m in (shared, own) if m is not None]
+            key = fold(fold(SEED, round_), client)
+            turns = make_turns(shared, own, copy.deepcopy(shared))
+            train_by_hand(modules, turns, *held_by(federation, client), key, interleaved=interleaved)
+            sent.append(tensors(shared))
+        module.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
+    return tensors(module), owned
+
+
+def rounds_by_engine(rule, module, cohorts, *, chunk, **how):
+    method = build("fedavg", local=rule)
+    how = {"batch_size": BATCH, "optimizer": Sgd(lr=0.1, momentum=0.9), **how}
+    return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
+
+
+def kept_by(played, client, first):
+    """The kept parts of one client, read back from the engine."""
+    memory, seen = played.engine.memory.read(np.array([client]), {"kept": first})
+    assert bool(seen.all())
+    return {name: stack[0] for name, stack in memory["kept"].items()}
+
+
+# ---- which parts move -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moves(LocalRule):
+    """One phase that moves one part."""
+
+    part: str = "features"
+
+    def phases(self):
+        return (Phase(move=self.part),)
+
+
+@CHUNKS
+@pytest.mark.parametrize("part", ["features", "head"])
+def test_only_the_named_part_moves_and_the_rest_stays_bit_for_bit(part, chunk):
+    played = rounds_by_engine(Moves(part), normalised(), COHORTS, chunk=chunk, epochs=2)
+    initial = played.engine.network.initial()
+    for name, tensor in played.model.items():
+        assert torch.equal(tensor, initial[name]) != name.startswith(part), name
+    assert {name.split(".")[0] for tree in (played.updates[0].params, played.updates[0].buffers) for name in tree} == {part}
+
+    def turns(shared, own, received):
+        return [Turn([getattr(shared, part)], lambda x, y: F.cross_entropy(shared(x), y), epochs=2)]
+
+    wanted, _ = rounds_by_hand(normalised(), turns, COHORTS)
+    assert distance(played.model, wanted, NOISE) <= 1e-9
+
+
+@dataclass(frozen=True)
+class HeadThenFeatures(LocalRule):
+    """FedRep's two phases, one after the other or taking turns."""
+
+    interleaved: bool = False
+
+    def phases(self):
+        return (Phase(move="head", epochs=2, optimizer=Sgd(lr=0.05)), Phase(move="features"))
+
+
+@CHUNKS
+@pytest.mark.parametrize("interleaved", [False, True], ids=["sequential", "interleaved"])
+def test_phases_follow_each_other_or_take_turns(interleaved, chunk):
+    def turns(shared, own, received):
+        def loss(x, y):
+            return F.cross_entropy(shared(x), y)
+
+        return [Turn([shared.head], loss, epochs=2, lr=0.05, momentum=0.0), Turn([shared.features], loss)]
+
+    wanted, _ = rounds_by_hand(normalised(), turns, COHORTS, interleaved=interleaved)
+    found = rounds_by_engine(HeadThenFeatures(interleaved=interleaved), normalised(), COHORTS, chunk=chunk)
+    assert distance(found.model, wanted, NOISE) <= 1e-9
+    other, _ = rounds_by_hand(normalised(), turns, COHORTS, interleaved=not interleaved)
+    assert distance(found.model, other, NOISE) > 1e-4
+
+
+def test_steps_and_losses_are_counted_over_all_phases():
+    played = rounds_by_engine(HeadThenFeatures(), normalised(), [EVERYONE], chunk=3)
+    batches = [-(-size // BATCH) for size in SIZES]
+    assert played.updates[0].reports["steps"].tolist() == [3 * b for b in batches]
+
+
+def test_a_phase_of_fixed_length_ignores_the_settings():
+    @dataclass(frozen=True)
+    class TwoSteps(LocalRule):
+        def phases(self):
+            return (Phase(steps=2), Phase(move="head", epochs=3))
+
+    played = rounds_by_engine(TwoSteps(), mlp(), [EVERYONE], chunk=3)
+    assert played.updates[0].reports["steps"].tolist() == [2 + 3 * -(-size // BATCH) for size in SIZES]
+
+
+# ---- personal parts -------------------------------------------------------------------------------------------------
+
+
+def kl_to_personal(client):
+    """Cross-entropy plus the divergence from what the personal head says."""
+    teacher = F.softmax(client.personal().output(), dim=1).detach()
+    student = client.output()
+    return client.network.task.loss(student, client.y) + (teacher * (teacher.log() - F.log_softmax(student, 1))).sum(1)
+
+
+@dataclass(frozen=True)
+class ThreeSteps(LocalRule):
+    """FedCRC's order: features, then the personal head, then the shared head near the personal one."""
+
+    keeps = "personal.head"
+
+    def phases(self):
+        return (
+            Phase(move="features"),
+            Phase(move="personal.head", loss=lambda client: client.personal().task_loss()),
+            Phase(move="head", loss=kl_to_personal),
+        )
+
+
+@CHUNKS
+def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
+    def turns(shared, own, received):
+        def personal(x, y):
+            return F.cross_entropy(own(shared.features(x)), y)
+
+        def near(x, y):
+            z = shared.features(x)
+            student, teacher = shared.head(z), F.softmax(own(z), 1).detach()
+            return F.cross_entropy(student, y) + F.kl_div(F.log_softmax(student, 1), teacher, reduction="batchmean")
+
+        return [
+            Turn([shared.features], lambda x, y: F.cross_entropy(shared(x), y)),
+            Turn([own], personal),
+            Turn([shared.head], near),
+        ]
+
+    torch.manual_seed(4)
+    features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    module = Model(features, nn.Linear(36, 4)).double()
+    played = rounds_by_engine(ThreeSteps(), copy.deepcopy(module), COHORTS, chunk=chunk)
+    wanted, owned = rounds_by_hand(module, turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
+    assert distance(played.model, wanted, NOISE) <= 1e-9
+    first = {f"personal.head.{name}": tensor for name, tensor in tensors(module.head).items()}
+    for client in EVERYONE:
+        own = kept_by(played, client, first)
+        assert distance(own, {f"personal.head.{n}": t for n, t in tensors(owned[client]).items()}) <= 1e-9
+        laid_over = personal_model(played.model, own)
+        assert torch.equal(laid_over["head.weight"], own["personal.head.weight"])
+        assert torch.equal(laid_over["features.0.weight"], played.model["features.0.weight"])
+    for updates in played.updates:
+        assert not any(name.startswith("personal") for name in {**updates.params, **updates.buffers, **updates.uploads})
+    assert set(played.model) == set(wanted)
+
+
+def test_a_client_that_joins_late_begins_with_the_head_it_receives():
+    """Its personal head starts at what the first round made of the shared head, not at the initial one."""
+
+    @dataclass(frozen=True)
+    class Still(LocalRule):
+        keeps = "personal.head"
+
+        def phases(self):
+            unmoved = Phase(move="personal.head", loss=lambda c: 0.0 * c.personal().task_loss())
+            return (Phase(move="head"), unmoved)
+
+    played = rounds_by_engine(Still(), mlp(), [[0, 1], [2]], chunk=2)
+    first = {f"personal.head.{name}": tensor for name, tensor in tensors(mlp().head).items()}
+    late, early = kept_by(played, 2, first), kept_by(played, 0, first)
+    assert torch.equal(late["personal.head.weight"], played.states[1].model["head.weight"])
+    assert torch.equal(early["personal.head.weight"], mlp().head.weight.detach())
+    assert not torch.equal(late["personal.head.weight"], early["personal.head.weight"])
+
+
+@dataclass(frozen=True)
+class KeepsHead(LocalRule):
+    """FedPer: everything is trained together, the head stays."""
+
+    keeps = "head"
+
+
+@CHUNKS
+def test_a_kept_head_is_trained_with_the_rest_and_stays(chunk):
+    federation, module = images(sizes=SIZES), normalised()
+    played = rounds_by_engine(KeepsHead(), normalised(), COHORTS, chunk=chunk)
+    heads = {}
+    for round_, cohort in enumerate(COHORTS):
+        sent = []
+        for client in cohort:
+            shared = copy.deepcopy(module)
+            if client in heads:
+                shared.head = heads[client]
+            turn = Turn([shared], lambda x, y, m=shared: F.cross_entropy(m(x), y))
+            key = fold(fold(SEED, round_), client)
+            train_by_hand([shared], [turn], *held_by(federation, client), key, interleaved=False)
+            heads[client] = shared.head
+            sent.append(tensors(shared.features))
+        module.features.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
+    found = {n.removeprefix("features."): t for n, t in played.model.items() if n.startswith("features.")}
+    assert distance(found, tensors(module.features), {"0.bias"}) <= 1e-9
+    first = {f"head.{name}": tensor for name, tensor in tensors(module.head).items()}
+    for client in EVERYONE:
+        wanted = {f"head.{name}": tensor for name, tensor in tensors(heads[client]).items()}
+        assert distance(kept_by(played, client, first), wanted, NOISE) <= 1e-9
+    assert all(torch.equal(played.model[n], t) for n, t in played.engine.network.initial().items() if n.startswith("head"))
+    assert all(name.startswith("features.") for updates in played.updates for name in updates.params)
+
+
+@dataclass(frozen=True)
+class DittoLike(LocalRule):
+    """A whole personal model near the received one, batch by batch beside the shared model."""
+
+    batch: str = "same"
+    keeps = "personal"
+    interleaved = True
+
+    def phases(self):
+        def near(client):
+            return client.personal().task_loss() + 0.3 / 2 * client.distance_to_received()
+
+        return (Phase(), Phase(move="personal", loss=near, batch=self.batch))
+
+
+@CHUNKS
+@pytest.mark.parametrize("batch", ["same", "next"])
+def test_a_phase_sees_the_batch_of_the_one_before_or_its_own(batch, chunk):
+    def turns(shared, own, received):
+        def near(x, y):
+            pairs = zip(own.parameters(), received.parameters(), strict=True)
+            return F.cross_entropy(own(x), y) + 0.15 * sum((a - b.detach()).square().sum() for a, b in pairs)
+
+        plain = Turn([shared], lambda x, y: F.cross_entropy(shared(x), y))
+        return [plain, Turn([own], near, same=batch == "same")]
+
+    played = rounds_by_engine(DittoLike(batch), mlp(), COHORTS, chunk=chunk)
+    wanted, owned = rounds_by_hand(mlp(), turns, COHORTS, interleaved=True, make_own=copy.deepcopy)
+    assert distance(played.model, wanted) <= 1e-9
+    first = {f"personal.{name}": tensor for name, tensor in tensors(mlp()).items()}
+    for client in EVERYONE:
+        found = kept_by(played, client, first)
+        assert distance(found, {f"personal.{n}": t for n, t in tensors(owned[client]).items()}) <= 1e-9
+
+
+def test_a_batch_of_its_own_is_another_batch():
+    same, other = (rounds_by_engine(DittoLike(batch), mlp(), [[2]], chunk=1) for batch in ("same", "next"))
+    first = {f"personal.{name}": tensor for name, tensor in tensors(mlp()).items()}
+    assert distance(same.model, other.model) == 0
+    assert distance(kept_by(same, 2, first), kept_by(other, 2, first)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Moves("hed"), "unknown part 'hed'.*did you mean 'head'"),
+        (Moves("personal.head"), "unknown part 'personal.head'"),
+    ],
+)
+def test_parts_that_are_not_there_are_refused(rule, message):
+    with pytest.raises(InputError, match=message):
+        rounds_by_engine(rule, mlp(), [[0]], chunk=1)
+
+
+# ---- how the gradient is taken --------------------------------------------------------------------------------------
+
+
+def sam(value, params, rho=0.05):
+    """Sharpness-aware minimisation: the gradient where the loss is highest nearby, for one client or a stack."""
+    losses, gradients = plain_gradient(value, params)
+    squares = [g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g.square() for g in gradients]
+    scale = rho / torch.stack(squares).sum(0).sqrt()
+    shifted = [p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g for p, g in zip(params, gradients, strict=True)]
+    return losses, plain_gradient(value, shifted)[1]
+
+
+@dataclass(frozen=True)
+class SharpnessAware(LocalRule):
+    def phases(self):
+        return (Phase(gradient=sam),)
+
+
+@CHUNKS
+def test_batchnorm_statistics_follow_the_first_of_two_forward_passes(chunk):
+    federation, module = images(sizes=SIZES), normalised()
+    sent = []
+    for client in EVERYONE:
+        own = copy.deepcopy(module).train()
+        norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        x, y = held_by(federation, client)
+        for batch in hand_batches(len(x), fold(fold(SEED, 0), client), 0, 1):
+            first = torch.autograd.grad(F.cross_entropy(own(x[batch]), y[batch]), list(own.parameters()))
+            scale = 0.05 / torch.sqrt(sum(g.square().sum() for g in first))
+            before = [p.detach().clone() for p in own.parameters()]
+            with torch.no_grad():
+                for p, g in zip(own.parameters(), first, strict=True):
+                    p.add_(scale * g)
+            for norm in norms:
+                norm.momentum = 0.0
+            optimizer.zero_grad()
+            F.cross_entropy(own(x[batch]), y[batch]).backward()
+            for norm in norms:
+                norm.momentum = 0.1
+            with torch.no_grad():
+                for p, old in zip(own.parameters(), before, strict=True):
+                    p.copy_(old)
+            optimizer.step()
+        sent.append(tensors(own))
+    played = rounds_by_engine(SharpnessAware(), normalised(), [EVERYONE], chunk=chunk)
+    assert distance(played.model, average(sent, SIZES), NOISE) <= 1e-8
+
+
+# ---- steps of different length ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Paced(FedAvg):
+    """Sends each client a factor on its steps: 1 for client 0, 2 for client 1, and so on, divided by 4."""
+
+    def send(self, state, cohort):
+        return {"model": state.model}, {"step_factor": torch.from_numpy((cohort.ids + 1) / 4)}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_a_step_factor_scales_plain_steps_by_hand(chunk):
+    method = build("fedavg", aggregation=Paced())
+    played = play(method, targets(3.0, -1.0, 5.0), scalar(1.0), [[0, 1, 2]], chunk=chunk, steps=2, optimizer=Sgd(lr=0.1))
+    wanted = []
+    for factor, target in zip((0.25, 0.5, 0.75), (3.0, -1.0, 5.0), strict=True):
+        w = 1.0
+        for _ in range(2):
+            w -= 0.1 * factor * 2 * (w - target)
+        wanted.append(w)
+    assert played.updates[0].params["head.weight"].flatten().tolist() == pytest.approx(wanted, abs=1e-14)
+
+
+@CHUNKS
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "rmsprop"])
+def test_a_step_factor_is_a_learning_rate_of_its_own(optimizer, chunk):
+    from equipoise.engine.optimizers import optimizer_named
+
+    options = OPTIMIZERS.get(optimizer, {"lr": 0.01})
+    made = optimizer_named(optimizer, **options)
+    federation = images(sizes=SIZES)
+    method = build("fedavg", aggregation=Paced())
+    played = play(method, federation, mlp(), [EVERYONE], chunk=chunk, seed=SEED, batch_size=BATCH, epochs=2, optimizer=made)
+    for client in EVERYONE:
+        own = mlp()
+        slower = {**options, "lr": options["lr"] * (client + 1) / 4}
+        torch_optimizer = TORCH[optimizer](own.parameters(), **slower)
+        x, y = held_by(federation, client)
+        for batch in hand_batches(len(x), fold(fold(SEED, 0), client), 0, 2):
+            torch_optimizer.zero_grad()
+            F.cross_entropy(own(x[batch]), y[batch]).backward()
+            torch_optimizer.step()
+        found = {name: stack[client] for name, stack in played.updates[0].params.items()}
+        assert distance(found, tensors(own)) <= 1e-9

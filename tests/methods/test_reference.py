@@ -1,0 +1,102 @@
+"""The two reference points: each client alone, and all data in one place."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.data import load
+from equipoise.engine.optimizers import Sgd
+from equipoise.engine.random import fold
+from equipoise.engine.settings import Machine
+from equipoise.methods import build
+from equipoise.run.api import train
+from equipoise.run.trainer import Evaluation
+from tests.engine.plain_loop import train_client, with_plain_dropout
+from tests.engine.test_exactness import THREE_COHORTS, distance, images, mlp
+from tests.rounds import play
+
+SEED = 7
+HOW = {"batch_size": 8, "epochs": 2}
+NEVER = Evaluation(every=0)
+
+
+def alone(module, federation, samples, client, rounds):
+    """Train one client over the given rounds, each with a fresh optimizer and its own random numbers."""
+    module = with_plain_dropout(copy.deepcopy(module))
+    x, y = federation.x[samples], federation.y[samples]
+    for round_ in rounds:
+        key = fold(fold(SEED, round_), client)
+        module = train_client(
+            module, x, y, client_key=key, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **HOW
+        )
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 10])
+def test_local_is_training_every_client_alone(chunk):
+    federation = images()
+    run = train(
+        federation,
+        method="local",
+        model=mlp(0.3),
+        rounds=3,
+        seed=SEED,
+        optimizer=Sgd(lr=0.1, momentum=0.9),
+        machine=Machine(device="cpu", precision="float64", chunk=chunk),
+        evaluation=NEVER,
+        **HOW,
+    )
+    for client in range(federation.clients):
+        samples = torch.from_numpy(federation.train.of(client))
+        wanted = alone(mlp(0.3), federation, samples, client, range(3))
+        assert distance(dict(run.model(client).state_dict()), wanted) <= 1e-9
+
+
+def test_local_with_partial_cohorts_moves_only_who_takes_part():
+    federation = images()
+    played = play(build("local"), federation, mlp(), THREE_COHORTS, seed=SEED, optimizer=Sgd(lr=0.1, momentum=0.9), **HOW)
+    initial = played.engine.network.initial()
+    memory, seen = played.engine.memory.read(np.arange(10), {"kept": initial})
+    assert bool(seen.all())
+    for client in (0, 1, 4):
+        rounds = [r for r, cohort in enumerate(THREE_COHORTS) if client in cohort]
+        wanted = alone(mlp(), federation, torch.from_numpy(federation.train.of(client)), client, rounds)
+        assert distance({name: stack[client] for name, stack in memory["kept"].items()}, wanted) <= 1e-9
+
+
+def test_local_leaves_the_global_model_alone_and_sends_nothing():
+    played = play(build("local"), images(), mlp(), THREE_COHORTS, **HOW)
+    initial = played.engine.network.initial()
+    assert all(torch.equal(played.model[name], tensor) for name, tensor in initial.items())
+    assert not any(updates.params or updates.buffers or updates.uploads for updates in played.updates)
+
+
+def test_central_is_training_on_the_pooled_data():
+    federation = images()
+    run = train(
+        federation,
+        method="central",
+        model=mlp(),
+        rounds=3,
+        seed=SEED,
+        cohort=2,
+        optimizer=Sgd(lr=0.1, momentum=0.9),
+        machine=Machine(device="cpu", precision="float64"),
+        evaluation=NEVER,
+        **HOW,
+    )
+    wanted = alone(mlp(), federation, torch.arange(len(federation.x)), 0, range(3))
+    assert distance(dict(run.model().state_dict()), wanted) <= 1e-9
+
+
+def test_central_is_evaluated_on_every_client_and_beats_clients_alone_on_digits():
+    digits = load("digits")
+    how = {"rounds": 10, "epochs": 2, "optimizer": Sgd(lr=0.1), "evaluation": Evaluation(every=10)}
+    central = train(digits, method="central", **how).summary["results"]["global"]["seen"]
+    local = train(digits, method="local", **how).summary["results"]["personal"]["seen"]
+    assert sorted(central["groups"]) == sorted(digits.group_names)
+    assert central["mean"] > local["mean"] + 0.05

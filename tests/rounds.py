@@ -1,0 +1,90 @@
+"""Small federations with known answers, and rounds played without the round loop around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from equipoise.engine.cohort import Engine
+from equipoise.engine.settings import Machine, Training
+from equipoise.federation import Federation
+from equipoise.method import State
+from equipoise.models.base import Model
+
+
+@dataclass
+class Played:
+    """What happened: the state after every round (the first is the one before), the cohorts and their updates."""
+
+    engine: Engine
+    states: list[State]
+    cohorts: list = field(default_factory=list)
+    updates: list = field(default_factory=list)
+
+    @property
+    def model(self):
+        """The last global model."""
+        return self.states[-1].model
+
+
+def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="float64", reports=(), **training):
+    """Play one round a cohort."""
+    machine = Machine(device="cpu", precision=precision, chunk=chunk)
+    engine = Engine(federation, module, Training(rounds=len(cohorts), **training), machine, seed)
+    played = Played(engine, [method.aggregation.begin(State(0, engine.network.initial()), federation.clients)])
+    for round_, clients in enumerate(cohorts):
+        cohort = engine.cohort(method, np.asarray(clients), round_)
+        cohort.wanted_reports |= set(reports)
+        shared, each = method.aggregation.send(played.states[-1], cohort)
+        updates = cohort.train(shared, each, method.local)
+        played.states.append(method.aggregation.combine(played.states[-1], updates, cohort))
+        engine.memory.commit()
+        played.cohorts.append(cohort)
+        played.updates.append(updates)
+    return played
+
+
+def targets(*values, samples=None):
+    """One client a value t, with one sample (x, y) = (1, t) or as many copies of it as ``samples`` says.
+
+    With one weight and no bias its loss is (w - t)².
+    """
+    counts = samples or [1] * len(values)
+    y = torch.tensor(np.repeat(values, counts), dtype=torch.float64)
+    clients = np.repeat(np.arange(len(values)), counts)
+    return Federation.from_arrays(torch.ones(len(y), 1).double(), y, clients=clients, splits=(1, 0, 0), task="regression")
+
+
+def scalar(start=0.0):
+    """A model of one weight."""
+    head = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(head.weight, start)
+    return Model(nn.Identity(), head).double()
+
+
+def weight(model):
+    """The weight of that model."""
+    return model["head.weight"].item()
+
+
+def random_regression(sizes, features=3, seed=0):
+    """Clients that each follow a linear law of their own."""
+    draws = np.random.default_rng(seed)
+    clients = np.repeat(np.arange(len(sizes)), sizes)
+    x = draws.normal(size=(len(clients), features))
+    laws = draws.normal(size=(len(sizes), features))
+    y = (x * laws[clients]).sum(1) + 0.1 * draws.normal(size=len(clients))
+    return Federation.from_arrays(
+        torch.from_numpy(x), torch.from_numpy(y), clients=clients, splits=(1, 0, 0), task="regression"
+    )
+
+
+def linear(features=3, seed=0):
+    """A linear model without bias, in float64."""
+    head = nn.Linear(features, 1, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.from_numpy(np.random.default_rng(seed).normal(size=(1, features))))
+    return Model(nn.Identity(), head).double()

@@ -1,0 +1,393 @@
+"""Runs from Python: what is refused, in which words, and what can be loaded again."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from equipoise import Evaluation, Machine, Training, load, train
+from equipoise.engine.optimizers import optimizer_named
+from equipoise.errors import InputError, RunError
+from equipoise.models.base import Model
+from equipoise.run.files import load_tensors
+from equipoise.run.trainer import Trainer
+from tests.run.small import MODEL, TRAINING, Stop, federation, measure, promised, rows_of, small_run, stop_after
+
+
+def custom(width=6, dropout=0.3):
+    torch.manual_seed(7)
+    features = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout))
+    return Model(features, nn.Linear(width, 3))
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.fixture
+def broken_off(tmp_path):
+    """A run that stopped after three of its seven rounds."""
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", on_round=stop_after(3))
+    return tmp_path / "run"
+
+
+# ---- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
+    before = contents(broken_off)
+    with pytest.raises(InputError, match=f"{broken_off} already holds a run; resume it"):
+        small_run(broken_off)
+    assert contents(broken_off) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"seed": 4}, "seed is 3 there and 4 here"),
+        ({"method": "fedprox"}, "method.name is 'fedavg' there and 'fedprox' here"),
+        ({"rounds": 8}, "training.rounds is 7 there and 8 here"),
+        ({"optimizer": optimizer_named("sgd", lr=0.3, momentum=0.5)}, "training.optimizer.lr is 0.2 there and 0.3 here"),
+        ({"model": "mlp"}, r"model.hidden is \[12\] there and None here"),
+        ({"evaluation": Evaluation(every=2)}, "evaluation.every is 1 there and 2 here"),
+        ({"machine": Machine(precision="float64")}, "machine.precision is 'float32' there and 'float64' here"),
+        ({"checkpoint_every": 2}, "checkpoint_every is 1 there and 2 here"),
+        ({"federation": federation(unseen=(6,))}, "resolved.fingerprint is "),
+    ],
+)
+def test_another_experiment_is_not_resumed_and_the_difference_is_named(change, difference, broken_off):
+    before = contents(broken_off)
+    with pytest.raises(InputError, match=f"{broken_off} holds another experiment: {difference}"):
+        small_run(broken_off, **{"resume": True, **change})
+    assert contents(broken_off) == before
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for resume in (False, True):
+        with pytest.raises(InputError, match=f"{tmp_path} exists and is no run directory; choose another"):
+            small_run(tmp_path, resume=resume)
+    with pytest.raises(InputError, match=r"thesis.txt exists and is no run directory"):
+        small_run(tmp_path / "thesis.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_mistake_in_the_settings_leaves_no_directory_behind(tmp_path):
+    with pytest.raises(InputError):
+        small_run(tmp_path / "run", cohort=100)
+    with pytest.raises(InputError):
+        small_run(tmp_path / "run", model=nn.Linear(5, 3))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [0, 7, 500])
+def test_a_truncated_checkpoint_is_named_and_nothing_is_touched(size, broken_off):
+    os.truncate(broken_off / "checkpoint.safetensors", size)
+    before = contents(broken_off)
+    with pytest.raises(RunError, match=r"cannot read .*checkpoint.safetensors: .*truncated") as caught:
+        small_run(broken_off, resume=True)
+    assert "\n" not in str(caught.value)
+    assert contents(broken_off) == before
+
+
+def test_a_checkpoint_cut_by_one_byte_is_refused(broken_off):
+    path = broken_off / "checkpoint.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(RunError, match=r"cannot read .*checkpoint.safetensors"):
+        small_run(broken_off, resume=True)
+
+
+def test_a_checkpoint_of_something_else_is_refused(broken_off):
+    (broken_off / "checkpoint.safetensors").write_bytes(b"this is a text, and a rather long one for a header" * 10)
+    with pytest.raises(RunError, match=r"cannot read .*checkpoint.safetensors: .*not written by Equipoise"):
+        small_run(broken_off, resume=True)
+
+
+@pytest.mark.parametrize("name", ["metrics", "rounds", "timings"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_journal_shorter_than_the_checkpoint_says_is_refused(name, gone, broken_off):
+    path = broken_off / f"{name}.jsonl"
+    if gone:
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 1)
+    before = contents(broken_off)
+    with pytest.raises(RunError, match=f"{name}.jsonl is shorter than when the checkpoint was written"):
+        small_run(broken_off, resume=True)
+    assert contents(broken_off) == before
+
+
+@pytest.mark.parametrize("text", ["", "just words", "method: [", "method: fedavg"])
+def test_a_damaged_configuration_is_refused(text, broken_off):
+    (broken_off / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=f"{broken_off} holds no run: .*config.yaml"):
+        small_run(broken_off, resume=True)
+
+
+def test_the_configuration_holds_what_the_run_depended_on(broken_off):
+    config = yaml.safe_load((broken_off / "config.yaml").read_text())
+    assert config["method"] == {"name": "fedavg", "weights": "size", "sampling": {"name": "uniform"}}
+    assert config["data"] == {"name": "clouds"}
+    assert config["model"] == MODEL
+    assert (config["seed"], config["training"]["cohort"], config["training"]["batch_size"]) == (3, 4, 8)
+    assert config["training"]["optimizer"]["momentum"] == 0.5
+    resolved = config["resolved"]
+    assert resolved["fingerprint"] == federation().fingerprint()
+    assert (resolved["shape"], resolved["outputs"], resolved["torch"]) == ([5], 3, torch.__version__)
+    # The rule for a CPU: as many clients as fit into two million parameters (5·12 + 12 + 12·3 + 3 of them each).
+    assert resolved["chunk"] == 2_000_000 // 111
+
+
+# ---- training that fails ---------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_checkpoint(tmp_path):
+    # Logistic regression stays finite for a few rounds: every step of this size adds a few powers of ten.
+    wild = {"optimizer": optimizer_named("sgd", lr=1e37), "method": "fedavg", "model": "logistic"}
+    with pytest.raises(RunError) as caught:
+        small_run(tmp_path / "run", **wild, cohort=1)
+    tensors, note = load_tensors(tmp_path / "run" / "checkpoint.safetensors")
+    assert note["round"] >= 1
+    found = re.fullmatch(
+        r"round (\d+): the (training loss|model) of client (\d+) \((\d+)\) is not finite; "
+        r"a smaller learning rate or training.clip may help; the checkpoint of round (\d+) is intact",
+        str(caught.value),
+    )
+    assert found is not None, str(caught.value)
+    number, _, client, name, saved = found.groups()
+    assert (int(number), int(saved)) == (note["round"] + 1, note["round"])
+    assert name == federation().client_name(int(client))
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+    # The same happens again on resuming: nothing that failed was kept.
+    with pytest.raises(RunError, match=re.escape(str(caught.value))):
+        small_run(tmp_path / "run", **wild, cohort=1, resume=True)
+    assert [row["round"] for row in rows_of(tmp_path / "run", "rounds")] == list(range(1, note["round"] + 1))
+
+
+def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monkeypatch):
+    wanted = small_run(tmp_path / "whole")
+    plain = Trainer._refuse_non_finite
+
+    def spoiled(self, finite, cohort, number, what):
+        if number == 5:
+            finite = finite.clone()
+            finite[2] = False
+            spoiled.client = int(cohort.ids[2])
+        plain(self, finite, cohort, number, what)
+
+    monkeypatch.setattr(Trainer, "_refuse_non_finite", spoiled)
+    with pytest.raises(RunError) as caught:
+        small_run(tmp_path / "run")
+    who = f"client {spoiled.client} ({spoiled.client})"
+    assert f"round 5: the training loss of {who} is not finite" in str(caught.value)
+    assert str(caught.value).endswith("the checkpoint of round 4 is intact")
+    monkeypatch.undo()
+    resumed = small_run(tmp_path / "run", resume=True)
+    assert resumed.summary == wanted.summary
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounds": 0}, "training.rounds must be a whole number of at least 1, got 0"),
+        ({"rounds": 2.5}, "training.rounds must be a whole number of at least 1, got 2.5"),
+        ({"epochs": 0}, "training.epochs must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "training.batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": True}, "training.batch_size must be a whole number of at least 1, got True"),
+        ({"steps": 0}, "training.steps must be a whole number of at least 1, got 0"),
+        ({"clip": 0}, "training.clip must be above 0, got 0"),
+        ({"cohort": 0}, "training.cohort must be a number of clients"),
+        ({"cohort": 1.5}, "training.cohort must be a number of clients"),
+        ({"cohort": -0.1}, "training.cohort must be a number of clients"),
+        ({"cohort": 9}, "training.cohort asks for 9 clients, but only 8 are registered"),
+        ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
+        ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
+        ({"method": "fedvag"}, "unknown method 'fedvag'; did you mean 'fedavg'"),
+        ({"method": {"mu": 1}}, r"method {'mu': 1} has no name"),
+        ({"model": "mpl"}, "unknown model 'mpl'; did you mean 'mlp'"),
+        ({"model": {"name": "mlp", "hiden": [3]}}, "unknown option 'hiden' in model 'mlp'; did you mean 'hidden'"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1, got 0"),
+        ({"checkpoint_every": 1.5}, "checkpoint_every must be a whole number of at least 1, got 1.5"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_settings_that_cannot_be_carried_out_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        small_run(None, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "float23"}, "unknown precision 'float23' in machine.precision; did you mean 'float32'"),
+        ({"device": "gpu"}, "unknown device 'gpu' in machine.device"),
+        ({"device": "tpu:0"}, "unknown device 'tpu:0' in machine.device"),
+        ({"chunk": 0}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 0"),
+        ({"chunk": "fast"}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 'fast'"),
+        ({"chunk": 2.0}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 2.0"),
+        ({"chunk": True}, "machine.chunk must be 'auto', 'measure' or a number of clients, got True"),
+    ],
+)
+def test_a_machine_that_does_not_exist_is_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        Machine(**settings)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu'"):
+        Machine(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": -1}, "evaluation.every must be a whole number of at least 0, got -1"),
+        ({"every": 1.0}, "evaluation.every must be a whole number of at least 0, got 1.0"),
+        ({"every": 0, "select": "best"}, "evaluation.select 'best' and evaluation.patience need evaluation.every"),
+        ({"every": 0, "patience": 2}, "evaluation.select 'best' and evaluation.patience need evaluation.every"),
+        ({"select": "bset"}, "unknown value 'bset' in evaluation.select; did you mean 'best'"),
+        ({"patience": 0}, "evaluation.patience must be a whole number of at least 1, got 0"),
+        ({"patience": 1.5}, "evaluation.patience must be a whole number of at least 1, got 1.5"),
+        ({"patience": True}, "evaluation.patience must be a whole number of at least 1, got True"),
+    ],
+)
+def test_evaluations_that_contradict_themselves_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        Evaluation(**settings)
+
+
+@pytest.mark.parametrize("evaluation", [Evaluation(select="best"), Evaluation(patience=1)])
+def test_choosing_a_round_without_validation_data_is_refused(evaluation):
+    x, y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    bare = type(federation()).from_arrays(x, y, clients=[0] * 10 + [1] * 10, splits=(0.8, 0.0, 0.2))
+    with pytest.raises(InputError, match="choosing a round needs validation data, but no seen client holds any"):
+        train(bare, rounds=1, evaluation=evaluation)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluation", [Evaluation(), Evaluation(every=3, select="best")])
+def test_the_loaded_global_model_scores_what_the_metrics_say(evaluation, tmp_path):
+    run = small_run(tmp_path / "run", evaluation=evaluation)
+    data, module = federation(), load(tmp_path / "run")
+    assert not module.training
+    checked = 0
+    for row in rows_of(tmp_path / "run"):
+        if row["round"] == run.summary["round"]:
+            loss, accuracy = measure(module, data, row["split"], row["client"])
+            assert row["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+            assert row["loss"] == pytest.approx(loss, rel=1e-5)
+            checked += 1
+    assert checked == 2 * data.clients
+
+
+def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
+    run = small_run(tmp_path / "run", "local")
+    data, rounds = federation(), run.summary["round"]
+    rows = [row for row in rows_of(tmp_path / "run") if row["round"] == rounds and row["split"] == "test"]
+    assert [row["client"] for row in rows] == data.seen.tolist()
+    for row in rows:
+        for module in (load(tmp_path / "run", client=row["client"]), run.model(row["client"])):
+            loss, accuracy = measure(module, data, "test", row["client"])
+            assert row["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+            assert row["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("evaluation", [Evaluation(), Evaluation(every=0)])
+@pytest.mark.parametrize("method", ["fedavg", "local"])
+def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
+    run = small_run(tmp_path / "run", method, evaluation=evaluation)
+    for client in (None, 2) if method == "local" else (None,):
+        given, written = run.model(client).state_dict(), load(tmp_path / "run", client).state_dict()
+        assert list(given) == list(written)
+        assert all(torch.equal(given[name], written[name]) for name in written)
+
+
+def test_a_loaded_model_can_be_trained_on(tmp_path):
+    run = small_run(tmp_path / "run")
+    for module in (load(tmp_path / "run"), run.model()):
+        module(federation().x[:4]).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        with torch.no_grad():
+            module.head.bias += 1
+    # What is done to a model given away does not reach the run.
+    assert torch.equal(run.model().head.bias, load(tmp_path / "run").head.bias)
+
+
+def test_a_float64_run_is_loaded_in_float64(tmp_path):
+    small_run(tmp_path / "run", machine=Machine(precision="float64"))
+    assert {tensor.dtype for tensor in load(tmp_path / "run").state_dict().values()} == {torch.float64}
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path):
+    run = small_run(tmp_path / "run", "local")
+    with pytest.raises(InputError, match="client 7 has no personal model; valid: 0, 1, 2, 3, 4, 5, 6, 8"):
+        load(tmp_path / "run", client=7)
+    with pytest.raises(InputError, match="client 99 has no personal model"):
+        run.model(99)
+    small_run(tmp_path / "shared")
+    with pytest.raises(InputError, match="client 0 has no personal model; the method gives all clients the global model"):
+        load(tmp_path / "shared", client=0)
+    with pytest.raises(InputError, match=r"nowhere holds no run: cannot read config.yaml"):
+        load(tmp_path / "nowhere")
+
+
+def test_an_unfinished_run_has_no_model_to_load(broken_off):
+    with pytest.raises(RunError, match=r"cannot read .*model.safetensors"):
+        load(broken_off)
+
+
+def test_a_module_of_ones_own_is_trained_written_and_loaded(tmp_path):
+    mine = custom()
+    before = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
+    run = small_run(tmp_path / "run", model=mine)
+    assert run.config["model"] == {"name": "custom:Model"}
+    # The module that was given is not touched.
+    assert all(torch.equal(tensor, before[name]) for name, tensor in mine.state_dict().items())
+    assert isinstance(mine.features[1], nn.BatchNorm1d)
+
+    with pytest.raises(InputError, match=r"used a model of its own \(Model\); pass it as module="):
+        load(tmp_path / "run")
+    with pytest.raises(InputError, match=r"does not fit the run: the shape of .* is \(6, 5\) there and \(4, 5\) here"):
+        load(tmp_path / "run", module=custom(width=4))
+    loaded = load(tmp_path / "run", module=mine)
+    assert type(mine.features[1]) is nn.BatchNorm1d
+    assert type(mine.features[3]) is nn.Dropout
+    assert not torch.equal(loaded.head.weight, mine.head.weight)
+    for row in rows_of(tmp_path / "run"):
+        if row["round"] == TRAINING.rounds and row["split"] == "test":
+            loss, accuracy = measure(loaded, federation(), "test", row["client"])
+            assert (row["loss"], row["accuracy"]) == pytest.approx((loss, accuracy), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "lacks"),
+    [
+        (nn.Linear(5, 3), "Linear has no features and no head"),
+        (nn.Sequential(nn.Linear(5, 3)), "Sequential has no features and no head"),
+        (nn.ModuleDict({"features": nn.Identity(), "classifier": nn.Linear(5, 3)}), "has no head"),
+    ],
+)
+def test_a_module_without_features_or_head_is_refused_with_what_to_do(module, lacks):
+    with pytest.raises(InputError, match=lacks) as caught:
+        small_run(None, model=module)
+    assert "a model needs two submodules, features and head (equipoise.models.base.Model takes any two)" in str(
+        caught.value
+    )
+
+
+def test_settings_of_a_training_object_can_be_changed_by_name():
+    run = small_run(None, training=Training(rounds=5, cohort=2), rounds=2)
+    assert (run.summary["rounds"], run.config["training"]["cohort"]) == (2, 2)

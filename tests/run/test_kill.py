@@ -1,0 +1,100 @@
+"""A process that is killed at any moment and started again leaves the bytes of one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.run.small import promised, rows_of
+
+pytestmark = pytest.mark.slow
+
+KILLS = 20
+ROUNDS = 60
+# A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills land there too.
+PROGRAM = f"""
+import sys
+import torch
+from equipoise import Evaluation, train
+from equipoise.data import load
+
+torch.set_num_threads(1)
+train(
+    load("digits"),
+    method="scaffold",
+    model={{"name": "mlp", "hidden": [512]}},
+    rounds={ROUNDS},
+    cohort=11,
+    evaluation=Evaluation(select="best"),
+    seed=1,
+    out=sys.argv[1],
+    resume=True,
+    on_round=lambda progress: print(progress.round, flush=True),
+)
+"""
+
+
+def start(directory):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(directory)], stdout=subprocess.PIPE, env=environment, cwd=root, text=True
+    )
+
+
+def first_round(process, directory):
+    """Wait until a process has finished a round (or ended)."""
+    process.stdout.readline()
+
+
+def checkpoint_half_written(process, directory):
+    """Wait until a process is writing a checkpoint (or has ended)."""
+    process.stdout.readline()
+    while process.poll() is None and not (directory / "checkpoint.safetensors.tmp").exists():
+        pass
+
+
+def nothing(process, directory):
+    """Do not wait: let the kill come while a process starts, reads its files or repeats a round."""
+
+
+def finish(process):
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
+    began = time.monotonic()
+    alone = start(tmp_path / "alone")
+    first_round(alone, tmp_path / "alone")
+    started = time.monotonic()
+    assert finish(alone) == 0
+    ended = time.monotonic()
+
+    rng = np.random.default_rng(0)
+    moments = {nothing: started - began, first_round: 1.6 * (ended - started) / KILLS, checkpoint_half_written: 0.0}
+    waits = rng.permutation([nothing] * 5 + [first_round] * (KILLS - 10) + [checkpoint_half_written] * 5)
+    directory = tmp_path / "killed"
+    killed, half_written, lengths = 0, 0, []
+    for wait in waits:
+        process = start(directory)
+        wait(process, directory)
+        time.sleep(float(rng.uniform(0, moments[wait])))
+        process.send_signal(signal.SIGKILL)
+        killed += finish(process) == -signal.SIGKILL
+        half_written += (directory / "checkpoint.safetensors.tmp").exists()
+        lengths.append((directory / "rounds.jsonl").stat().st_size if (directory / "rounds.jsonl").exists() else 0)
+    assert finish(start(directory)) == 0
+
+    assert killed == KILLS, "the run ended before it was killed often enough"
+    assert half_written, "no kill came while a checkpoint was being written"
+    assert len(set(lengths)) >= KILLS // 2, "the kills came at the same moments"
+    assert promised(directory) == promised(tmp_path / "alone")
+    assert [row["round"] for row in rows_of(directory, "rounds")] == list(range(1, ROUNDS + 1))

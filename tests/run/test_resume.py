@@ -1,0 +1,218 @@
+"""The same run twice, and a run that was broken off and went on, leave the same bytes behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from equipoise import Evaluation, Machine
+from equipoise.run.files import load_tensors
+from equipoise.run.trainer import Trainer
+from tests.run.small import PROMISED, TRAINING, Stop, promised, rows_of, small_run, stop_after
+
+METHODS = ["fedavg", "scaffold", "local", "fedadam"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Give the directory of a run that nothing happened to; each is made once."""
+    made = {}
+
+    def directory(**options):
+        key = repr(sorted(options.items()))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("undisturbed") / "run"
+            small_run(made[key], **options)
+        return made[key]
+
+    return directory
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same_bytes(method, undisturbed, tmp_path):
+    wanted = promised(undisturbed(method=method))
+    small_run(tmp_path / "again", method=method)
+    assert promised(tmp_path / "again") == wanted
+    assert set(wanted) == set(PROMISED) - (set() if method == "local" else {"personal.safetensors"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_seed_gives_other_bytes(method, undisturbed, tmp_path):
+    wanted = promised(undisturbed(method=method))
+    small_run(tmp_path / "other", method=method, seed=4)
+    found = promised(tmp_path / "other")
+    assert set(found) == set(wanted)
+    assert all(found[name] != wanted[name] for name in wanted)
+
+
+def test_the_global_generators_are_neither_read_nor_moved(undisturbed, tmp_path):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    small_run(tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert promised(tmp_path / "run") == promised(undisturbed(method="fedavg"))
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+@pytest.mark.parametrize("finished", [1, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_broken_off_goes_on_as_if_nothing_had_happened(
+    method, finished, checkpoint_every, undisturbed, tmp_path
+):
+    how = {"method": method, "checkpoint_every": checkpoint_every}
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(finished))
+    assert not (tmp_path / "run" / "summary.json").exists()
+    seen = []
+    small_run(tmp_path / "run", **how, resume=True, on_round=lambda progress: seen.append(progress.round))
+    # The rounds after the last checkpoint are repeated, those before it are not.
+    assert seen == list(range(finished - finished % checkpoint_every + 1, TRAINING.rounds + 1))
+    assert promised(tmp_path / "run") == promised(undisturbed(**how))
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+@pytest.mark.parametrize("since_best", [-2, 0, 1])
+@pytest.mark.parametrize(("method", "patience"), [("fedavg", 3), ("local", 2)])
+def test_resuming_keeps_the_best_round_and_the_patience(
+    method, patience, since_best, checkpoint_every, undisturbed, tmp_path
+):
+    evaluation = Evaluation(select="best", patience=patience)
+    how = {"method": method, "checkpoint_every": checkpoint_every, "evaluation": evaluation, "rounds": 20}
+    whole = undisturbed(**how)
+    summary = json.loads((whole / "summary.json").read_text())
+    assert 3 <= summary["round"] == summary["rounds"] - patience < 20 - patience
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(summary["round"] + since_best))
+    small_run(tmp_path / "run", **how, resume=True)
+    assert promised(tmp_path / "run") == promised(whole)
+
+
+def test_breaking_off_after_every_round_changes_nothing(undisturbed, tmp_path):
+    how = {"method": "scaffold", "evaluation": Evaluation(every=2)}
+    for number in range(1, TRAINING.rounds):
+        with pytest.raises(Stop):
+            small_run(tmp_path / "run", **how, resume=True, on_round=stop_after(number))
+    small_run(tmp_path / "run", **how, resume=True)
+    assert promised(tmp_path / "run") == promised(undisturbed(**how))
+
+
+def test_resuming_a_finished_run_changes_nothing_and_gives_its_summary(tmp_path):
+    first = small_run(tmp_path / "run", "local", evaluation=Evaluation(select="best"))
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()}
+
+    def no_more(progress):
+        raise AssertionError("a finished run trained again")
+
+    again = small_run(tmp_path / "run", "local", evaluation=Evaluation(select="best"), resume=True, on_round=no_more)
+    after = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()}
+    assert after == before
+    assert again.summary == first.summary
+    for client in (None, 4):
+        one, other = first.model(client).state_dict(), again.model(client).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_broken_off_before_its_summary_is_completed_without_training(tmp_path):
+    small_run(tmp_path / "run")
+    wanted = promised(tmp_path / "run")
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    small_run(tmp_path / "run", resume=True, on_round=stop_after(TRAINING.rounds))
+    assert promised(tmp_path / "run") == wanted
+
+
+def test_resuming_an_empty_or_missing_directory_starts_from_the_beginning(undisturbed, tmp_path):
+    wanted = promised(undisturbed(method="fedavg"))
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        small_run(tmp_path / name, resume=True)
+        assert promised(tmp_path / name) == wanted
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoint.safetensors", "summary.json", "model.safetensors"])
+def test_leftovers_of_an_interrupted_write_do_not_matter(name, undisturbed, tmp_path):
+    how = {"method": "scaffold"}
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(4))
+    (tmp_path / "run" / f"{name}.tmp").write_bytes(b"half a fi")
+    small_run(tmp_path / "run", **how, resume=True)
+    assert promised(tmp_path / "run") == promised(undisturbed(**how))
+
+
+def test_a_process_killed_while_it_wrote_its_very_first_file_can_be_resumed(undisturbed, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml.tmp").write_bytes(b"method:\n  na")
+    small_run(tmp_path / "run", resume=True)
+    assert promised(tmp_path / "run") == promised(undisturbed(method="fedavg"))
+
+
+def test_rows_written_after_the_checkpoint_are_dropped(undisturbed, tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", on_round=stop_after(3))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "model": "glo')
+    small_run(tmp_path / "run", resume=True)
+    assert promised(tmp_path / "run") == promised(undisturbed(method="fedavg"))
+
+
+def test_a_checkpoint_holds_the_server_state_and_the_memories_of_those_who_took_part(tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", "scaffold", on_round=stop_after(1))
+    tensors, note = load_tensors(tmp_path / "run" / "checkpoint.safetensors")
+    assert note["round"] == 1
+    assert len(tensors["memory/clients"]) == TRAINING.cohort
+    shapes = {name.removeprefix("model/"): tuple(t.shape) for name, t in tensors.items() if name.startswith("model/")}
+    for name, shape in shapes.items():
+        assert tuple(tensors[f"memory/control/{name}"].shape) == (TRAINING.cohort, *shape)
+        assert tuple(tensors[f"kept/control/{name}"].shape) == shape
+        # From c = 0 and c_k = 0, option II gives c⁺ = |S|/N · mean of c_k⁺, with N = 8 registered clients.
+        wanted = tensors[f"memory/control/{name}"].double().mean(0) * (TRAINING.cohort / 8)
+        torch.testing.assert_close(tensors[f"kept/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
+    machine = Machine(chunk="measure")
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", machine=machine, on_round=stop_after(3))
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+
+    def refuse(self):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(Trainer, "measure_chunk", refuse)
+    resumed = small_run(tmp_path / "run", machine=machine, resume=True)
+    chunk = resumed.config["resolved"]["chunk"]
+    assert chunk in (1, TRAINING.cohort)
+    assert resumed.trainer.engine.chunk == chunk
+    assert f"  chunk: {chunk}\n".encode() in before
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    # Measuring trains, but leaves no trace: the run equals one whose chunk was given.
+    small_run(tmp_path / "given", machine=Machine(chunk=chunk))
+    assert promised(tmp_path / "run") == promised(tmp_path / "given")
+
+
+def test_measuring_leaves_no_memory_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("equipoise.run.trainer.fastest", lambda candidates, seconds: (seconds(2), 2)[1])
+    small_run(tmp_path / "measured", "scaffold", machine=Machine(chunk="measure"))
+    small_run(tmp_path / "given", "scaffold", machine=Machine(chunk=2))
+    assert promised(tmp_path / "measured") == promised(tmp_path / "given")
+
+
+def test_without_a_directory_a_run_gives_the_same_numbers_and_writes_nothing(undisturbed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with_files = undisturbed(method="local")
+    run = small_run(method="local")
+    assert list(tmp_path.iterdir()) == []
+    assert list(run.trainer.metrics) == rows_of(with_files)
+    assert run.summary == small_run(with_files, method="local", resume=True).summary
+
+
+def test_a_moved_directory_can_be_resumed(undisturbed, tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", on_round=stop_after(3))
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    small_run(tmp_path / "elsewhere", resume=True)
+    assert promised(tmp_path / "elsewhere") == promised(undisturbed(method="fedavg"))

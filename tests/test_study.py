@@ -1,0 +1,344 @@
+"""Studies: what they plan, that they redo nothing, and that their tables are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from equipoise.cli import main
+from equipoise.config import experiment_from
+from equipoise.errors import InputError
+from equipoise.study import load_study, study_from, value_of
+
+BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
+STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Another number of threads rounds differently, and these tests compare bits between processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def score_by_hand(directory, *, model, metric):
+    """Work a metric out from the rows of metrics.jsonl, in plain Python."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    last = max(row["round"] for row in rows)
+    wanted = (last, model, "test", False)
+    rows = [row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted]
+    values = [row["accuracy"] for row in rows]
+    groups = {name: [r["accuracy"] for r in rows if r["group"] == name] for name in {r["group"] for r in rows}}
+    means = {name: sum(own) / len(own) for name, own in groups.items()}
+    if metric.startswith("groups."):
+        return means[metric.removeprefix("groups.")]
+    return {
+        "mean": sum(values) / len(values),
+        "sigma_groups": statistics.pstdev(means.values()),
+        "worst_group": min(means.values()),
+    }[metric]
+
+
+def snapshot(directory):
+    """Give inode, time of change and content of all files."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def outcomes(study, out, **options):
+    seen = []
+    results = study.run(out, watch=lambda job, outcome: seen.append((job.path.as_posix(), outcome)), **options)
+    return results, seen
+
+
+# ---- planning --------------------------------------------------------------------------------------------------------
+
+
+def test_methods_by_settings_by_seeds():
+    study = study_from(
+        {
+            "base": BASE,
+            "methods": ["fedavg", {"name": "fedprox", "mu": 1, "label": "strong"}],
+            "settings": {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}, "training.rounds": 3}},
+            "seeds": [4, 5],
+        }
+    )
+    assert [job.path.as_posix() for job in study.jobs] == [
+        f"{setting}/{method}/seed{seed}"
+        for setting in ("even", "uneven")
+        for method in ("fedavg", "strong")
+        for seed in (4, 5)
+    ]
+    last = study.jobs[-1].experiment
+    expected = experiment_from(
+        {
+            "method": {"name": "fedprox", "mu": 1.0},
+            "data": {"name": "digits", "imbalance": 20},
+            "model": {"name": "mlp", "hidden": [8]},
+            "training": {"rounds": 3},
+            "seed": 5,
+        }
+    )
+    assert last.plain() == expected.plain()
+    assert study.jobs[0].experiment.data["imbalance"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": []}, "unknown key 'method' in s.yaml; did you mean 'methods'?"),
+        ({"base": None}, "s.yaml: base must be an experiment"),
+        ({"base": {**BASE, "method": "fedavg"}}, "s.yaml: base.method has no meaning in a study; use methods"),
+        ({"base": {**BASE, "seed": 1}}, "s.yaml: base.seed has no meaning in a study; use seeds"),
+        (
+            {"base": {"data": "digits", "trainin": {}}},
+            "unknown key 'trainin' in base of s.yaml; did you mean 'training'?",
+        ),
+        ({"methods": "fedavg"}, "s.yaml: methods must be a list of names or mappings with a name, got 'fedavg'"),
+        ({"methods": ["fedvag"]}, "unknown method 'fedvag' in methods of s.yaml; did you mean 'fedavg'?"),
+        (
+            {"methods": ["fedavg", {"name": "fedavg"}]},
+            "s.yaml: two methods are called 'fedavg'; tell them apart with label",
+        ),
+        ({"methods": [{"name": "fedavg", "label": "../x"}]}, "has the label '../x', which cannot name a directory"),
+        ({"methods": [{"mu": 1}]}, "has the label None, which cannot name a directory"),
+        ({"settings": []}, "s.yaml: settings must be labels with what they change, got []"),
+        ({"settings": {"a": 3}}, "settings.a of s.yaml must hold keys with values, got 3"),
+        ({"settings": {"a": {"seed": 3}}}, "settings.a of s.yaml: seed has no meaning in a setting; use seeds"),
+        (
+            {"settings": {"a": {"data.imbalanse": 3}}},
+            "unknown key 'data.imbalanse' in settings.a of s.yaml; did you mean",
+        ),
+        ({"seeds": 3}, "s.yaml: seeds must be a list of different whole numbers, got 3"),
+        ({"seeds": [1, 1]}, "s.yaml: seeds must be a list of different whole numbers, got [1, 1]"),
+        ({"seeds": [True]}, "s.yaml: seeds must be a list of different whole numbers, got [True]"),
+        ({"metrics": ["men"]}, "unknown metric 'men' in metrics of s.yaml; did you mean 'mean'?"),
+        ({"metrics": ["global.men"]}, "unknown metric 'global.men' in metrics of s.yaml"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(changes, message):
+    with pytest.raises(InputError) as caught:
+        study_from({**STUDY, **changes}, "s.yaml")
+    assert message in str(caught.value)
+
+
+def test_which_model_a_short_name_means():
+    both = {
+        "bytes_up": 7,
+        "results": {
+            "global": {"seen": {"mean": 0.1, "groups": {"a": 0.3}}, "unseen": {"mean": 0.2}},
+            "personal": {"seen": {"mean": 0.9, "groups": {"a": 0.8, "b": None}}},
+        },
+    }
+    alone = {"results": {"global": both["results"]["global"]}}
+    assert value_of(both, "mean") == 0.9
+    assert value_of(alone, "mean") == 0.1
+    assert value_of(both, "global.mean") == value_of(both, "global.seen.mean") == 0.1
+    assert value_of(both, "unseen.mean") == value_of(both, "global.unseen.mean") == 0.2
+    assert value_of(both, "groups.a") == 0.8
+    assert value_of(both, "groups.b") is None
+    assert value_of(both, "bytes_up") == 7
+    assert value_of(alone, "personal.mean") is None
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_equal_what_the_runs_say(tmp_path):
+    metrics = ["mean", "sigma_groups", "worst_group", "global.mean"]
+    results, _ = outcomes(study_from({**STUDY, "metrics": metrics}), tmp_path)
+    groups = ["plain", "blurred", "inverted", "rotated", "textured"]
+    assert results.groups("base") == groups
+    csv = [line.split(",") for line in results.csv().splitlines()]
+    assert csv[0] == ["setting", "method", "metric", "mean", "std", "n"]
+    found = {tuple(row[:3]): row[3:] for row in csv[1:]}
+    for method, model in (("fedavg", "global"), ("local", "personal")):
+        for metric in [*metrics[:3], *(f"groups.{group}" for group in groups)]:
+            seeds = [
+                score_by_hand(tmp_path / "base" / method / f"seed{seed}", model=model, metric=metric) for seed in (0, 1)
+            ]
+            mean, std = sum(seeds) / 2, abs(seeds[0] - seeds[1]) / 2**0.5
+            row = found["base", method, metric]
+            assert [float(row[0]), float(row[1]), int(row[2])] == pytest.approx([mean, std, 2], abs=1e-12)
+            assert results.cell("base", method, metric) == f"{mean:.3f} ± {std:.3f}"
+            per_seed = f"base,{method},{metric},1,"
+            line = next(line for line in results.csv_seeds().splitlines() if line.startswith(per_seed))
+            assert float(line.removeprefix(per_seed)) == pytest.approx(seeds[1], abs=1e-12)
+        worst = min(groups, key=lambda group: float(found["base", method, f"groups.{group}"][0]))
+        assert results.worst_group("base", method) == worst
+    assert found["base", "local", "global.mean"] == ["", "", "0"]
+    markdown = results.markdown()
+    assert "mean ± sample standard deviation (n - 1) over 2 seeds" in markdown
+    row = " | ".join(results.cell("base", "fedavg", metric) for metric in metrics)
+    assert f"| fedavg | {row} |" in markdown.splitlines()
+    assert json.loads((tmp_path / "results.json").read_text()) == results.plain()
+
+
+def test_one_seed_has_no_spread(tmp_path):
+    results, _ = outcomes(study_from({**STUDY, "seeds": [3], "methods": ["fedavg"]}), tmp_path)
+    value = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
+    assert results.cell("base", "fedavg", "mean") == f"{value:.3f}"
+    assert results.spread.endswith("over 1 seed")
+
+
+def test_what_is_done_is_left_alone_and_what_is_missing_is_run(tmp_path):
+    first, seen = outcomes(study_from({**STUDY, "seeds": [0]}), tmp_path)
+    assert [outcome for _, outcome in seen] == ["begun", "done"] * 2
+    before = snapshot(tmp_path / "base")
+    both, seen = outcomes(study_from(STUDY), tmp_path)
+    assert [path for path, outcome in seen if outcome == "done"] == ["base/fedavg/seed1", "base/local/seed1"]
+    after = snapshot(tmp_path / "base")
+    assert {path: after[path] for path in before} == before
+    assert both.values("base", "fedavg", "mean")[0] == first.values("base", "fedavg", "mean")[0]
+
+
+def test_two_at_a_time_give_the_same(tmp_path):
+    one, _ = outcomes(study_from(STUDY), tmp_path / "one")
+    two, seen = outcomes(study_from(STUDY), tmp_path / "two", jobs=2)
+    assert sorted(outcome for _, outcome in seen) == ["done"] * 4
+    assert two.plain() == one.plain()
+
+
+def test_one_failure_does_not_stop_the_others(tmp_path):
+    changes = {"fine": None, "wild": {"training.optimizer.lr": 1e30}}
+    results, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "settings": changes}), tmp_path)
+    assert [path.as_posix() for path in results.failures] == ["wild/fedavg/seed0", "wild/fedavg/seed1"]
+    message = results.failures[Path("wild/fedavg/seed0")]
+    assert "is not finite" in message
+    assert ("wild/fedavg/seed0", f"failed: {message}") in seen
+    assert results.cell("wild", "fedavg", "mean") == "failed"
+    assert " ± " in results.cell("fine", "fedavg", "mean")
+    assert "Failed: `wild/fedavg/seed0`: " in results.markdown()
+    assert results.plain()["failures"]["wild/fedavg/seed1"]
+
+
+def test_a_directory_of_another_experiment_is_that_runs_failure(tmp_path):
+    outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path)
+    changed = {**STUDY, "base": {**BASE, "training": {"rounds": 3}}, "methods": ["fedavg"]}
+    results, _ = outcomes(study_from(changed), tmp_path)
+    assert list(results.failures) == [Path("base/fedavg/seed0")]
+    message = results.failures[Path("base/fedavg/seed0")]
+    assert "holds another experiment: training.rounds is 2 there and 3 here" in message
+    assert results.cell("base", "fedavg", "mean").endswith("(1 of 2)")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def compare(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["equipoise", "compare", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code or 0, *capsys.readouterr()
+
+
+def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(STUDY))
+    options = ("--metrics", "mean,global.worst10", "--markdown", "t/t.md", "--csv", "t/t.csv")
+    code, stdout, stderr = compare(monkeypatch, capsys, "small.yaml", *options)
+    assert code == 0
+    assert [line.partition("]")[0] for line in stderr.splitlines()] == [f"[{number}/4" for number in (1, 2, 3, 4)]
+    results = load_study("small.yaml", metrics=["mean", "global.worst10"]).run("runs/small")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.splitlines()]
+    for method in ("fedavg", "local"):
+        assert [method, *(results.cell("base", method, metric) for metric in ("mean", "global.worst10"))] in rows
+    assert "served worst" in stdout
+    assert Path("t/t.md").read_text() == results.markdown()
+    assert Path("t/t.csv").read_text() == results.csv()
+    assert Path("t/t-seeds.csv").read_text() == results.csv_seeds()
+    code, stdout, _ = compare(monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json")
+    assert code == 0
+    assert json.loads(stdout) == {"directory": "runs/small", **results.plain()}
+
+
+def test_compare_ends_with_1_when_a_run_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    bad = {"base": BASE, "methods": ["fedavg"], "settings": {"wild": {"training": {"optimizer": {"lr": 1e30}}}}}
+    Path("bad.yaml").write_text(yaml.safe_dump(bad))
+    code, stdout, stderr = compare(monkeypatch, capsys, "bad.yaml")
+    assert code == 1
+    assert "failed: wild/fedavg/seed0: round 1: the training loss of client" in stdout
+    assert "[1/1] wild/fedavg/seed0: failed: " in stderr
+
+
+def test_compare_refuses_a_broken_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("methods: [fedavg]")
+    code, stdout, stderr = compare(monkeypatch, capsys, "bad.yaml")
+    assert (code, stdout) == (2, "")
+    assert stderr == "error: bad.yaml: base must be an experiment, such as 'data: digits', got None\n"
+
+
+# ---- being killed ----------------------------------------------------------------------------------------------------
+
+
+def start(study, out, *options):
+    command = [sys.executable, "-c", "from equipoise.cli import main; main()", "compare", study, "--out", out, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(list(map(str, command)), env=environment, **quiet)
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, "the study ended before it could be killed"
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def kill_and_start_again(tmp_path, *options):
+    study = {**STUDY, "base": {**BASE, "training": {"rounds": 25}}, "methods": ["fedavg"], "seeds": [0, 1, 2]}
+    file, out = tmp_path / "study.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(study))
+    process = start(file, out, *options)
+    runs = out / "base" / "fedavg"
+
+    def broken_off():
+        started = [path.parent for path in runs.glob("seed*/checkpoint.safetensors")]
+        done = [path for path in started if (path / "summary.json").exists()]
+        return done and len(started) > len(done)
+
+    wait_until(broken_off, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = [path.parent for path in runs.glob("seed*/summary.json")]
+    before = {directory: snapshot(directory) for directory in finished}
+    assert 1 <= len(finished) < 3
+    assert start(file, out, *options).wait() == 0
+    assert {directory: snapshot(directory) for directory in finished} == before
+    values = []
+    for seed, job in enumerate(study_from(study).jobs):
+        whole = tmp_path / f"whole{seed}"
+        job.experiment.run(whole)
+        assert (runs / f"seed{seed}" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+        values.append(score_by_hand(runs / f"seed{seed}", model="global", metric="mean"))
+    row = json.loads((out / "results.json").read_text())["results"][0]
+    assert (row["metric"], row["n"]) == ("mean", 3)
+    assert row["mean"] == pytest.approx(statistics.fmean(values), abs=1e-12)
+    assert row["std"] == pytest.approx(statistics.stdev(values), abs=1e-12)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_killed_study_redoes_no_finished_run(tmp_path):
+    kill_and_start_again(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+def test_a_killed_study_of_two_at_a_time_redoes_no_finished_run(tmp_path):
+    kill_and_start_again(tmp_path, "--jobs", 2)
