@@ -35,7 +35,7 @@ _JOBS: dict[str, dict[str, Any]] = {
     "pfl": {
         "about": "pfl-research's CIFAR-10 setting: two-layer CNN, 1,000 clients, cohort of 50",
         "fields": {"model": "pflcnn", "options": {}, "shape": _IMAGE, "clients": 1000, "cohort": 50, "lr": 0.1},
-        "rounds": {"cpu": (1, 5), "cuda": (3, 20)},
+        "rounds": {"cpu": (1, 5), "cuda": (5, 30)},
         "exact": 2,
         "tolerance": 1e-2,
     },
@@ -50,7 +50,7 @@ _JOBS: dict[str, dict[str, Any]] = {
             "cohort": 10,
             "lr": 0.001,
         },
-        "rounds": {"cpu": (1, 2), "cuda": (3, 10)},
+        "rounds": {"cpu": (1, 2), "cuda": (5, 15)},
         "exact": 1,
         "tolerance": 3e-2,
     },
@@ -60,7 +60,9 @@ NAMES = tuple(_JOBS)
 ABOUT = {name: spec["about"] for name, spec in _JOBS.items()}
 
 
-def make(name: str, *, device: str, threads: int, rounds: int | None = None, quick: bool = False) -> Job:
+def make(
+    name: str, *, device: str, threads: int, rounds: int | None = None, quick: bool = False, tf32: bool = False
+) -> Job:
     """Describe one of the three jobs for a device.
 
     Parameters
@@ -75,6 +77,8 @@ def make(name: str, *, device: str, threads: int, rounds: int | None = None, qui
         Timed rounds, in place of the job's own number.
     quick : bool
         A quarter of the rounds, to see that everything runs.
+    tf32 : bool
+        Whether the timed pass may use TF32; the exactness pass never does.
 
     Returns
     -------
@@ -99,6 +103,7 @@ def make(name: str, *, device: str, threads: int, rounds: int | None = None, qui
         tolerance=spec["tolerance"],
         timed=Pass("timed", warmup=warmup, rounds=rounds or timed, shuffle=True, dropout=True),
         exact=Pass("exact", warmup=0, rounds=spec["exact"], shuffle=False, dropout=False),
+        tf32=tf32,
     )
 
 

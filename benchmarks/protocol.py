@@ -70,6 +70,7 @@ class Job:
     tolerance: float
     timed: Pass
     exact: Pass
+    tf32: bool = False
 
     @property
     def steps_per_round(self) -> int:
@@ -208,6 +209,10 @@ def float32_error(device: torch.device) -> dict[str, float]:
     return errors
 
 
+def _allow_tf32(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
 def run_peer(train: Train, *, package: str | None = None, processes: str = "one process") -> None:
     """Run a peer's script: read the job, time one pass, do the exactness pass, write the result.
 
@@ -229,14 +234,15 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
 
     job = Job.read(arguments.job)
     torch.set_num_threads(job.threads)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    _allow_tf32(job.tf32)
     torch.manual_seed(job.seed)
     work = Work(job, arguments.job.resolve(), torch.device(arguments.device))
 
     clock = Clock(job.timed, work.device)
     train(work, job.timed, clock.round_done)
     seconds = clock.round_seconds
+    error = float32_error(work.device)
+    _allow_tf32(False)
     if not arguments.no_exact:
         torch.save(train(work, job.exact, lambda: None), arguments.out.with_suffix(".pt"))
     result = {
@@ -247,7 +253,7 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
         "seconds_per_round": statistics.median(seconds),
         "round_seconds": seconds,
         "peak": clock.peak,
-        "float32_error": float32_error(work.device),
+        "float32_error": error,
         "threads": f"{job.threads} torch threads, {processes}",
         "device": torch.cuda.get_device_name() if work.device.type == "cuda" else platform.machine(),
         "versions": {

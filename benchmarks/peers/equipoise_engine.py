@@ -59,7 +59,7 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
             optimizer=Sgd(lr=job.lr),
             shuffle=stage.shuffle,
         ),
-        Machine(device=str(work.device)),
+        Machine(device=str(work.device), tf32=job.tf32 and stage is job.timed),
         Evaluation(every=0),
         seed=job.seed,
     )

@@ -51,7 +51,7 @@ class Client:
     seen: Tensor
     moving: frozenset[str] = frozenset()
     recorded: Tree = field(default_factory=dict)
-    prefix: str = ""
+    overlaid: frozenset[str] = frozenset()
 
     @property
     def mask(self) -> Tensor | None:
@@ -65,17 +65,24 @@ class Client:
 
     def moved(self) -> Tree:
         """Give the parameters this phase moves, under the names of the shared model."""
-        return {name.removeprefix(PERSONAL): self.params[name] for name in self.params if name in self.moving}
+        shared = {name: name.removeprefix(PERSONAL) for name in self.params if name in self.moving}
+        return {to: self.params[name] for name, to in shared.items() if to not in self.network.buffers}
 
     def output(self) -> Tensor:
         """Give the model's output for the batch.
 
-        The first output computed in a step is the one whose BatchNorm statistics are kept.
+        BatchNorm statistics of parts that move follow the first output computed with them in a step; those of the other
+        parts are used as they are.
         """
+        self.network.freeze_statistics_unless(lambda name: self._kept_as(name) in self.moving)
         output, buffers = self.network.output(self.params, self.x, self.forward)
-        if not self.recorded:
-            self.recorded.update({self.prefix + name: value for name, value in buffers.items()})
+        for name, value in buffers.items():
+            self.recorded.setdefault(self._kept_as(name), value)
         return output
+
+    def _kept_as(self, name: str) -> str:
+        """Give the name a tensor of the model has among the client's own, where personal parts have been laid over."""
+        return PERSONAL + name if name in self.overlaid else name
 
     def task_loss(self) -> Tensor:
         """Give the task's loss, sample by sample."""
@@ -84,7 +91,7 @@ class Client:
     def personal(self) -> Client:
         """Give the same client with its personal parts in place of the shared ones."""
         own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
-        return replace(self, params={**self.params, **own}, prefix=PERSONAL)
+        return replace(self, params={**self.params, **own}, overlaid=frozenset(own))
 
     def distance_to_received(self) -> Tensor:
         """Give the squared L2 distance of the moving parameters from the received global model."""

@@ -111,6 +111,7 @@ class PhaseRun:
     def __init__(self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None) -> None:
         self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
         moving = select(chunk.params, phase.move)
+        self.moving = frozenset(moving)
         self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
         self.names = [name for name in moving if name not in self.moving_buffers]
         self.params = [chunk.params[name] for name in self.names]
@@ -220,7 +221,7 @@ class PhaseRun:
             each=each,
             memory=memory,
             seen=seen,
-            moving=frozenset(self.names),
+            moving=self.moving,
         )
         values = self.phase.loss(client)
         mean = values.mean() if mask is None else (values * mask).sum() / mask.sum()
@@ -269,7 +270,6 @@ class LocalTraining:
         tuple
             Every client's mean training loss over all samples it saw, and the steps it made; ``[clients]``, float64.
         """
-        network = self.chunk.network
         for run, own in zip(self.runs, batches, strict=True):
             run.begin(own)
         lengths = [int(own.steps[0]) for own in batches]
@@ -278,12 +278,7 @@ class LocalTraining:
             turns = [(run, step) for step in range(max(lengths)) for run, n in pairs if step < n]
         else:
             turns = [(run, step) for run, n in pairs for step in range(n)]
-        current = None
         for run, step in turns:
-            if run is not current:
-                moving = (*run.names, *run.moving_buffers)
-                network.freeze_statistics_except(name.removeprefix(PERSONAL) for name in moving)
-                current = run
             run.step(step)
         samples = sum((np.where(_made(own), own.counts, 0).sum(1) for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))

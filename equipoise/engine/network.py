@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -100,17 +100,16 @@ class Network:
             The output, and the buffers as the pass leaves them.
         """
         for name, owner, leaf in self._slots:
-            owner[leaf] = params[name]  # type: ignore[assignment]
+            owner[leaf] = params[name]
         lowered = torch.autocast(
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with forward_pass(forward), lowered:
             output = self.module(x)
         buffers = {name: owner[leaf] for name, owner, leaf in self._slots if name in self.buffers}
-        return output.to(self.dtype), buffers  # type: ignore[return-value]
+        return output.to(self.dtype), buffers
 
-    def freeze_statistics_except(self, moving: Iterable[str]) -> None:
-        """Let only the BatchNorm layers with a moving parameter or buffer follow their batches."""
-        moving = frozenset(moving)
+    def freeze_statistics_unless(self, moves: Callable[[str], bool]) -> None:
+        """Let only the BatchNorm layers with a parameter or buffer that moves follow their batches."""
         for name, layer in self._norms:
-            layer.moves = any(f"{name}.{leaf}" in moving for leaf in ("weight", "running_mean"))
+            layer.moves = any(moves(f"{name}.{leaf}") for leaf in ("weight", "running_mean"))

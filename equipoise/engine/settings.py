@@ -116,8 +116,8 @@ class Machine:
         """Refuse a device or precision that is not there."""
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS, where="machine.precision")
-        whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
-        if self.chunk not in ("auto", "measure") and not (whole and self.chunk >= 1):
+        counts = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
+        if self.chunk not in ("auto", "measure") and not counts:
             raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
         kind = self.device.partition(":")[0]
         if kind not in ("auto", "cpu", "cuda"):

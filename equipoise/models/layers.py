@@ -65,8 +65,11 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         if layer.momentum is None:
             raise InputError("BatchNorm with momentum=None (a cumulative average) cannot be federated; give it a momentum")
-        super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-        self.load_state_dict(layer.state_dict())
+        super().__init__(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
+        )
+        # The layer's own tensors take the place of those without data: no rounding to another type.
+        self.load_state_dict(layer.state_dict(), assign=True)
         # A count of batches has no meaning after averaging, and nothing reads it while momentum is a number.
         self.num_batches_tracked = None
         # Set by the engine: statistics of a part that does not move in this phase are frozen with it.
@@ -166,8 +169,9 @@ class Convolution(nn.Conv2d):
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
             bias=layer.bias is not None,
+            device="meta",
         )
-        self.load_state_dict(layer.state_dict())
+        self.load_state_dict(layer.state_dict(), assign=True)
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
@@ -271,25 +275,24 @@ def _cut(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> tuple[
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replace BatchNorm, Dropout and ordinary convolution layers, at any depth, by the ones above; parameters and buffers keep their names.
+    """Replace BatchNorm, Dropout and ordinary convolution layers, at any depth, by the ones above.
+
+    Parameters and buffers keep their names and their values.
 
     Examples
     --------
-    >>> convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
-    Sequential(
-      (0): Linear(in_features=2, out_features=3, bias=True)
-      (1): BatchNorm(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
-      (2): Dropout()
-    )
+    >>> module = convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    >>> [type(layer).__module__ for layer in module]
+    ['torch.nn.modules.linear', 'equipoise.models.layers', 'equipoise.models.layers']
     """
     dropouts = 0
 
     def replaced(layer: nn.Module) -> nn.Module:
         nonlocal dropouts
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, BatchNorm):
-            return BatchNorm(layer).to(next(layer.buffers()).dtype if layer.track_running_stats else None)
+            return BatchNorm(layer)
         if Convolution.replaces(layer):
-            return Convolution(cast(nn.Conv2d, layer)).to(layer.weight.dtype)
+            return Convolution(cast(nn.Conv2d, layer))
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             dropouts += 1
             return Dropout(layer.p, dropouts, channels=not isinstance(layer, nn.Dropout))

@@ -150,9 +150,7 @@ def train(
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
-    trainer = Trainer(
-        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every
-    )
+    trainer = Trainer(federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every)
     if resume:
         trainer.restore_checkpoint()
     if chosen is None:
@@ -245,8 +243,8 @@ def _module(module: nn.Module, glob: Tree, own: Tree, clients: list[int], client
     dtype = next(iter(tensors.values())).dtype
     # The module's own state carries the versions of its layers, without which BatchNorm expects a count of batches.
     state = module.to(dtype=dtype, device="cpu").state_dict()
-    shapes = ({name: tuple(tensor.shape) for name, tensor in some.items()} for some in (tensors, state))
-    if difference := _difference(*shapes):
+    there, here = ({name: tuple(tensor.shape) for name, tensor in tree.items()} for tree in (tensors, state))
+    if difference := _difference(there, here):
         raise InputError(f"the module does not fit the run: the shape of {difference}")
     state.update({name: tensor.cpu() for name, tensor in tensors.items()})
     module.load_state_dict(state)

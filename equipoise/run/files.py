@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -47,7 +46,7 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
 
     Examples
     --------
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
     >>> save_tensors(path, {"w": torch.ones(2)}, {"round": 3})
     >>> load_tensors(path)
@@ -130,5 +129,3 @@ class Journal:
         elif self.path.exists():
             with self.path.open(encoding="utf-8") as file:
                 yield from map(json.loads, file)
-
-

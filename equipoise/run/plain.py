@@ -58,7 +58,7 @@ def schedule_from(plain: str | Mapping[str, Any]) -> Schedule:
     >>> schedule_from({"kind": "exponential", "decay": 0.9}).factor(1, 10)
     0.9
     """
-    fields = {"kind": plain} if isinstance(plain, str) else dict(plain)
+    fields: dict[str, Any] = {"kind": plain} if isinstance(plain, str) else dict(plain)
     valid = [field.name for field in dataclasses.fields(Schedule)]
     for key in fields:
         if key not in valid:

@@ -115,7 +115,7 @@ def _summary(rows: list[Row], task: Task, gaps: Mapping[int, float]) -> dict[str
         gap=gap if np.isfinite(gap).any() else None,
         higher_is_better=task.higher_is_better,
     )
-    measured = summary.as_dict()
+    measured: dict[str, Any] = summary.as_dict()
     measured |= {
         "worst_client_id": rows[summary.worst_client_id]["client"],
         "worst_group_name": names[summary.worst_group_id],

@@ -20,7 +20,7 @@ from equipoise.engine.random import Purpose, fold
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
-from equipoise.method import Method, State, Updates, personal_model
+from equipoise.method import Method, State, Updates
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree
@@ -119,7 +119,8 @@ class Trainer:
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
         self.engine = Engine(self.view, model, training, machine, seed)
-        registered = self.view.seen
+        # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
+        self._registered = registered = self.view.seen
         pooled = self.view is not federation
         self._cohort_size = len(registered) if pooled else training.cohort_size(len(registered))
         self._train_sizes = self.view.train.sizes[registered]
@@ -176,11 +177,11 @@ class Trainer:
 
     def _select(self) -> StackedCohort:
         key = fold(self.seed, self.state.round, Purpose.SAMPLE)
-        if self._cohort_size == len(self.view.seen):
+        if self._cohort_size == len(self._registered):
             chosen = np.arange(self._cohort_size)
         else:
             chosen = self.method.sampler.select(key, self.state, self._train_sizes, self._cohort_size)
-        return self.engine.cohort(self.method, self.view.seen[chosen], self.state.round)
+        return self.engine.cohort(self.method, self._registered[chosen], self.state.round)
 
     def _train(self, cohort: StackedCohort, number: int) -> Updates:
         shared, each = self.method.aggregation.send(self.state, cohort)
@@ -202,9 +203,12 @@ class Trainer:
         if bool(finite.all()):
             return
         client = int(cohort.ids[int((~finite).nonzero()[0])])
+        raise self._diverged(number, what, client, self.view)
+
+    def _diverged(self, number: int, what: str, client: int, federation: Federation) -> RunError:
         kept = f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
-        raise RunError(
-            f"round {number}: the {what} of client {client} ({self.view.client_name(client)}) is not finite; "
+        return RunError(
+            f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not finite; "
             f"a smaller learning rate or training.clip may help{kept}"
         )
 
@@ -226,6 +230,10 @@ class Trainer:
                 samples = self.federation.split(split)
                 measured = evaluate_stacked(network, data, own, still, samples, seen, self.engine.chunk)
                 rows += self._rows(seen, measured, "personal", split)
+        for row in rows:
+            if not np.isfinite(row["loss"]):
+                what = f"{row['split']} loss of the {row['model']} model"
+                raise self._diverged(row["round"], what, row["client"], self.federation)
         self.metrics.append(rows)
         self._follow(rows)
 
@@ -247,8 +255,9 @@ class Trainer:
         """Keep the latest scores for the progress bar, and the best models if they are asked for."""
         shown = "personal" if self.method.personal else "global"
         task = self.engine.network.task
-        summary = summarize_rows(rows, task)[shown]["seen"]
-        self._latest = {"mean": summary["mean"], "worst": summary["worst_client"], "sigma": summary["sigma_clients"]}
+        if summary := summarize_rows(rows, task).get(shown, {}).get("seen"):
+            names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
+            self._latest = {name: summary[metric] for name, metric in names.items()}
         losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
         if not losses:
             if self.evaluation.select == "best" or self.evaluation.patience is not None:

@@ -32,13 +32,13 @@ def federation():
 def with_validation():
     """Three clients; the last holds no validation sample."""
     draws = torch.Generator().manual_seed(0)
-    x = torch.randn(26, 2, 5, 5, generator=draws, dtype=torch.float64)
-    y = torch.arange(26) % 4
-    return Federation.from_arrays(x, y, clients=[0] * 10 + [1] * 14 + [2] * 2, splits=(0.6, 0.4, 0.0), classes=4)
+    x = torch.randn(25, 2, 5, 5, generator=draws, dtype=torch.float64)
+    y = torch.arange(25) % 4
+    return Federation.from_arrays(x, y, clients=[0] * 10 + [1] * 14 + [2], splits=(0.6, 0.4, 0.0), classes=4)
 
 
 def small():
-    """30 features of 50 inputs, BatchNorm, 4 outputs."""
+    """50 inputs, 6 features with BatchNorm, 4 outputs."""
     torch.manual_seed(0)
     features = nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.BatchNorm1d(6), nn.Tanh())
     return Model(features, nn.Linear(6, 4)).double()

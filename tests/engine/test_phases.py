@@ -243,22 +243,45 @@ def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
             Turn([shared.head], near),
         ]
 
-    torch.manual_seed(4)
-    features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    module = Model(features, nn.Linear(36, 4)).double()
-    played = rounds_by_engine(ThreeSteps(), copy.deepcopy(module), COHORTS, chunk=chunk)
+    module = normalised()
+    played = rounds_by_engine(ThreeSteps(), normalised(), COHORTS, chunk=chunk)
     wanted, owned = rounds_by_hand(module, turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
     assert distance(played.model, wanted, NOISE) <= 1e-9
     first = {f"personal.head.{name}": tensor for name, tensor in tensors(module.head).items()}
     for client in EVERYONE:
         own = kept_by(played, client, first)
-        assert distance(own, {f"personal.head.{n}": t for n, t in tensors(owned[client]).items()}) <= 1e-9
+        wanted_own = {f"personal.head.{name}": tensor for name, tensor in tensors(owned[client]).items()}
+        assert distance(own, wanted_own, {"personal.head.0.bias"}) <= 1e-9
         laid_over = personal_model(played.model, own)
-        assert torch.equal(laid_over["head.weight"], own["personal.head.weight"])
+        assert torch.equal(laid_over["head.3.weight"], own["personal.head.3.weight"])
         assert torch.equal(laid_over["features.0.weight"], played.model["features.0.weight"])
     for updates in played.updates:
         assert not any(name.startswith("personal") for name in {**updates.params, **updates.buffers, **updates.uploads})
     assert set(played.model) == set(wanted)
+
+
+@dataclass(frozen=True)
+class Together(LocalRule):
+    """Features and a personal head follow one loss, as FedPer would with a head of its own beside the shared one."""
+
+    keeps = "personal.head"
+
+    def phases(self):
+        return (Phase(move=("features", "personal.head"), loss=lambda client: client.personal().task_loss()),)
+
+
+@CHUNKS
+def test_shared_features_learn_through_a_personal_head_statistics_included(chunk):
+    def turns(shared, own, received):
+        return [Turn([shared.features, own], lambda x, y: F.cross_entropy(own(shared.features(x)), y))]
+
+    played = rounds_by_engine(Together(), normalised(), COHORTS, chunk=chunk)
+    wanted, owned = rounds_by_hand(normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
+    assert distance(played.model, wanted, NOISE) <= 1e-9
+    first = {f"personal.head.{name}": tensor for name, tensor in tensors(normalised().head).items()}
+    for client in EVERYONE:
+        own = {f"personal.head.{name}": tensor for name, tensor in tensors(owned[client]).items()}
+        assert distance(kept_by(played, client, first), own, {"personal.head.0.bias"}) <= 1e-9
 
 
 def test_a_client_that_joins_late_begins_with_the_head_it_receives():

@@ -1,0 +1,100 @@
+"""Batches: every sample once an epoch, the client's own samples only, and nobody looks at chunk mates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.engine.batches import draw_batches
+from equipoise.engine.random import Purpose, fold, fold_tensor
+from equipoise.federation import Split
+
+# Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions are scattered.
+HELD = [range(100, 107), [], range(40, 52), [3], range(60, 68)]
+SPLIT = Split.from_lists([list(held) for held in HELD])
+SIZES = {0: 7, 2: 12, 3: 1, 4: 8}
+ORDERED = np.array([2, 4, 0, 3])
+
+
+def drawn(clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11):
+    keys = fold_tensor(key, torch.from_numpy(clients))
+    how = {"phase": phase, "batch_size": batch_size, "epochs": epochs, "steps": steps, "shuffle": shuffle}
+    return draw_batches(SPLIT, torch.from_numpy(SPLIT.indices), clients, keys, **how)
+
+
+def samples_of(batches, row):
+    """The samples of every step a client makes, without padding."""
+    return [batches.positions[row, s, : batches.counts[row, s]].tolist() for s in range(batches.steps[row])]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 12, 50])
+def test_every_sample_is_seen_exactly_once_an_epoch(batch_size, shuffle):
+    batches = drawn(batch_size=batch_size, epochs=3, shuffle=shuffle)
+    for row, client in enumerate(ORDERED):
+        steps = samples_of(batches, row)
+        an_epoch = -(-SIZES[client] // batch_size)
+        assert len(steps) == 3 * an_epoch
+        for epoch in range(3):
+            seen = [sample for step in steps[epoch * an_epoch : (epoch + 1) * an_epoch] for sample in step]
+            assert sorted(seen) == list(HELD[client])
+            if not shuffle:
+                assert seen == list(HELD[client])
+
+
+def test_counts_and_steps_by_hand():
+    batches = drawn(batch_size=5, epochs=1)
+    assert batches.steps.tolist() == [3, 2, 2, 1]
+    made = [batches.counts[row, : batches.steps[row]].tolist() for row in range(4)]
+    assert made == [[5, 5, 2], [5, 3], [5, 2], [1]]
+    assert [batches.active(step) for step in range(4)] == [4, 3, 1, 0]
+
+
+def test_padding_repeats_samples_of_the_client():
+    batches = drawn(batch_size=5)
+    for row, client in enumerate(ORDERED):
+        assert set(batches.positions[row].flatten().tolist()) <= set(HELD[client])
+
+
+def test_a_fixed_number_of_steps_runs_through_epochs_alike_for_all():
+    batches = drawn(batch_size=5, steps=4)
+    assert batches.steps.tolist() == [4, 4, 4, 4]
+    assert [batches.active(step) for step in range(5)] == [4, 4, 4, 4, 0]
+    assert batches.counts.tolist() == [[5, 5, 2, 5], [5, 3, 5, 3], [5, 2, 5, 2], [1, 1, 1, 1]]
+    by_epochs = drawn(batch_size=5, epochs=2)
+    assert samples_of(batches, 1) == samples_of(by_epochs, 1), "the same shuffles as two epochs of two steps"
+
+
+def test_epochs_phases_and_keys_have_orders_of_their_own():
+    first, second = (sum(samples_of(drawn(), 0)[a : a + 3], []) for a in (0, 3))
+    assert first != second
+    assert samples_of(drawn(phase=1), 0) != samples_of(drawn(phase=0), 0)
+    assert samples_of(drawn(key=12), 0) != samples_of(drawn(key=11), 0)
+
+
+def test_the_order_is_the_hash_worked_out_in_integers():
+    batches = drawn(batch_size=4, phase=3)
+    key = fold(11, 4)
+    order = sorted(range(8), key=lambda i: fold(key, Purpose.SHUFFLE, 3, 1, i) & ((1 << 63) - 1))
+    assert sum(samples_of(batches, 1)[2:4], []) == [60 + i for i in order]
+
+
+def test_step_keys_are_hashes_of_client_phase_and_step():
+    batches = drawn(phase=2)
+    found = [[int(key) & ((1 << 64) - 1) for key in row] for row in batches.keys]
+    longest = int(batches.steps.max())
+    assert found == [[fold(fold(11, int(c)), Purpose.STEP, 2, s) for s in range(longest)] for c in ORDERED]
+
+
+def test_batches_do_not_depend_on_chunk_mates():
+    together = drawn(batch_size=3)
+    for row, client in enumerate(ORDERED):
+        alone = drawn(np.array([client]), batch_size=3)
+        assert samples_of(alone, 0) == samples_of(together, row)
+        assert torch.equal(alone.keys[0], together.keys[row, : alone.keys.shape[1]])
+
+
+def test_without_shuffling_epochs_repeat():
+    steps = samples_of(drawn(batch_size=5, shuffle=False), 2)
+    assert steps == [[100, 101, 102, 103, 104], [105, 106]] * 2

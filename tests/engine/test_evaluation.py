@@ -1,0 +1,117 @@
+"""Evaluation against a loop over clients and samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from equipoise.engine import evaluation
+from equipoise.engine.data import DeviceData
+from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
+from equipoise.engine.network import Network
+from equipoise.engine.task import Task
+from equipoise.federation import Federation, Split
+from equipoise.models.base import Model
+
+HELD = [[0, 5, 9], [], [1], list(range(10, 31)), [2, 3, 4, 6, 7, 8]]
+SPLIT = Split.from_lists(HELD)
+CLIENTS = len(HELD)
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def federation(task="classification", targets=None):
+    empty = Split.from_lists([[]] * CLIENTS)
+    y = torch.arange(31) % 3 if task == "classification" else normal(31, *(targets or ()), seed=1)
+    return Federation(
+        x=normal(31, 2, 4, 4),
+        y=y,
+        train=SPLIT,
+        val=empty,
+        test=empty,
+        groups=np.zeros(CLIENTS, np.int64),
+        group_names=("all",),
+        unseen=np.array([False, True, False, False, False]),
+        task=task,
+    )
+
+
+def module(outputs=3):
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten())
+    return Model(features, nn.Linear(12, outputs)).double()
+
+
+def setting(task="classification", outputs=3, targets=None):
+    data = federation(task, targets)
+    network = Network(module(outputs), Task(task), dtype=torch.float64)
+    return network, DeviceData(data, torch.device("cpu"), torch.float64), data
+
+
+def by_hand(data, params, held):
+    """Load the parameters into an ordinary model and look at one sample at a time."""
+    if not held:
+        return np.nan, np.nan
+    plain = module().eval()
+    plain.load_state_dict(params, strict=False)
+    losses, hits = [], []
+    with torch.no_grad():
+        for sample in held:
+            output = plain(data.x[sample : sample + 1])
+            losses.append(F.cross_entropy(output, data.y[sample : sample + 1]).item())
+            hits.append(float(output.argmax() == data.y[sample]))
+    return np.mean(losses), np.mean(hits)
+
+
+@pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [1, 2], [2, 1, 3]])
+@pytest.mark.parametrize("together", [4096, 7])
+def test_one_model_on_every_client(clients, together, monkeypatch):
+    monkeypatch.setattr(evaluation, "_SAMPLES", together)
+    network, device_data, data = setting()
+    params = {name: tensor + 0.1 for name, tensor in network.initial().items()}
+    found = evaluate_shared(network, device_data, params, SPLIT, np.array(clients))
+    wanted = [by_hand(data, params, HELD[client]) for client in clients]
+    np.testing.assert_allclose(found["loss"], [loss for loss, _ in wanted], rtol=1e-12)
+    np.testing.assert_allclose(found["accuracy"], [hit for _, hit in wanted], rtol=1e-12)
+
+
+@pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [2, 1, 3]])
+@pytest.mark.parametrize("chunk", [1, 2, 10])
+@pytest.mark.parametrize("together", [4096, 7])
+def test_every_clients_own_model(clients, chunk, together, monkeypatch):
+    monkeypatch.setattr(evaluation, "_SAMPLES", together)
+    network, device_data, data = setting()
+    initial = network.initial()
+    still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}
+    own = {n: t + 0.3 * normal(len(clients), *t.shape, seed=3) for n, t in initial.items() if n.startswith("head")}
+    found = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk)
+    wanted = [
+        by_hand(data, {**still, **{name: stack[row] for name, stack in own.items()}}, HELD[client])
+        for row, client in enumerate(clients)
+    ]
+    np.testing.assert_allclose(found["loss"], [loss for loss, _ in wanted], rtol=1e-12)
+    np.testing.assert_allclose(found["accuracy"], [hit for _, hit in wanted], rtol=1e-12)
+
+
+def test_clients_without_samples_only():
+    network, data, _ = setting()
+    assert np.isnan(evaluate_shared(network, data, network.initial(), SPLIT, np.array([1]))["loss"]).all()
+    own = {name: tensor.unsqueeze(0) for name, tensor in network.initial().items()}
+    assert np.isnan(evaluate_stacked(network, data, own, {}, SPLIT, np.array([1]), 2)["loss"]).all()
+
+
+@pytest.mark.parametrize(("outputs", "targets"), [(1, ()), (2, (2,))])
+def test_a_regression_is_judged_by_its_squared_error(outputs, targets):
+    network, device_data, data = setting("regression", outputs, targets)
+    found = evaluate_shared(network, device_data, network.initial(), SPLIT, np.arange(CLIENTS))
+    assert set(found) == {"loss"}
+    plain = module(outputs).eval()
+    with torch.no_grad():
+        errors = (plain(data.x).view(31, -1) - data.y.view(31, -1)).square().mean(1).numpy()
+    wanted = [errors[held].mean() if held else np.nan for held in HELD]
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-12)

@@ -1,0 +1,323 @@
+"""Our layers against PyTorch's: on the samples without their padding, in and outside the engine, alone and stacked."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import vmap
+
+from equipoise.engine.network import Network
+from equipoise.engine.random import fold
+from equipoise.engine.task import Task
+from equipoise.errors import InputError
+from equipoise.models.base import Model
+from equipoise.models.layers import BatchNorm, Convolution, Dropout, Forward, _PatchProduct, convert, forward_pass
+
+CHANNELS = 3
+SHAPES = pytest.mark.parametrize("shape", [(), (4,), (2, 5)], ids=["vectors", "sequences", "images"])
+KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def torch_norm(shape, **options):
+    """PyTorch's layer with parameters and statistics that are not the trivial ones."""
+    layer = KINDS[len(shape)](CHANNELS, **options).double()
+    with torch.no_grad():
+        for offset, (name, tensor) in enumerate(layer.state_dict().items()):
+            if tensor.is_floating_point():
+                tensor.copy_(normal(CHANNELS, seed=offset + 10).abs() if "var" in name else normal(CHANNELS, seed=offset))
+    return layer
+
+
+def padded(samples, rows, shape, garbage=1e3):
+    """A batch whose first rows are samples and the rest large numbers, with its mask."""
+    x = garbage * normal(rows, CHANNELS, *shape, seed=99)
+    x[:samples] = normal(samples, CHANNELS, *shape)
+    return x.requires_grad_(), (torch.arange(rows) < samples).double()
+
+
+@SHAPES
+@pytest.mark.parametrize("samples", [2, 5, 8])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": 0.3, "eps": 0.01}], ids=["usual", "bare", "other"])
+def test_masked_batchnorm_is_pytorchs_on_the_samples_alone(options, samples, shape):
+    theirs = torch_norm(shape, **options)
+    ours = BatchNorm(copy.deepcopy(theirs))
+    x, mask = padded(samples, 8, shape)
+    alone = x.detach()[:samples].clone().requires_grad_()
+    towards = normal(samples, CHANNELS, *shape, seed=5)
+    wanted = theirs.train()(alone)
+    (wanted * towards).sum().backward()
+    with forward_pass(Forward(train=True, mask=mask)):
+        found = ours(x)
+    (found[:samples] * towards).sum().backward()
+    exact = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(found[:samples], wanted, **exact)
+    torch.testing.assert_close(x.grad[:samples], alone.grad, **exact)
+    assert not x.grad[samples:].any()
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean, **exact)
+    torch.testing.assert_close(ours.running_var, theirs.running_var, **exact)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, **exact)
+
+
+@SHAPES
+def test_without_mask_batchnorm_is_pytorchs(shape):
+    theirs = torch_norm(shape)
+    ours = BatchNorm(copy.deepcopy(theirs))
+    x = normal(6, CHANNELS, *shape)
+    with forward_pass(Forward(train=True)):
+        found = ours(x)
+    torch.testing.assert_close(found, theirs.train()(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-12, atol=1e-12)
+
+
+def test_what_padding_holds_never_matters():
+    results = []
+    for garbage in (0.0, 1.0, -1e6):
+        layer = BatchNorm(torch_norm((2, 5)))
+        x, mask = padded(3, 8, (2, 5), garbage)
+        with forward_pass(Forward(train=True, mask=mask)):
+            results.append((layer(x)[:3].detach(), layer.running_mean, layer.running_var))
+    for other in results[1:]:
+        for found, wanted in zip(other, results[0], strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_single_value_per_channel_uses_and_keeps_the_running_statistics(masked):
+    layer = BatchNorm(torch_norm(()))
+    before = layer.running_mean.clone(), layer.running_var.clone()
+    x = padded(1, 4, ())[0].detach() if masked else normal(1, CHANNELS)
+    mask = torch.tensor([1.0, 0, 0, 0]).double() if masked else None
+    with forward_pass(Forward(train=True, mask=mask)):
+        found = layer(x)[:1]
+    wanted = (x[:1] - before[0]) / (before[1] + layer.eps).sqrt() * layer.weight + layer.bias
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(layer.running_mean, before[0])
+    assert torch.equal(layer.running_var, before[1])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("why", ["evaluation", "frozen"])
+def test_evaluation_and_frozen_parts_use_the_running_statistics(why, masked):
+    theirs = torch_norm((2, 5)).eval()
+    ours = BatchNorm(copy.deepcopy(theirs))
+    before = ours.running_mean.clone(), ours.running_var.clone()
+    ours.moves = why == "evaluation"
+    x, mask = padded(3, 8, (2, 5))
+    with forward_pass(Forward(train=why == "frozen", mask=mask if masked else None)):
+        found = ours(x)
+    torch.testing.assert_close(found, theirs(x), rtol=1e-12, atol=1e-12)
+    assert torch.equal(ours.running_mean, before[0])
+    assert torch.equal(ours.running_var, before[1])
+
+
+def test_new_statistics_are_assigned_and_never_written_in_place():
+    layer = BatchNorm(torch_norm(()))
+    before = layer.running_mean
+    copied = before.clone()
+    with forward_pass(Forward(train=True)):
+        layer(normal(6, CHANNELS))
+    assert torch.equal(before, copied)
+    assert not torch.equal(layer.running_mean, copied)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_running_statistics_evaluation_uses_the_batch(masked):
+    theirs = nn.BatchNorm1d(CHANNELS, track_running_stats=False).double()
+    ours = BatchNorm(copy.deepcopy(theirs))
+    x, mask = padded(5, 8, ())
+    alone = x[:5] if masked else x
+    with forward_pass(Forward(train=True, mask=mask if masked else None)):
+        found = ours(x)[: len(alone)]
+    torch.testing.assert_close(found, theirs(alone), rtol=1e-10, atol=1e-10)
+
+
+def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
+    features = nn.Sequential(nn.Conv2d(2, CHANNELS, 2), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten())
+    network = Network(Model(features, nn.Linear(CHANNELS * 4, 2)), Task("classification"), dtype=torch.float64)
+    clients, rows = 4, 6
+    x = normal(clients, rows, 2, 3, 3)
+    counts = [6, 1, 3, 5]
+    mask = (torch.arange(rows) < torch.tensor(counts).unsqueeze(1)).double()
+    stacked = {n: t + 0.1 * normal(clients, *t.shape, seed=i).abs() for i, (n, t) in enumerate(network.initial().items())}
+
+    def of_one(params, x, mask):
+        return network.output(params, x, Forward(train=True, mask=mask))
+
+    together, buffers = vmap(of_one)(stacked, x, mask)
+    for client, count in enumerate(counts):
+        own = {name: stack[client] for name, stack in stacked.items()}
+        alone, own_buffers = network.output(own, x[client, :count], Forward(train=True))
+        torch.testing.assert_close(together[client, :count], alone, rtol=1e-9, atol=1e-9)
+        for name, buffer in own_buffers.items():
+            torch.testing.assert_close(buffers[name][client], buffer, rtol=1e-9, atol=1e-9)
+
+
+# ---- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def key(value=7):
+    return torch.tensor(value)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_expectation(p):
+    layer = Dropout(p, 1, channels=False)
+    with forward_pass(Forward(train=True, key=key())):
+        y = layer(torch.ones(200, 500).double())
+    threshold = round((1 - p) * 65536)
+    assert set(y.unique().tolist()) == {0.0, 65536 / threshold}
+    # 100,000 draws: five standard deviations around the mean of one.
+    assert abs(y.mean().item() - 1) < 5 * np.sqrt(p / (1 - p) / y.numel())
+
+
+def test_dropout_masks_belong_to_key_and_layer():
+    x = torch.ones(20, 20)
+
+    def dropped(layer, key_):
+        with forward_pass(Forward(train=True, key=key_)):
+            return Dropout(0.5, layer, channels=False)(x)
+
+    assert torch.equal(dropped(1, key(1)), dropped(1, key(1)))
+    assert not torch.equal(dropped(1, key(1)), dropped(1, key(2)))
+    assert not torch.equal(dropped(1, key(1)), dropped(2, key(1)))
+
+
+def test_a_dropout_mask_is_the_hash_worked_out_in_integers():
+    with forward_pass(Forward(train=True, key=key(12))):
+        kept = Dropout(0.3, 4, channels=False)(torch.ones(3, 7)) > 0
+    threshold, own = round(0.7 * 65536), fold(12, 4)
+    wanted = [(fold(own, i // 4) >> (16 * (i % 4))) & 0xFFFF < threshold for i in range(21)]
+    assert kept.flatten().tolist() == wanted
+
+
+def test_padding_rows_do_not_change_the_mask_of_samples():
+    with forward_pass(Forward(train=True, key=key())):
+        short, long = (Dropout(0.5, 1, channels=False)(torch.ones(rows, 9)) for rows in (4, 10))
+    assert torch.equal(long[:4], short)
+
+
+def test_dropout_of_channels_drops_all_of_their_values():
+    with forward_pass(Forward(train=True, key=key())):
+        y = Dropout(0.4, 1, channels=True)(torch.ones(50, 20, 3, 3))
+    whole = y.flatten(2)
+    assert bool((whole == whole[..., :1]).all())
+    assert 0.3 < (whole[..., 0] == 0).double().mean() < 0.5
+
+
+@pytest.mark.parametrize(("p", "value"), [(0.0, 1.0), (1.0, 0.0)])
+def test_the_extremes_of_dropout(p, value):
+    with forward_pass(Forward(train=True, key=key())):
+        assert Dropout(p, 1, channels=False)(torch.ones(4, 4)).unique().tolist() == [value]
+
+
+def test_dropout_does_nothing_in_evaluation():
+    x = normal(4, 4)
+    with forward_pass(Forward(train=False, key=key())):
+        assert torch.equal(Dropout(0.5, 1, channels=False)(x), x)
+
+
+# ---- conversion -------------------------------------------------------------------------------------------------------
+
+
+def every_kind():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.Sequential(nn.Dropout2d(0.3), nn.ReLU()),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+        nn.BatchNorm1d(3, affine=False),
+        nn.Dropout(0.5),
+    ).double()
+
+
+def test_converted_layers_keep_names_and_every_bit_of_float64():
+    module = every_kind()
+    with torch.no_grad():
+        for offset, tensor in enumerate(module.state_dict().values()):
+            if tensor.is_floating_point():
+                tensor.copy_(normal(*tensor.shape, seed=offset).abs())
+    wanted = {n: t.clone() for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+    state = torch.get_rng_state()
+    found = convert(module).state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == torch.float64 for name, tensor in wanted.items())
+    assert torch.equal(torch.get_rng_state(), state), "no random number was drawn"
+    kinds = [type(module[i]) for i in (0, 1, 5, 6)] + [type(module[2][0])]
+    assert kinds == [Convolution, BatchNorm, BatchNorm, Dropout, Dropout]
+    assert (module[2][0].channels, module[6].channels) == (True, False)
+    assert (module[2][0].layer, module[6].layer) == (1, 2)
+
+
+def test_outside_the_engine_converted_models_behave_like_the_originals():
+    plain = every_kind()
+    ours = convert(copy.deepcopy(plain))
+    x = normal(5, 2, 3, 3)
+    for module in (plain, ours):
+        module.train()
+    torch.manual_seed(0)
+    wanted = plain(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours[1].running_mean, plain[1].running_mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.eval()(x), plain.eval()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_converting_twice_changes_nothing():
+    once = convert(every_kind())
+    layers = [id(layer) for layer in once.modules()]
+    assert [id(layer) for layer in convert(once).modules()] == layers
+
+
+def test_a_cumulative_average_is_refused():
+    with pytest.raises(InputError, match="momentum=None"):
+        convert(nn.Sequential(nn.BatchNorm1d(3, momentum=None)))
+
+
+def test_batchnorm_refuses_a_batch_without_channels():
+    with pytest.raises(InputError, match="at least two dimensions"):
+        BatchNorm(nn.BatchNorm1d(3))(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, dilation=2), nn.Conv2d(2, 2, 3, padding="same")],
+    ids=["groups", "dilation", "named padding"],
+)
+def test_unusual_convolutions_are_left_alone(layer):
+    assert convert(nn.Sequential(layer))[0] is layer
+
+
+@pytest.mark.parametrize(("stride", "padding"), [((1, 1), (0, 0)), ((1, 1), (1, 1)), ((2, 1), (0, 2)), ((3, 2), (1, 0))])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1), (2, 3)])
+def test_convolution_by_patches_is_the_convolution_of_every_client(kernel, stride, padding):
+    clients, samples = 3, 4
+    x = normal(clients, samples, 2, 6, 7).requires_grad_()
+    weight = normal(clients, 5, 2, *kernel, seed=1).requires_grad_()
+    found = vmap(lambda x, w: _PatchProduct.apply(x, w, stride, padding)[0])(x, weight)
+    wanted = torch.stack([F.conv2d(a, w, stride=stride, padding=padding) for a, w in zip(x, weight, strict=True)])
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    towards = normal(*wanted.shape, seed=2)
+    for own, other in zip(
+        torch.autograd.grad((found * towards).sum(), (x, weight)),
+        torch.autograd.grad((wanted * towards).sum(), (x, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+def test_patches_of_a_batch_all_clients_share():
+    x, weight = normal(4, 2, 6, 6), normal(3, 5, 2, 3, 3, seed=1)
+    found = vmap(lambda w: _PatchProduct.apply(x, w, (1, 1), (1, 1))[0])(weight)
+    wanted = torch.stack([F.conv2d(x, w, padding=1) for w in weight])
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,137 @@
+"""Rows a client, and summaries of rows, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise import Federation, fairness, train
+from equipoise.engine.task import Task
+from equipoise.federation import Split
+from equipoise.run.records import client_rows, summarize_rows
+
+TASK = Task("classification")
+
+
+def four_clients():
+    """Clients of 2, 0, 1 and 3 test samples, in groups x, y, x, z; the last is unseen."""
+    test = Split.from_lists([[4, 5], [], [6], [7, 8, 9]])
+    return Federation(
+        x=torch.zeros(10, 2),
+        y=torch.zeros(10, dtype=torch.int64),
+        train=Split.from_lists([[0], [1], [2], [3]]),
+        val=Split.from_lists([[], [], [], []]),
+        test=test,
+        groups=np.array([0, 1, 0, 2]),
+        group_names=("x", "y", "z"),
+        unseen=np.array([False, False, False, True]),
+    )
+
+
+def row(client, accuracy, *, group="x", n=10, unseen=False, model="global", split="test", loss=1.0, **more):
+    return {
+        "round": 3,
+        "model": model,
+        "split": split,
+        "client": client,
+        "group": group,
+        "unseen": unseen,
+        "n": n,
+        "loss": loss,
+        "accuracy": accuracy,
+        **more,
+    }
+
+
+def test_rows_hold_the_clients_with_samples_in_their_order():
+    measured = {"loss": np.array([0.5, np.nan, 0.25, 2.0]), "accuracy": np.array([1.0, np.nan, 0.0, 0.5])}
+    rows = client_rows(four_clients(), np.arange(4), measured, round_=3, model="global", split="test", gaps={2: 0.125})
+    assert rows == [
+        row(0, 1.0, group="x", n=2, loss=0.5),
+        row(2, 0.0, group="x", n=1, loss=0.25, gap=0.125),
+        row(3, 0.5, group="z", n=3, unseen=True, loss=2.0),
+    ]
+
+
+def test_rows_of_some_clients_take_their_values_by_position():
+    measured = {"loss": np.array([7.0, 8.0])}
+    rows = client_rows(four_clients(), np.array([3, 0]), measured, round_=1, model="personal", split="test")
+    assert [(r["client"], r["n"], r["loss"]) for r in rows] == [(3, 3, 7.0), (0, 2, 8.0)]
+
+
+def test_a_summary_worked_out_by_hand():
+    rows = [
+        row(0, 0.5, group="a", n=10, loss=1.0),
+        row(1, 1.0, group="a", n=30, loss=0.5),
+        row(4, 0.25, group="b", n=10, loss=3.0),
+        row(5, 0.0, group="b", n=50, unseen=True, loss=9.0),
+        row(0, 0.0, group="a", split="val", gap=0.1),
+        row(4, 0.0, group="b", split="val", gap=0.5),
+    ]
+    result = summarize_rows(rows, TASK)
+    assert set(result) == {"global"}
+    seen, unseen = result["global"]["seen"], result["global"]["unseen"]
+    assert seen["mean"] == pytest.approx(1.75 / 3)
+    assert seen["mean_samples"] == pytest.approx((5 + 30 + 2.5) / 50)
+    assert seen["mean_groups"] == pytest.approx((0.75 + 0.25) / 2)
+    assert (seen["worst_client"], seen["worst_client_id"]) == (0.25, 4)
+    assert (seen["worst_group"], seen["worst_group_name"], seen["best_group_name"]) == (0.25, "b", "a")
+    assert seen["group_gap"] == pytest.approx(0.5)
+    assert seen["groups"] == {"a": 0.75, "b": 0.25}
+    assert seen["loss"] == pytest.approx(1.5)
+    # Two clients have a gap, 0.1 and 0.5: they lie 0.2 from their mean.
+    assert seen["gap_variance"] == pytest.approx(0.04)
+    assert "worst_group_id" not in seen
+    assert (unseen["mean"], unseen["worst_client_id"], unseen["clients"], unseen["gap_variance"]) == (0.0, 5, 1, None)
+    assert unseen["groups"] == {"b": 0.0}
+
+
+def test_a_summary_is_that_of_fairness_for_random_rows():
+    rng = np.random.default_rng(0)
+    rows = [
+        row(client, float(rng.random()), group="abcd"[client % 4], n=int(rng.integers(1, 50)), gap=float(rng.normal()))
+        for client in range(37)
+    ]
+    found = summarize_rows(rows, TASK)["global"]["seen"]
+    wanted = fairness.summarize(
+        [r["accuracy"] for r in rows],
+        [r["client"] % 4 for r in rows],
+        weights=[r["n"] for r in rows],
+        gap=[r["gap"] for r in rows],
+    ).as_dict()
+    for name in fairness.METRICS:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-12), name
+
+
+def test_global_and_personal_models_are_summarised_apart():
+    rows = [row(0, 0.5), row(1, 0.75), row(0, 0.25, model="personal"), row(1, 0.75, split="val", gap=1.0)]
+    result = summarize_rows(rows, TASK)
+    assert result["global"]["seen"]["mean"] == 0.625
+    assert result["personal"]["seen"]["mean"] == 0.25
+    # The gap compares the global model; a personal model has none.
+    assert result["global"]["seen"]["gap_variance"] == 0.0
+    assert result["personal"]["seen"]["gap_variance"] is None
+    assert summarize_rows(rows, TASK, split="val")["global"]["seen"]["clients"] == 1
+    assert summarize_rows([], TASK) == {}
+
+
+def test_a_regression_is_judged_by_its_loss_and_the_worst_client_has_the_largest():
+    rng = np.random.default_rng(0)
+    clients = np.repeat(np.arange(4), 20)
+    x = rng.normal(size=(80, 3))
+    y = x @ np.array([1.0, -2.0, 0.5]) + clients * rng.normal(size=80)
+    federation = Federation.from_arrays(x, y, clients=clients, task="regression")
+    run = train(federation, model="logistic", rounds=3)
+    assert run.summary["score"] == "loss"
+    losses = {r["client"]: r["loss"] for r in run.trainer.metrics if (r["round"], r["split"]) == (3, "test")}
+    module = run.model()
+    for client, loss in losses.items():
+        held = torch.from_numpy(federation.test.of(client))
+        with torch.no_grad():
+            error = (module(federation.x[held]).flatten() - federation.y[held]).square().mean()
+        assert loss == pytest.approx(float(error), rel=1e-5)
+    seen = run.summary["results"]["global"]["seen"]
+    assert seen["worst_client_id"] == max(losses, key=losses.get)
+    assert seen["worst_client"] == max(losses.values())
+    assert seen["mean"] == pytest.approx(sum(losses.values()) / 4)

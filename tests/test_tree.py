@@ -1,0 +1,68 @@
+"""Trees: names, parts, and sums over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from equipoise.errors import InputError
+from equipoise.tree import in_parts, inner_product, select, size_in_bytes, squared_distance, tree_map
+
+NAMES = ["features.0.weight", "features.1.running_mean", "head.weight", "head.bias", "personal.head.weight", "header"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ("all", [0, 1, 2, 3, 5]),
+        ("features", [0, 1]),
+        ("features.0", [0]),
+        ("head", [2, 3]),
+        ("head.bias", [3]),
+        ("personal", [4]),
+        ("personal.head", [4]),
+        (("features", "personal.head"), [0, 1, 4]),
+        (("head", "head.bias"), [2, 3]),
+        ((), []),
+    ],
+)
+def test_parts_are_prefixes_of_whole_names(parts, wanted):
+    assert select(NAMES, parts) == [NAMES[i] for i in wanted]
+    assert [name for name in NAMES if in_parts(name, parts)] == [NAMES[i] for i in wanted]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("feature", "unknown part 'feature' in the method; did you mean 'features'"),
+        ("hea", "unknown part 'hea'"),
+        (("head", "prompt"), "unknown part 'prompt'.*Valid: all, features, head, header, personal.head"),
+        ("personal.features", "unknown part 'personal.features'"),
+    ],
+)
+def test_a_part_that_holds_nothing_is_refused(parts, message):
+    with pytest.raises(InputError, match=message):
+        select(NAMES, parts)
+
+
+def test_all_of_an_empty_tree_is_empty():
+    assert select([], "all") == []
+
+
+def test_maps_and_sums_by_hand():
+    a = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(2.0)}
+    b = {"w": torch.tensor([[0.0, 1.0], [1.0, 1.0]]), "b": torch.tensor(5.0), "extra": torch.tensor(9.0)}
+    assert tree_map(lambda x, y: x - y, a, b)["w"].tolist() == [[1.0, 1.0], [2.0, 3.0]]
+    assert squared_distance(a, b).item() == 1 + 1 + 4 + 9 + 9
+    assert inner_product(a, b).item() == 0 + 2 + 3 + 4 + 10
+    assert list(tree_map(torch.neg, a)) == ["w", "b"]
+
+
+def test_bytes_of_nested_structures():
+    tree = {
+        "model": {"w": torch.zeros(3, 2), "n": torch.zeros(2, dtype=torch.int64)},
+        "more": [torch.zeros(5, dtype=torch.float64), (torch.zeros(1, dtype=torch.bool),)],
+        "words": "not counted",
+    }
+    assert size_in_bytes(tree) == 6 * 4 + 2 * 8 + 5 * 8 + 1
+    assert size_in_bytes({}) == 0
