@@ -132,7 +132,12 @@ def _busy() -> list[str]:
 
 def _compare(names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace) -> dict[str, Any]:
     pythons = {peer.name: interpreter(peer, choices) for peer in peers}
-    report: dict[str, Any] = {"device": arguments.device, "tf32": arguments.tf32, "threads": arguments.threads, "jobs": {}}
+    report: dict[str, Any] = {
+        "device": arguments.device,
+        "tf32": arguments.tf32,
+        "threads": arguments.threads,
+        "jobs": {},
+    }
     for name in names:
         job = jobs.make(
             name,

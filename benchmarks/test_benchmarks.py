@@ -70,7 +70,8 @@ def test_job_survives_the_directory(tmp_path: Path) -> None:
     TINY.write(tmp_path, {"w": torch.ones(1)}, x, y)
     assert Job.read(tmp_path) == TINY
     read_x, read_y = Work(TINY, tmp_path, torch.device("cpu")).data()
-    assert torch.equal(read_x, x) and torch.equal(read_y, y)
+    assert torch.equal(read_x, x)
+    assert torch.equal(read_y, y)
 
 
 @pytest.mark.parametrize(("dropout", "p"), [(True, 0.25), (False, 0.0)])
@@ -121,8 +122,12 @@ def test_summary_takes_medians_and_names_problems() -> None:
     assert (summary["peers"]["bare"]["lowest"], summary["peers"]["bare"]["highest"]) == (10, 30)
     assert summary["ratios"] == {"bare": 3.0}
     failed, different, tf32 = summary["problems"]
-    assert failed == "pfl failed" and "same work" in different and "TF32" in tf32
-    assert "3.00 times as fast" in speed.markdown({"device": "cpu", "tf32": False, "jobs": {"small": summary}, "notes": []})
+    assert failed == "pfl failed"
+    assert "same work" in different
+    assert "TF32" in tf32
+    assert "3.00 times as fast" in speed.markdown(
+        {"device": "cpu", "tf32": False, "jobs": {"small": summary}, "notes": []}
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class Sees(IntEnum):
     SCALARS = 2
     UPDATES = 3
     REPRESENTATIONS = 4
+    DATA = 5
 
     @property
     def words(self) -> str:
@@ -49,6 +50,7 @@ _SEES_WORDS = {
     Sees.SCALARS: "per-client scalars",
     Sees.UPDATES: "per-client updates",
     Sees.REPRESENTATIONS: "representations",
+    Sees.DATA: "all data",
 }
 
 Reports = dict[str, Tensor]
@@ -158,7 +160,11 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     for name, rows in stacked.items():
         weights = weights.to(rows.device, torch.float64)
         # Piece by piece, so that the float64 copy stays in the cache however large the model.
-        pieces = rows.flatten(1).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1) if rows.numel() else [rows.flatten(1)]
+        pieces = (
+            rows.flatten(1).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1)
+            if rows.numel()
+            else [rows.flatten(1)]
+        )
         sums = [(piece.double() * weights.unsqueeze(1)).sum(0) for piece in pieces]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
     return mixed

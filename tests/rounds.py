@@ -55,7 +55,9 @@ def targets(*values, samples=None):
     counts = samples or [1] * len(values)
     y = torch.tensor(np.repeat(values, counts), dtype=torch.float64)
     clients = np.repeat(np.arange(len(values)), counts)
-    return Federation.from_arrays(torch.ones(len(y), 1).double(), y, clients=clients, splits=(1, 0, 0), task="regression")
+    return Federation.from_arrays(
+        torch.ones(len(y), 1).double(), y, clients=clients, splits=(1, 0, 0), task="regression"
+    )
 
 
 def scalar(start=0.0):

@@ -1,0 +1,1 @@
+"""What happens inside a round: local training of stacked clients, evaluation, memory."""

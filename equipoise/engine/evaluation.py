@@ -121,7 +121,6 @@ def _sums_of_chunk(
     sizes: NDArray[np.int64],
 ) -> dict[str, Tensor]:
     """Sum the metrics of each client's samples, for clients ordered by falling number of samples."""
-
     active = len(clients)
 
     def of_one_client(own: Tree, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -36,7 +36,9 @@ class MemoryStore:
         self._stacks: Tree = {}
         self._pending: list[tuple[NDArray[np.int64], Tree]] = []
 
-    def read(self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None) -> tuple[Memory, Tensor]:
+    def read(
+        self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
+    ) -> tuple[Memory, Tensor]:
         """Give the stacked memories of clients, and which of them have one; ``first`` stands in for the others."""
         slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
         seen = torch.from_numpy(slots >= 0).to(device)
@@ -88,7 +90,10 @@ class MemoryStore:
         if not self._slot:
             return {}
         clients = torch.tensor(list(self._slot))
-        return {"clients": clients, **{name: stack[: len(clients)].contiguous() for name, stack in self._stacks.items()}}
+        return {
+            "clients": clients,
+            **{name: stack[: len(clients)].contiguous() for name, stack in self._stacks.items()},
+        }
 
     def restore(self, tensors: Tree) -> None:
         """Take back what :meth:`export` gave."""

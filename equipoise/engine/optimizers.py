@@ -23,7 +23,9 @@ OptimizerState = dict[str, list[Tensor]]
 class Optimizer(Protocol):
     """How a step is made from a gradient."""
 
-    lr: float
+    @property
+    def lr(self) -> float:
+        """The learning rate before any schedule."""
 
     @property
     def stacked(self) -> bool:
@@ -54,7 +56,9 @@ def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
     """Shape a column over clients so that it multiplies each tensor's rows."""
     if not isinstance(lr, Tensor):
         return [torch.tensor(lr, dtype=tensor.dtype, device=tensor.device) for tensor in like]
-    return [lr.to(tensor.dtype).view(-1, *(1,) * (tensor.dim() - 1)) if lr.dim() else lr.to(tensor.dtype) for tensor in like]
+    return [
+        lr.to(tensor.dtype).view(-1, *(1,) * (tensor.dim() - 1)) if lr.dim() else lr.to(tensor.dtype) for tensor in like
+    ]
 
 
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:

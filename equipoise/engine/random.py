@@ -85,8 +85,10 @@ def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
     result: Any = key if isinstance(key, Tensor) else _signed(key)
     for coordinate in coordinates:
         if isinstance(result, Tensor) or isinstance(coordinate, Tensor):
-            step = (coordinate + 1) * _signed(_GOLDEN) if isinstance(coordinate, Tensor) else _signed(
-                _GOLDEN * (coordinate + 1)
+            step = (
+                (coordinate + 1) * _signed(_GOLDEN)
+                if isinstance(coordinate, Tensor)
+                else _signed(_GOLDEN * (coordinate + 1))
             )
             result = _mix_tensor(result + step)
         else:

@@ -52,7 +52,9 @@ class Replay:
                 program(places)
         except RuntimeError as error:
             self._works = False
-            warnings.warn(f"steps of this method cannot be replayed on the GPU and run from Python: {error}", stacklevel=2)
+            warnings.warn(
+                f"steps of this method cannot be replayed on the GPU and run from Python: {error}", stacklevel=2
+            )
             program(inputs)
             return
         self._pool = self._pool or graph.pool()

@@ -61,7 +61,9 @@ class Training:
         """Refuse numbers that cannot be carried out."""
         for name in ("rounds", "epochs", "batch_size", "steps"):
             value = getattr(self, name)
-            if not (name == "steps" and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if not (name == "steps" and value is None) and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise InputError(f"training.{name} must be a whole number of at least 1, got {value!r}")
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")

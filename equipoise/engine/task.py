@@ -43,7 +43,11 @@ class Task:
         """Give cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
         if self.kind == "classification":
             return F.cross_entropy(output, y, reduction="none")
-        return (output.reshape(y.shape) - y).square().flatten(1).mean(1) if y.dim() > 1 else (output.flatten() - y).square()
+        return (
+            (output.reshape(y.shape) - y).square().flatten(1).mean(1)
+            if y.dim() > 1
+            else (output.flatten() - y).square()
+        )
 
     def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Give the loss and whatever else the task is judged by; ``[samples]`` each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from equipoise.federation import Federation
-from equipoise.method import Aggregation, Cohort, LocalRule, State, Updates, View
+from equipoise.method import Aggregation, Cohort, LocalRule, Sees, State, Updates, View
 from equipoise.methods import register
 
 
@@ -21,7 +21,7 @@ class Local(LocalRule, Aggregation):
         return state
 
 
-@register("central")
+@register("central", sees=Sees.DATA)
 @dataclass(frozen=True)
 class Central(View):
     """All clients' training data in one place: what federation gives up, not a federated method."""

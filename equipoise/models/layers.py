@@ -64,7 +64,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         if layer.momentum is None:
-            raise InputError("BatchNorm with momentum=None (a cumulative average) cannot be federated; give it a momentum")
+            raise InputError(
+                "BatchNorm with momentum=None (a cumulative average) cannot be federated; give it a momentum"
+            )
         super().__init__(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
         )
@@ -200,9 +202,7 @@ class _PatchProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Tensor, Tensor]:
         images = x.permute(0, 1, 3, 4, 2).contiguous()
         if any(padding):
             images = F.pad(images, [0, 0, padding[1], padding[1], padding[0], padding[0]])

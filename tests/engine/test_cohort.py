@@ -183,7 +183,9 @@ def test_a_question_sees_what_the_client_keeps_and_changes_nothing():
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("question", ["mean_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"])
+@pytest.mark.parametrize(
+    "question", ["mean_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"]
+)
 def test_only_questions_of_the_rule_itself_may_be_asked(question):
     cohort = engine().cohort(build("fedavg", local=Answers()), np.array([0, 1]), 0)
     with pytest.raises(InputError, match=f"unknown question '{question}' in the local rule Answers.*mean_loss"):

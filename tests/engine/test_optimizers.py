@@ -117,7 +117,9 @@ def test_any_other_optimizer_is_torchs_own():
 def test_defaults_are_torchs(name):
     ours = optimizer_named(name, lr=0.1)
     theirs = TORCH[name]([torch.zeros(1, requires_grad=True)], lr=0.1).defaults
-    shared = [option for option in ("momentum", "dampening", "nesterov", "weight_decay", "betas", "eps") if option in theirs]
+    shared = [
+        option for option in ("momentum", "dampening", "nesterov", "weight_decay", "betas", "eps") if option in theirs
+    ]
     for option in shared:
         if hasattr(ours, option):
             assert getattr(ours, option) == theirs[option], option

@@ -7,7 +7,7 @@ Local rules are defined here and compared with ordinary PyTorch training: module
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.optimizers import Sgd
+from equipoise.engine.optimizers import Sgd, optimizer_named
 from equipoise.engine.random import Purpose, fold
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, personal_model, plain_gradient
@@ -151,7 +151,9 @@ def test_only_the_named_part_moves_and_the_rest_stays_bit_for_bit(part, chunk):
     initial = played.engine.network.initial()
     for name, tensor in played.model.items():
         assert torch.equal(tensor, initial[name]) != name.startswith(part), name
-    assert {name.split(".")[0] for tree in (played.updates[0].params, played.updates[0].buffers) for name in tree} == {part}
+    assert {name.split(".")[0] for tree in (played.updates[0].params, played.updates[0].buffers) for name in tree} == {
+        part
+    }
 
     def turns(shared, own, received):
         return [Turn([getattr(shared, part)], lambda x, y: F.cross_entropy(shared(x), y), epochs=2)]
@@ -333,7 +335,9 @@ def test_a_kept_head_is_trained_with_the_rest_and_stays(chunk):
     for client in EVERYONE:
         wanted = {f"head.{name}": tensor for name, tensor in tensors(heads[client]).items()}
         assert distance(kept_by(played, client, first), wanted, NOISE) <= 1e-9
-    assert all(torch.equal(played.model[n], t) for n, t in played.engine.network.initial().items() if n.startswith("head"))
+    assert all(
+        torch.equal(played.model[n], t) for n, t in played.engine.network.initial().items() if n.startswith("head")
+    )
     assert all(name.startswith("features.") for updates in played.updates for name in updates.params)
 
 
@@ -399,7 +403,9 @@ def sam(value, params, rho=0.05):
     losses, gradients = plain_gradient(value, params)
     squares = [g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g.square() for g in gradients]
     scale = rho / torch.stack(squares).sum(0).sqrt()
-    shifted = [p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g for p, g in zip(params, gradients, strict=True)]
+    shifted = [
+        p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g for p, g in zip(params, gradients, strict=True)
+    ]
     return losses, plain_gradient(value, shifted)[1]
 
 
@@ -440,6 +446,41 @@ def test_batchnorm_statistics_follow_the_first_of_two_forward_passes(chunk):
     assert distance(played.model, average(sent, SIZES), NOISE) <= 1e-8
 
 
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_loss_that_looks_twice_keeps_the_statistics_of_its_first_look(chunk):
+    @dataclass(frozen=True)
+    class LooksTwice(LocalRule):
+        def phases(self):
+            return (Phase(loss=lambda client: client.task_loss() + replace(client, x=client.x + 100).task_loss()),)
+
+    played = rounds_by_engine(LooksTwice(), normalised(), [EVERYONE], chunk=chunk, steps=1, batch_size=50)
+    federation = images(sizes=SIZES)
+    with torch.no_grad():
+        means = [normalised().features[0](held_by(federation, client)[0]).mean((0, 2, 3)) for client in EVERYONE]
+    found = played.updates[0].buffers["features.1.running_mean"]
+    torch.testing.assert_close(found, 0.1 * torch.stack(means), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_loss_is_told_the_parameters_that_move_and_no_statistics(chunk):
+    told = []
+
+    @dataclass(frozen=True)
+    class Tells(LocalRule):
+        keeps = "personal.head"
+
+        def phases(self):
+            return (Phase(move="features", loss=self.loss), Phase(move="personal.head", loss=self.loss))
+
+        def loss(self, client):
+            told.append(sorted(client.moved()))
+            return client.personal().task_loss()
+
+    rounds_by_engine(Tells(), normalised(), [[0]], chunk=chunk)
+    names = [name for name, _ in normalised().named_parameters()]
+    assert told == [sorted(name for name in names if name.startswith(part)) for part in ("features", "head")]
+
+
 # ---- steps of different length ---------------------------------------------------------------------------------------
 
 
@@ -454,7 +495,9 @@ class Paced(FedAvg):
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_a_step_factor_scales_plain_steps_by_hand(chunk):
     method = build("fedavg", aggregation=Paced())
-    played = play(method, targets(3.0, -1.0, 5.0), scalar(1.0), [[0, 1, 2]], chunk=chunk, steps=2, optimizer=Sgd(lr=0.1))
+    played = play(
+        method, targets(3.0, -1.0, 5.0), scalar(1.0), [[0, 1, 2]], chunk=chunk, steps=2, optimizer=Sgd(lr=0.1)
+    )
     wanted = []
     for factor, target in zip((0.25, 0.5, 0.75), (3.0, -1.0, 5.0), strict=True):
         w = 1.0
@@ -467,13 +510,13 @@ def test_a_step_factor_scales_plain_steps_by_hand(chunk):
 @CHUNKS
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "rmsprop"])
 def test_a_step_factor_is_a_learning_rate_of_its_own(optimizer, chunk):
-    from equipoise.engine.optimizers import optimizer_named
-
     options = OPTIMIZERS.get(optimizer, {"lr": 0.01})
     made = optimizer_named(optimizer, **options)
     federation = images(sizes=SIZES)
     method = build("fedavg", aggregation=Paced())
-    played = play(method, federation, mlp(), [EVERYONE], chunk=chunk, seed=SEED, batch_size=BATCH, epochs=2, optimizer=made)
+    played = play(
+        method, federation, mlp(), [EVERYONE], chunk=chunk, seed=SEED, batch_size=BATCH, epochs=2, optimizer=made
+    )
     for client in EVERYONE:
         own = mlp()
         slower = {**options, "lr": options["lr"] * (client + 1) / 4}

@@ -147,7 +147,10 @@ def test_whole_training_settings_become_plain():
         (lambda: optimizer_from("sdg"), "did you mean 'sgd'"),
         (lambda: schedule_from({"kindd": "cosine"}), "unknown key 'kindd' in training.schedule; did you mean 'kind'"),
         (lambda: augmentation_from("flp"), "unknown augmentation 'flp' in training.augment; did you mean 'flip'"),
-        (lambda: augmentation_from({"name": "crop", "pading": 2}), "'pading' in training.augment; did you mean 'padding'"),
+        (
+            lambda: augmentation_from({"name": "crop", "pading": 2}),
+            "'pading' in training.augment; did you mean 'padding'",
+        ),
         (lambda: augmentation_from({"padding": 2}), "training.augment must be a name or a mapping with 'name'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -26,7 +28,13 @@ def trained(target, start, *, mu, lr, steps):
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_steps_by_hand(steps, chunk):
     played = play(
-        build("fedprox", mu=0.7), targets(3.0, -1.0), scalar(0.5), [[0, 1]], steps=steps, chunk=chunk, optimizer=Sgd(lr=0.1)
+        build("fedprox", mu=0.7),
+        targets(3.0, -1.0),
+        scalar(0.5),
+        [[0, 1]],
+        steps=steps,
+        chunk=chunk,
+        optimizer=Sgd(lr=0.1),
     )
     found = played.updates[0].params["head.weight"].flatten().tolist()
     assert found == pytest.approx([trained(t, 0.5, mu=0.7, lr=0.1, steps=steps) for t in (3.0, -1.0)], abs=1e-14)
@@ -82,4 +90,4 @@ def test_larger_mu_keeps_local_models_nearer_on_digits():
         received, sent = played.states[-2].model, played.updates[-1].params
         squares = torch.stack([(rows - received[name]).square().flatten(1).sum(1) for name, rows in sent.items()])
         drifts.append(squares.sum(0).sqrt().mean().item())
-    assert all(nearer < 0.95 * farther for farther, nearer in zip(drifts, drifts[1:], strict=False)), drifts
+    assert all(nearer < 0.95 * farther for farther, nearer in pairwise(drifts)), drifts

@@ -58,7 +58,9 @@ def test_local_is_training_every_client_alone(chunk):
 
 def test_local_with_partial_cohorts_moves_only_who_takes_part():
     federation = images()
-    played = play(build("local"), federation, mlp(), THREE_COHORTS, seed=SEED, optimizer=Sgd(lr=0.1, momentum=0.9), **HOW)
+    played = play(
+        build("local"), federation, mlp(), THREE_COHORTS, seed=SEED, optimizer=Sgd(lr=0.1, momentum=0.9), **HOW
+    )
     initial = played.engine.network.initial()
     memory, seen = played.engine.memory.read(np.arange(10), {"kept": initial})
     assert bool(seen.all())

@@ -48,7 +48,9 @@ def memory_of(played, clients):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
-@pytest.mark.parametrize("cohorts", [[[0, 1, 2]] * 2, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]], ids=["full", "two", "one"])
+@pytest.mark.parametrize(
+    "cohorts", [[[0, 1, 2]] * 2, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]], ids=["full", "two", "one"]
+)
 def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     federation = random_regression([6, 6, 6])
     start = linear().head.weight.detach().numpy()[0]

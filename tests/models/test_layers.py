@@ -33,7 +33,9 @@ def torch_norm(shape, **options):
     with torch.no_grad():
         for offset, (name, tensor) in enumerate(layer.state_dict().items()):
             if tensor.is_floating_point():
-                tensor.copy_(normal(CHANNELS, seed=offset + 10).abs() if "var" in name else normal(CHANNELS, seed=offset))
+                tensor.copy_(
+                    normal(CHANNELS, seed=offset + 10).abs() if "var" in name else normal(CHANNELS, seed=offset)
+                )
     return layer
 
 
@@ -46,7 +48,9 @@ def padded(samples, rows, shape, garbage=1e3):
 
 @SHAPES
 @pytest.mark.parametrize("samples", [2, 5, 8])
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": 0.3, "eps": 0.01}], ids=["usual", "bare", "other"])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"momentum": 0.3, "eps": 0.01}], ids=["usual", "bare", "other"]
+)
 def test_masked_batchnorm_is_pytorchs_on_the_samples_alone(options, samples, shape):
     theirs = torch_norm(shape, **options)
     ours = BatchNorm(copy.deepcopy(theirs))
@@ -148,7 +152,9 @@ def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
     x = normal(clients, rows, 2, 3, 3)
     counts = [6, 1, 3, 5]
     mask = (torch.arange(rows) < torch.tensor(counts).unsqueeze(1)).double()
-    stacked = {n: t + 0.1 * normal(clients, *t.shape, seed=i).abs() for i, (n, t) in enumerate(network.initial().items())}
+    stacked = {
+        n: t + 0.1 * normal(clients, *t.shape, seed=i).abs() for i, (n, t) in enumerate(network.initial().items())
+    }
 
     def of_one(params, x, mask):
         return network.output(params, x, Forward(train=True, mask=mask))
@@ -251,7 +257,9 @@ def test_converted_layers_keep_names_and_every_bit_of_float64():
     state = torch.get_rng_state()
     found = convert(module).state_dict()
     assert list(found) == list(wanted)
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == torch.float64 for name, tensor in wanted.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == torch.float64 for name, tensor in wanted.items()
+    )
     assert torch.equal(torch.get_rng_state(), state), "no random number was drawn"
     kinds = [type(module[i]) for i in (0, 1, 5, 6)] + [type(module[2][0])]
     assert kinds == [Convolution, BatchNorm, BatchNorm, Dropout, Dropout]
@@ -298,7 +306,9 @@ def test_unusual_convolutions_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer
 
 
-@pytest.mark.parametrize(("stride", "padding"), [((1, 1), (0, 0)), ((1, 1), (1, 1)), ((2, 1), (0, 2)), ((3, 2), (1, 0))])
+@pytest.mark.parametrize(
+    ("stride", "padding"), [((1, 1), (0, 0)), ((1, 1), (1, 1)), ((2, 1), (0, 2)), ((3, 2), (1, 0))]
+)
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1), (2, 3)])
 def test_convolution_by_patches_is_the_convolution_of_every_client(kernel, stride, padding):
     clients, samples = 3, 4

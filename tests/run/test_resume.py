@@ -115,6 +115,16 @@ def test_resuming_a_finished_run_changes_nothing_and_gives_its_summary(tmp_path)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_resuming_a_run_that_patience_ended_between_checkpoints_changes_nothing(tmp_path):
+    how = {"evaluation": Evaluation(patience=3), "rounds": 20, "checkpoint_every": 20}
+    first = small_run(tmp_path / "run", **how)
+    before = promised(tmp_path / "run")
+    again = small_run(tmp_path / "run", **how, resume=True)
+    assert again.summary == first.summary
+    assert promised(tmp_path / "run") == before
+    assert again.trainer.state.round == first.summary["rounds"] < 20
+
+
 def test_a_run_broken_off_before_its_summary_is_completed_without_training(tmp_path):
     small_run(tmp_path / "run")
     wanted = promised(tmp_path / "run")
