@@ -46,7 +46,7 @@ def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> in
     >>> from equipoise.models import build
     >>> mlp = Network(build("mlp", shape=(64,), classes=10), Task("classification"))
     >>> chunk_by_rule(mlp, torch.zeros(64), 10)
-    416
+    415
     """
     parameters = sum(tensor.numel() for tensor in network.initial().values())
     if network.device.type == "cpu":

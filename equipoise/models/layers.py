@@ -126,7 +126,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_var = old_var + blend * (unbiased - old_var)
             mean, var = torch.where(enough, mean, old_mean), torch.where(enough, var, old_var)
         y = (x - mean.view(column)) * (var + self.eps).rsqrt().view(column)
-        return y if self.weight is None else y * self.weight.view(column) + self.bias.view(column)
+        y = y if self.weight is None else y * self.weight.view(column)
+        return y if self.bias is None else y + self.bias.view(column)
 
 
 class Dropout(nn.Module):

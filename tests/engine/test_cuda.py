@@ -1,0 +1,82 @@
+"""On a GPU: the same numbers as on the CPU, replayed or not, and the same bits twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.engine.optimizers import optimizer_named
+from equipoise.engine.settings import Machine, Training
+from equipoise.methods import build
+from equipoise.models.base import Model
+from equipoise.run.trainer import Evaluation, Trainer
+from tests.engine.test_exactness import distance, images
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+
+# Its true gradient is zero: BatchNorm subtracts it again.
+SKIP = {"features.0.bias"}
+
+
+def model():
+    torch.manual_seed(2)
+    features = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 2, stride=2),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+    )
+    return Model(features, nn.Linear(5, 4)).double()
+
+
+def trained(device, chunk, replay, method, optimizer, precision="float64", tf32=False):
+    trainer = Trainer(
+        images(),
+        build(method),
+        model(),
+        Training(rounds=6, cohort=6, batch_size=8, epochs=2, optimizer=optimizer),
+        Machine(device=device, precision=precision, chunk=chunk, replay=replay, tf32=tf32),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.run()
+    return trainer
+
+
+OPTIMIZERS = {
+    "momentum": optimizer_named("sgd", lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": optimizer_named("sgd", lr=0.05, momentum=0.5, nesterov=True),
+    "adamw": optimizer_named("adamw", lr=0.005),
+}
+
+
+@pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [("fedavg", "momentum"), ("scaffold", "momentum"), ("fedprox", "nesterov"), ("fedavg", "adamw")],
+)
+def test_a_gpu_gives_the_cpus_numbers(method, optimizer, chunk, replay):
+    wanted = trained("cpu", 1, False, method, OPTIMIZERS[optimizer]).state.model
+    found = trained("cuda", chunk, replay, method, OPTIMIZERS[optimizer]).state.model
+    assert distance({n: t.cpu() for n, t in found.items()}, wanted, SKIP) <= 1e-9
+
+
+def test_personal_parts_are_replayed_too():
+    wanted = trained("cpu", 1, False, "local", OPTIMIZERS["momentum"])
+    found = trained("cuda", 10, True, "local", OPTIMIZERS["momentum"])
+    own = {name: stack.cpu() for name, stack in found.personal_models(found.federation.seen)[1].items()}
+    assert distance(own, wanted.personal_models(wanted.federation.seen)[1], SKIP) <= 1e-9
+
+
+@pytest.mark.parametrize(("precision", "tf32"), [("float32", False), ("float32", True), ("bfloat16", False)])
+def test_the_same_bits_twice(precision, tf32):
+    first, second = (
+        trained("cuda", 10, True, "fedavg", OPTIMIZERS["momentum"], precision, tf32).state.model for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in first.values())
