@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.engine.client import Client, Finished
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 from equipoise.tree import PERSONAL, Parts, Tree
 
 if TYPE_CHECKING:
@@ -77,9 +77,22 @@ class Updates:
 
 
 class Cohort(Protocol):
-    """The clients taking part in this round: the only door between a method's server half and its clients."""
+    """The clients taking part in this round: the only door between a method's server half and its clients.
+
+    Attributes
+    ----------
+    ids : int array
+        Who is here, ascending.
+    sizes, groups : int array
+        How many training samples each of them holds, and its group's position among the federation's group names.
+        Both are public: a client tells the server when it registers.
+    prior : Tensor
+        What each counts before the aggregation has its say, ``[K]``, float64, summing to one.
+    """
 
     ids: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    groups: NDArray[np.int64]
     prior: Tensor
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
@@ -103,7 +116,8 @@ class State:
     model : Tree
         The global model.
     kept : dict of Tree
-        What the aggregation keeps for itself, by name (a momentum, a control variate, weights of clients).
+        What the aggregation keeps for itself, by name (a momentum, a control variate). A tree with ``ids`` holds one
+        number a registered client and stays on the CPU; see :func:`places`.
     """
 
     round: int
@@ -121,7 +135,7 @@ class State:
 
 # How many numbers of all clients together are converted to float64 at a time: few enough for a CPU's cache, or enough to
 # fill a GPU.
-_MIX_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 27}
+_MIX_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 def mix(updates: Updates, weights: Tensor) -> Tree:
@@ -165,9 +179,68 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
             if rows.numel()
             else [rows.flatten(1)]
         )
-        sums = [(piece.double() * weights.unsqueeze(1)).sum(0) for piece in pieces]
+        sums = [torch.mv(piece.double().T, weights) for piece in pieces]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
     return mixed
+
+
+def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:
+    """Move the global parameters along the clients' differences from them: w + Σ a_k (w_k − w).
+
+    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm buffers are no
+    directions but statistics, so they are averaged.
+
+    Parameters
+    ----------
+    state : State
+        Holds w.
+    updates : Updates
+        What the cohort sent.
+    weights : Tensor
+        a, one number a client.
+    simplex : Tensor
+        The weights of the buffers, summing to one.
+
+    Returns
+    -------
+    Tree
+        The shared parameters and buffers.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
+    >>> shift(State(0, {"w": torch.tensor([2.0])}), two, torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.5]))
+    {'w': tensor([2.5000])}
+    """
+    moved = {}
+    for name, rows in updates.params.items():
+        step = mix_tree({name: rows - state.model[name]}, weights)
+        moved[name] = state.model[name] + step[name]
+    return {**moved, **mix_tree(updates.buffers, simplex)}
+
+
+def places(clients: Tree, cohort: Cohort) -> Tensor:
+    """Find a cohort among all registered clients.
+
+    Parameters
+    ----------
+    clients : Tree
+        Numbers an aggregation keeps of every registered client, ``[N]`` each, and their ``ids``.
+    cohort : Cohort
+        Whom to find.
+
+    Returns
+    -------
+    Tensor
+        The cohort's positions in the tensors of ``clients``.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> places({"ids": torch.tensor([0, 2, 5])}, SimpleNamespace(ids=np.array([2, 5])))
+    tensor([1, 2])
+    """
+    return torch.searchsorted(clients["ids"], torch.from_numpy(cohort.ids))
 
 
 Loss = Callable[[Client], Tensor]
@@ -227,6 +300,13 @@ class Phase:
     steps: int | None = None
     optimizer: Optimizer | None = None
     batch: str = "next"
+
+    def __post_init__(self) -> None:
+        """Refuse a phase that shares its batches and yet wants another number of them."""
+        if self.batch not in ("next", "same"):
+            raise unknown("batch", self.batch, ("next", "same"), where="Phase")
+        if self.batch == "same" and (self.epochs is not None or self.steps is not None):
+            raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
 
 
 class Part:
@@ -292,7 +372,10 @@ class LocalRule(Part):
         return {}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Give the client's new memory and its uploads, after local training (kept parts aside)."""
+        """Give the client's new memory and its uploads, after local training.
+
+        Kept parts stay as training left them, unless the memory names them in a tree ``kept``.
+        """
         return {}, {}
 
 
@@ -303,19 +386,22 @@ class Aggregation(Part):
     ----------
     needs : tuple of str
         Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on the training split),
-        ``val_loss_before`` and ``val_loss_after``.
+        ``val_loss_before`` and ``val_loss_after``, and ``lr`` (the learning rate of the round).
     sends : tuple of str
         What :meth:`send` sends besides the model.
     collects : tuple of str
         Uploads of the local rule that :meth:`combine` uses.
+    usual_weights : {"size", "uniform"}
+        The cohort's prior in the paper.
     """
 
+    usual_weights: ClassVar[str] = "size"
     needs: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
 
-    def begin(self, state: State, clients: int) -> State:
-        """Set up what the server keeps, once, for a number of registered clients."""
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Set up what the server keeps, once before round 1; all registered clients are there to be asked."""
         return state
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
@@ -328,6 +414,10 @@ class Aggregation(Part):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Make the next state; pure, so that it can be run again without a client that fails."""
         raise NotImplementedError
+
+    def evaluated(self, state: State) -> Tree:
+        """Give the model that is evaluated and handed out, where it is not the one sent to clients."""
+        return state.model
 
 
 class View(Part):
@@ -376,6 +466,12 @@ class Method:
                     f"method {self.name!r}: {type(reader).__name__} needs {', '.join(sorted(missing))}, "
                     f"which {type(giver).__name__} does not provide"
                 )
+        whole = self.aggregation
+        if isinstance(whole, LocalRule) and whole.keeps and whole != self.local:
+            raise InputError(
+                f"method {self.name!r}: {type(whole).__name__} keeps personal parts in its own local rule, "
+                f"which {type(self.local).__name__} takes the place of"
+            )
 
     @property
     def sees(self) -> Sees:

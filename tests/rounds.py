@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,13 +34,15 @@ def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="fl
     """Play one round a cohort."""
     machine = Machine(device="cpu", precision=precision, chunk=chunk)
     engine = Engine(federation, module, Training(rounds=len(cohorts), **training), machine, seed)
-    played = Played(engine, [method.aggregation.begin(State(0, engine.network.initial()), federation.clients)])
+    everyone = engine.cohort(method, federation.seen, 0)
+    played = Played(engine, [method.aggregation.begin(State(0, engine.network.initial()), everyone)])
     for round_, clients in enumerate(cohorts):
         cohort = engine.cohort(method, np.asarray(clients), round_)
         cohort.wanted_reports |= set(reports)
         shared, each = method.aggregation.send(played.states[-1], cohort)
         updates = cohort.train(shared, each, method.local)
-        played.states.append(method.aggregation.combine(played.states[-1], updates, cohort))
+        combined = method.aggregation.combine(played.states[-1], updates, cohort)
+        played.states.append(replace(combined, round=round_ + 1))
         engine.memory.commit()
         played.cohorts.append(cohort)
         played.updates.append(updates)

@@ -11,6 +11,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
+from equipoise.data.emnist import Skewed, ThreeGroups
 from equipoise.data.federate import federate
 from equipoise.data.partition import Assignment, ByGroup, ClassesPerClient, Dirichlet, Iid, Natural, Partition
 from equipoise.data.picture import draw
@@ -28,14 +29,23 @@ __all__ = [
     "Iid",
     "Natural",
     "Partition",
+    "Skewed",
     "Source",
+    "ThreeGroups",
     "draw",
     "federate",
     "load",
     "make_partition",
 ]
 
-SOURCES = {"digits": "equipoise.data.digits"}
+SOURCES = {
+    "digits": "equipoise.data.digits",
+    "mnist": "equipoise.data.mnist",
+    "emnist": "equipoise.data.emnist",
+    "cifar": "equipoise.data.cifar",
+    "leaf": "equipoise.data.leaf",
+    "shakespeare": "equipoise.data.shakespeare",
+}
 
 PARTITIONS: dict[str, type[Partition]] = {
     "iid": Iid,
@@ -43,6 +53,8 @@ PARTITIONS: dict[str, type[Partition]] = {
     "classes": ClassesPerClient,
     "group": ByGroup,
     "natural": Natural,
+    "skewed": Skewed,
+    "threegroups": ThreeGroups,
 }
 
 

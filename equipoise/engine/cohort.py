@@ -81,12 +81,11 @@ class Engine:
         training: Training,
         machine: Machine,
         seed: int = 0,
-        data: DeviceData | None = None,
     ) -> None:
         self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
         device = machine.torch_device
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
-        self.data = data or DeviceData(federation, device, machine.dtype)
+        self.data = DeviceData(federation, device, machine.dtype)
         self.memory = MemoryStore()
         self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
         self._train_indices = torch.from_numpy(federation.train.indices).to(device)
@@ -111,6 +110,7 @@ class StackedCohort:
         self.ids = clients
         train = engine.federation.train
         self.sizes = train.offsets[clients + 1] - train.offsets[clients]
+        self.groups = engine.federation.groups[clients]
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
         self.wanted_reports: set[str] = set()
@@ -286,6 +286,8 @@ class StackedCohort:
         losses, steps = engine.workshop.train(chunk, local, batches, paces)
         remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
         reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
+        if "lr" in self.method.aggregation.needs:
+            reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         return remembered, uploads, reports

@@ -36,6 +36,11 @@ class MemoryStore:
         self._stacks: Tree = {}
         self._pending: list[tuple[NDArray[np.int64], Tree]] = []
 
+    @property
+    def clients(self) -> list[int]:
+        """The clients that have a memory, in rising order."""
+        return sorted(self._slot)
+
     def read(
         self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
     ) -> tuple[Memory, Tensor]:

@@ -108,15 +108,15 @@ def options_of(name: str) -> dict[str, Any]:
     return {field.name: field.default for field in fields}
 
 
-def build(name: str, *, weights: str = "size", sampling: Any = "uniform", **options: Any) -> Method:
+def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", **options: Any) -> Method:
     """Put a named method together.
 
     Parameters
     ----------
     name : str
         A method's name; see :func:`names`.
-    weights : {"size", "uniform"}
-        What a client counts before the aggregation has its say.
+    weights : {"size", "uniform"}, optional
+        What a client counts before the aggregation has its say; by default what the aggregation's paper uses.
     sampling : str, mapping or Sampler
         The sampler: ``uniform``, ``size``, or another registered one with its options.
     **options
@@ -135,14 +135,14 @@ def build(name: str, *, weights: str = "size", sampling: Any = "uniform", **opti
     """
     if name not in names():
         raise unknown("method", name, names())
-    if weights not in WEIGHTS:
+    if weights is not None and weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
     exchanged = {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
     main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
-    return Method(name=name, weights=weights, **made)
+    return Method(name=name, weights=weights or made["aggregation"].usual_weights, **made)
 
 
 def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:

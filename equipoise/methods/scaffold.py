@@ -30,6 +30,7 @@ class Scaffold(LocalRule, Aggregation):
     """
 
     lr: float = 1.0
+    usual_weights = "uniform"
     receives = sends = ("control",)
     uploads = collects = ("control_change",)
 
@@ -53,11 +54,10 @@ class Scaffold(LocalRule, Aggregation):
         new = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
         return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
 
-    def begin(self, state: State, clients: int) -> State:
+    def begin(self, state: State, everyone: Cohort) -> State:
         """Begin with c = 0, and remember how many clients there are."""
-        return state.with_kept(
-            control=tree_map(torch.zeros_like, state.model), clients={"count": torch.tensor(float(clients))}
-        )
+        count = torch.tensor(float(len(everyone.ids)))
+        return state.with_kept(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send c along with the model."""

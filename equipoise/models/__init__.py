@@ -22,6 +22,7 @@ MODELS: dict[str, str] = {
     "cnn4": "equipoise.models.cnn",
     "pflcnn": "equipoise.models.cnn",
     "resnet18": "equipoise.models.resnet",
+    "charlstm": "equipoise.models.recurrent",
 }
 """Where each model is built: the module that holds a function of the model's name, imported when first asked for."""
 

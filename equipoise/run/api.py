@@ -23,7 +23,7 @@ from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
 from equipoise.run.files import load_tensors, save_tensors, write_atomically
 from equipoise.run.plain import to_plain
-from equipoise.run.trainer import Evaluation, Progress, Trainer
+from equipoise.run.trainer import Evaluation, Models, Progress, Trainer
 from equipoise.tree import Tree
 
 CONFIG, SUMMARY, GLOBAL, PERSONAL = "config.yaml", "summary.json", "model.safetensors", "personal.safetensors"
@@ -54,16 +54,15 @@ class Run:
         Parameters
         ----------
         client : int, optional
-            Whose personal model; the global one by default.
+            Whose personal model; the global one by default, and for clients that have never taken part.
 
         Returns
         -------
         nn.Module
             In evaluation mode, on the CPU.
         """
-        _, glob, own = self.trainer.selected()
-        seen = self.trainer.federation.seen.tolist()
-        return _module(self.trainer.engine.network.blank(), glob, own, seen, client)
+        selected = self.trainer.selected()
+        return _module(self.trainer.engine.network.blank(), selected, self.trainer.federation.clients, client)
 
 
 def train(
@@ -125,6 +124,8 @@ def train(
     >>> sorted(run.summary["results"]["global"]["seen"]["groups"])
     ['blurred', 'inverted', 'plain', 'rotated', 'textured']
     """
+    if resume and out is None:
+        raise InputError("resume=True needs out=, the directory of the run to go on with")
     training = _training(training, settings)
     machine, evaluation = machine or Machine(), evaluation or Evaluation()
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
@@ -153,6 +154,7 @@ def train(
     trainer = Trainer(federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every)
     if resume:
         trainer.restore_checkpoint()
+    trainer.begin()
     if chosen is None:
         measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
         config["resolved"]["chunk"] = measured
@@ -165,11 +167,10 @@ def train(
     trainer.run(on_round)
     summary = trainer.summary()
     if directory:
-        _, glob, own = trainer.selected()
-        save_tensors(directory / GLOBAL, glob, {"round": summary["round"]})
-        if own:
-            note = {"round": summary["round"], "clients": federation.seen.tolist()}
-            save_tensors(directory / PERSONAL, own, note)
+        selected = trainer.selected()
+        save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round})
+        if selected.own:
+            save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
         # The summary comes last: where it is, the run is complete.
         write_atomically(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
     return Run(summary, config, directory, trainer)
@@ -183,7 +184,7 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
     run : path
         The run directory.
     client : int, optional
-        Whose personal model; the global one by default.
+        Whose personal model; the global one by default, and for clients that have never taken part.
     module : nn.Module, optional
         The model's architecture, needed only if the run was made with a module of its own and not a named model.
 
@@ -204,19 +205,20 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
     """
     directory = Path(run)
     config = read_config(directory)
-    glob, _ = load_tensors(directory / GLOBAL)
+    shared, note = load_tensors(directory / GLOBAL)
     own: Tree = {}
     clients: list[int] = []
     if (directory / PERSONAL).exists():
-        own, note = load_tensors(directory / PERSONAL)
-        clients = note["clients"]
+        own, held = load_tensors(directory / PERSONAL)
+        clients = held["clients"]
     if module is None:
         name = config["model"]["name"]
         if name.startswith("custom:"):
             raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
         resolved = config["resolved"]
         module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
-    return _module(convert(copy.deepcopy(module)), glob, own, clients, client)
+    chosen = Models(note["round"], shared, clients, own)
+    return _module(convert(copy.deepcopy(module)), chosen, config["resolved"]["clients"], client)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -231,15 +233,17 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _module(module: nn.Module, glob: Tree, own: Tree, clients: list[int], client: int | None) -> nn.Module:
-    if client is not None and client not in clients:
-        valid = f"valid: {', '.join(map(str, clients[:20]))}{' …' if len(clients) > 20 else ''}"
-        reason = valid if own else "the method gives all clients the global model"
-        raise InputError(f"client {client} has no personal model; {reason}")
-    tensors = dict(glob)
+def _module(module: nn.Module, chosen: Models, registered: int, client: int | None) -> nn.Module:
+    tensors = dict(chosen.shared)
     if client is not None:
-        row = clients.index(client)
-        tensors = personal_model(glob, {name: stack[row] for name, stack in own.items()})
+        if not chosen.own:
+            raise InputError(f"client {client} has no personal model; the method gives all clients the global model")
+        if not 0 <= client < registered:
+            raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
+        # A client that has never taken part still has the global model.
+        if client in chosen.clients:
+            row = chosen.clients.index(client)
+            tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
     dtype = next(iter(tensors.values())).dtype
     # The module's own state carries the versions of its layers, without which BatchNorm expects a count of batches.
     state = module.to(dtype=dtype, device="cpu").state_dict()
@@ -263,6 +267,7 @@ def _open(
         "fingerprint": federation.fingerprint(),
         "shape": list(federation.shape),
         "outputs": federation.outputs,
+        "clients": federation.clients,
     }
     config = {**config, "resolved": resolved}
     if directory is None:

@@ -20,10 +20,10 @@ from equipoise.engine.random import Purpose, fold
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
-from equipoise.method import Method, State, Updates
+from equipoise.method import Aggregation, Method, State, Updates
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
-from equipoise.tree import PERSONAL, Tree
+from equipoise.tree import PERSONAL, Tree, tree_map
 
 CHECKPOINT = "checkpoint.safetensors"
 BEST = "best.safetensors"
@@ -82,6 +82,16 @@ class Progress:
     sigma: float | None = None
 
 
+@dataclass(frozen=True)
+class Models:
+    """The models of one round: the global one, and the own parts of every client that has taken part, stacked."""
+
+    round: int
+    shared: Tree
+    clients: list[int]
+    own: Tree
+
+
 class Trainer:
     """One run, round after round.
 
@@ -125,14 +135,15 @@ class Trainer:
         self._cohort_size = len(registered) if pooled else training.cohort_size(len(registered))
         self._train_sizes = self.view.train.sizes[registered]
         self.layout = Layout(method.local, self.engine.network.initial())
-        self.state = method.aggregation.begin(State(0, self.engine.network.initial()), len(registered))
+        self.state = State(0, self.engine.network.initial())
+        self._everyone: StackedCohort | None = None
         self.metrics, self.rounds, self.timings = (
             Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
         )
         self.bytes_up = self.bytes_down = 0
         self.best_round: int | None = None
         self._best_loss = float("inf")
-        self._best_models: tuple[Tree, Tree] | None = None
+        self._best_models: Models | None = None
         self._stale = 0
         self._latest: dict[str, Any] = {}
 
@@ -140,11 +151,21 @@ class Trainer:
 
     def run(self, on_round: Callable[[Progress], None] | None = None) -> None:
         """Train until the last round, or until validation says to stop."""
+        self.begin()
         with exact_arithmetic(self.engine.machine):
             while self.state.round < self.training.rounds and not self._out_of_patience():
                 progress = self._round()
                 if on_round:
                     on_round(progress)
+
+    def begin(self) -> None:
+        """Let the server set up what it keeps, once, if it keeps anything: only then is everyone gathered."""
+        aggregation = self.method.aggregation
+        if self.state.round or self._everyone or type(aggregation).begin is Aggregation.begin:
+            return
+        self._everyone = self.engine.cohort(self.method, self._registered, 0)
+        with exact_arithmetic(self.engine.machine):
+            self.state = aggregation.begin(self.state, self._everyone)
 
     def _out_of_patience(self) -> bool:
         return self.evaluation.patience is not None and self._stale >= self.evaluation.patience
@@ -162,11 +183,14 @@ class Trainer:
         self._combine(updates, cohort, number)
         clock.lap("combine")
         self.engine.memory.commit()
-        self.bytes_up += cohort.bytes_up
-        self.bytes_down += cohort.bytes_down
+        # What everyone was asked before round 1 is moved once, and counted there.
+        doors = [cohort, self._everyone] if number == 1 and self._everyone else [cohort]
+        moved = {name: sum(getattr(door, name) for door in doors) for name in ("bytes_up", "bytes_down")}
+        self.bytes_up += moved["bytes_up"]
+        self.bytes_down += moved["bytes_down"]
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
-        self.rounds.append([row | {"bytes_up": cohort.bytes_up, "bytes_down": cohort.bytes_down}])
+        self.rounds.append([row | moved])
         if due:
             self._evaluate(updates, cohort)
             clock.lap("evaluate")
@@ -220,7 +244,7 @@ class Trainer:
         network, data = self.engine.network, self.engine.data
         if self.layout.shared:
             for split in ("val", "test"):
-                measured = evaluate_shared(network, data, self.state.model, self.federation.split(split), everyone)
+                measured = evaluate_shared(network, data, self.global_model, self.federation.split(split), everyone)
                 gaps = self._gaps(updates, cohort, measured["loss"]) if split == "val" else None
                 rows += self._rows(everyone, measured, "global", split, gaps)
         if self.method.personal:
@@ -270,9 +294,14 @@ class Trainer:
             if self.evaluation.select == "best":
                 self._keep_best()
 
+    @property
+    def global_model(self) -> Tree:
+        """The global model as it is evaluated and handed out."""
+        return self.method.aggregation.evaluated(self.state)
+
     def personal_models(self, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
-        model = self.state.model
+        model = self.global_model
         first = self.layout.first_memory(self.method.local, model)
         memory, _ = self.engine.memory.read(clients, first, self.engine.network.device)
         kept = {name.removeprefix(PERSONAL): stack for name, stack in memory[KEPT].items()}
@@ -281,31 +310,30 @@ class Trainer:
     # ---- models and checkpoints --------------------------------------------------------------------------------------
 
     def _keep_best(self) -> None:
-        self._best_models = self._models()
+        self._best_models = best = self._models()
         if self.directory:
-            glob, own = self._best_models
-            tensors = {f"global/{n}": t for n, t in glob.items()} | {f"personal/{n}": t for n, t in own.items()}
-            save_tensors(self.directory / BEST, tensors, {"round": self.state.round})
+            tensors = {f"global/{n}": t for n, t in best.shared.items()} | {f"own/{n}": t for n, t in best.own.items()}
+            save_tensors(self.directory / BEST, tensors, {"round": best.round, "clients": best.clients})
 
-    def _models(self) -> tuple[Tree, Tree]:
-        own = self.personal_models(self.federation.seen)[1] if self.method.personal else {}
-        return dict(self.state.model), own
+    def _models(self) -> Models:
+        clients = self.engine.memory.clients if self.method.personal else []
+        own = self.personal_models(np.array(clients))[1] if clients else {}
+        return Models(self.state.round, dict(self.global_model), clients, own)
 
-    def selected(self) -> tuple[int, Tree, Tree]:
-        """Give the round that counts, its global model, and the seen clients' own parts, stacked."""
-        if self.evaluation.select == "best" and self.best_round is not None:
-            if self._best_models is None and self.directory:
-                tensors, _ = load_tensors(self.directory / BEST)
-                glob = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
-                own = {n.removeprefix("personal/"): t for n, t in tensors.items() if n.startswith("personal/")}
-                self._best_models = glob, own
-            if self._best_models is not None:
-                return self.best_round, *self._best_models
-        return self.state.round, *self._models()
+    def selected(self) -> Models:
+        """Give the models of the round that counts."""
+        if self.evaluation.select != "best" or self.best_round is None:
+            return self._models()
+        if self._best_models is None and self.directory:
+            tensors, note = load_tensors(self.directory / BEST)
+            shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
+            own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
+            self._best_models = Models(note["round"], shared, note["clients"], own)
+        return self._best_models or self._models()
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""
-        number = self.selected()[0]
+        number = self.selected().round
         rows = [row for row in self.metrics if row["round"] == number]
         task = self.engine.network.task
         return {
@@ -362,9 +390,12 @@ class Trainer:
                     model[rest] = tensor.to(device)
                 elif root == "kept":
                     tree, _, leaf = rest.partition("/")
-                    kept.setdefault(tree, {})[leaf] = tensor.to(device)
+                    kept.setdefault(tree, {})[leaf] = tensor
                 else:
                     memory[rest] = tensor if rest == "clients" else tensor.to(device)
+            # Numbers of clients stay on the CPU, where the server reckons, whatever device the model is on.
+            for tree, values in kept.items():
+                kept[tree] = values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
             # The tensors of a file come sorted by name; the model's own order is what later sums follow.
             ordered = {name: model[name] for name in self.state.model}
             self.state = State(note["round"], ordered, kept)
@@ -393,6 +424,7 @@ class Trainer:
             clock.lap("train")
             return clock.laps["train"]
 
+        self.begin()
         with exact_arithmetic(engine.machine):
             engine.chunk = fastest(candidates, seconds)
         return engine.chunk

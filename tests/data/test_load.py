@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,9 @@ def test_load_with_another_partition() -> None:
 
 
 def test_every_registered_name_resolves() -> None:
-    assert set(SOURCES) == {"digits"}
-    assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural"}
+    assert set(SOURCES) == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare"}
+    assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
+    assert all(callable(import_module(module).recipe) for module in SOURCES.values())
     assert make_partition("iid", clients=4) == Iid(4)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise.data import load
 from equipoise.engine.cohort import Engine, exact_arithmetic
 from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
@@ -18,6 +19,7 @@ from equipoise.federation import Federation
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
+from equipoise.models import build as build_model
 from equipoise.models.base import Model
 from tests.engine.test_exactness import images
 from tests.rounds import play
@@ -295,3 +297,13 @@ def test_exact_arithmetic_is_asked_for_and_given_back():
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.allow_tf32
     assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_a_cohort_knows_sizes_and_groups_of_its_clients_in_the_order_of_ids():
+    digits = load("digits", unseen=[1])
+    engine = Engine(digits, build_model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    cohort = engine.cohort(build("fedavg"), np.array([21, 4, 0]), 0)
+    assert cohort.ids.tolist() == [0, 4, 21]
+    assert cohort.sizes.tolist() == [len(digits.train.of(k)) for k in (0, 4, 21)]
+    names = [digits.group_names[group] for group in cohort.groups]
+    assert names == ["plain", "plain", "textured"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -59,11 +61,12 @@ def engine_run(module, federation, cohorts, *, chunk, seed=5, precision="float64
     method = build(method)
     settings = Training(rounds=len(cohorts), **training)
     engine = Engine(federation, module, settings, Machine(device="cpu", precision=precision, chunk=chunk), seed)
-    state = method.aggregation.begin(State(0, engine.network.initial()), federation.clients)
+    state = method.aggregation.begin(State(0, engine.network.initial()), engine.cohort(method, federation.seen, 0))
     for round_, clients in enumerate(cohorts):
         cohort = engine.cohort(method, np.asarray(clients), round_)
         shared, each = method.aggregation.send(state, cohort)
         state = method.aggregation.combine(state, cohort.train(shared, each, method.local), cohort)
+        state = replace(state, round=round_ + 1)
         engine.memory.commit()
     return state.model
 
@@ -84,7 +87,9 @@ THREE_COHORTS = [np.arange(10), np.array([0, 2, 4, 5, 9]), np.array([1, 3, 4, 6,
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("make", "skip"), [(mlp, set()), (lambda: mlp(0.3), set()), (batchnorm, WITHOUT_GRADIENT)], ids=["mlp", "dropout", "bn"]
+    ("make", "skip"),
+    [(mlp, set()), (lambda: mlp(0.3), set()), (batchnorm, WITHOUT_GRADIENT)],
+    ids=["mlp", "dropout", "bn"],
 )
 def test_three_rounds_equal_the_plain_loop_in_float64(make, skip, optimizer, chunk):
     federation, options = images(), OPTIMIZERS[optimizer]
@@ -126,7 +131,14 @@ def test_one_step_equals_the_plain_loop_in_float32(make, skip, chunk):
     )
     optimizer = optimizer_named("sgd", **options)
     found = engine_run(
-        make().float(), federation, everyone, chunk=chunk, precision="float32", batch_size=8, steps=1, optimizer=optimizer
+        make().float(),
+        federation,
+        everyone,
+        chunk=chunk,
+        precision="float32",
+        batch_size=8,
+        steps=1,
+        optimizer=optimizer,
     )
     assert distance(found, wanted, skip) <= 1e-5
 

@@ -528,3 +528,11 @@ def test_a_step_factor_is_a_learning_rate_of_its_own(optimizer, chunk):
             torch_optimizer.step()
         found = {name: stack[client] for name, stack in played.updates[0].params.items()}
         assert distance(found, tensors(own)) <= 1e-9
+
+
+@pytest.mark.parametrize("how", [{"epochs": 2}, {"steps": 3}])
+def test_a_phase_on_the_same_batches_lasts_as_long_as_the_one_before(how):
+    with pytest.raises(InputError, match="takes no epochs or steps"):
+        Phase(batch="same", **how)
+    with pytest.raises(InputError, match="unknown batch 'sane'.*did you mean 'same'"):
+        Phase(batch="sane")

@@ -111,7 +111,7 @@ def test_with_one_client_it_is_fedavg():
 def test_the_first_round_is_fedavg_for_everyone():
     federation = images()
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1)}
-    corrected = play(build("scaffold"), federation, mlp(), [range(10)], **how)
+    corrected = play(build("scaffold", weights="size"), federation, mlp(), [range(10)], **how)
     plain = play(build("fedavg"), federation, mlp(), [range(10)], **how)
     assert distance(corrected.model, plain.model) <= 1e-12
 
@@ -145,8 +145,15 @@ def test_label_skew_and_many_local_epochs_hurt_it_less_than_fedavg_on_digits(see
     losses = {}
     for name in ("fedavg", "scaffold"):
         how = {"epochs": 5, "batch_size": 20, "optimizer": Sgd(lr=0.1)}
-        played = play(build(name), digits, module, [digits.seen] * 15, seed=seed, precision="float32", **how)
+        played = play(
+            build(name, weights="size"), digits, module, [digits.seen] * 15, seed=seed, precision="float32", **how
+        )
         engine, train = played.engine, digits.train
         measured = evaluate_shared(engine.network, engine.data, played.model, train, digits.seen)["loss"]
         losses[name] = np.average(measured, weights=train.sizes)
     assert losses["scaffold"] < 0.85 * losses["fedavg"], losses
+
+
+def test_clients_count_alike_by_default_as_in_the_paper():
+    assert build("scaffold").weights == "uniform"
+    assert build("scaffold", weights="size").weights == "size"

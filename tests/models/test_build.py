@@ -29,7 +29,7 @@ NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.
 
 
 def test_every_registered_model_is_covered_here() -> None:
-    assert set(SMALL) == set(MODELS)
+    assert set(SMALL) | {"charlstm"} == set(MODELS)  # charlstm takes text; see test_recurrent
 
 
 @NAMED_CASES

@@ -336,9 +336,9 @@ def test_a_float64_run_is_loaded_in_float64(tmp_path):
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):
     run = small_run(tmp_path / "run", "local")
-    with pytest.raises(InputError, match="client 7 has no personal model; valid: 0, 1, 2, 3, 4, 5, 6, 8"):
-        load(tmp_path / "run", client=7)
-    with pytest.raises(InputError, match="client 99 has no personal model"):
+    with pytest.raises(InputError, match="client 9 does not exist; valid: 0 to 8"):
+        load(tmp_path / "run", client=9)
+    with pytest.raises(InputError, match="client 99 does not exist"):
         run.model(99)
     small_run(tmp_path / "shared")
     with pytest.raises(
@@ -396,3 +396,19 @@ def test_a_module_without_features_or_head_is_refused_with_what_to_do(module, la
 def test_settings_of_a_training_object_can_be_changed_by_name():
     run = small_run(None, training=Training(rounds=5, cohort=2), rounds=2)
     assert (run.summary["rounds"], run.config["training"]["cohort"]) == (2, 2)
+
+
+def test_resuming_needs_a_directory():
+    with pytest.raises(InputError, match="resume=True needs out="):
+        train(federation(), resume=True)
+
+
+def test_a_client_that_never_took_part_has_the_global_model(tmp_path):
+    small_run(tmp_path / "run", "local", rounds=1)
+    took_part = load_tensors(tmp_path / "run" / "personal.safetensors")[1]["clients"]
+    assert len(took_part) == 4
+    absent = next(client for client in federation().seen.tolist() if client not in took_part)
+    shared, own = load(tmp_path / "run").state_dict(), load(tmp_path / "run", absent).state_dict()
+    assert all(torch.equal(shared[name], own[name]) for name in shared)
+    trained = load(tmp_path / "run", took_part[0]).state_dict()
+    assert any(not torch.equal(shared[name], trained[name]) for name in shared)

@@ -1,0 +1,187 @@
+"""CIFAR-10 and CIFAR-100: 60,000 colour images of 32 by 32 pixels, from the "python version" of the release.
+
+Its files are pickles. A pickle can run any code when it is opened, so these are opened by a reader that knows arrays,
+text, numbers, lists and dictionaries and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from equipoise.data.files import as_pixels, data_files, read
+from equipoise.data.partition import Dirichlet
+from equipoise.data.source import Source
+from equipoise.errors import InputError, unknown
+
+FILES: dict[int, dict[str, tuple[str, ...]]] = {
+    10: {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)},
+    100: {"train": ("train",), "test": ("test",)},
+}
+FOLDERS = {
+    10: ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10"),
+    100: ("cifar-100-python", "cifar100/cifar-100-python", "cifar100"),
+}
+LABELS = {10: b"labels", 100: b"fine_labels"}
+
+# Mean and standard deviation of red, green and blue over the 50,000 training images.
+COLOURS = {
+    10: ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    100: ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+def cifar(*, classes: int = 10, root: str | None = None, portion: str = "all", standardize: bool = True) -> Source:
+    """Read CIFAR-10 or CIFAR-100.
+
+    Parameters
+    ----------
+    classes : {10, 100}
+        Which of the two; the 100 are the fine labels.
+    root : str, optional
+        The data directory, with the release's folder ``cifar-10-batches-py`` or ``cifar-100-python`` in it, perhaps
+        inside ``cifar10`` or ``cifar100``; see `equipoise.data.files`.
+    portion : {"all", "train", "test"}
+        Which of the two published portions to read. Clients make their own splits, so the two are put together unless
+        asked otherwise, the 50,000 for training first.
+    standardize : bool
+        Subtract the mean of each colour and divide by its standard deviation (`COLOURS`), as is usual; without it pixels
+        run from 0 to 1.
+
+    Returns
+    -------
+    Source
+        Images of shape [3, 32, 32].
+
+    Examples
+    --------
+    >>> cifar(classes=20)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: classes=20 of data 'cifar' must be 10 or 100
+    """
+    if classes not in FILES or isinstance(classes, bool):
+        raise InputError(f"classes={classes!r} of data 'cifar' must be 10 or 100")
+    portions = FILES[classes]
+    if portion not in ("all", *portions):
+        raise unknown("portion", portion, ("all", *portions), where="data 'cifar'")
+    names = portions["train"] + portions["test"] if portion == "all" else portions[portion]
+    paths = data_files("cifar", names, folders=FOLDERS[classes], root=root)
+    images, labels = (np.concatenate(parts) for parts in zip(*(_batch(path, classes) for path in paths), strict=True))
+    x = as_pixels(images)
+    if standardize:
+        mean, deviation = (np.array(colour, np.float32).reshape(3, 1, 1) for colour in COLOURS[classes])
+        x -= mean
+        x /= deviation
+    return Source(x=torch.from_numpy(x), y=torch.from_numpy(labels), classes=classes, name=f"cifar{classes}")
+
+
+def recipe(
+    *, seed: int, classes: int = 10, root: str | None = None, portion: str = "all", standardize: bool = True
+) -> tuple[Source, Dirichlet]:
+    """Give CIFAR and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
+
+    Parameters
+    ----------
+    seed : int
+        Not used: every image is read.
+    classes, root, portion, standardize
+        See `cifar`.
+
+    Returns
+    -------
+    tuple of Source and Dirichlet
+        The source and its partition.
+
+    Examples
+    --------
+    >>> recipe(seed=0, root="nowhere")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    equipoise.errors.InputError: no files of data 'cifar' in .../cifar-10-batches-py or ...
+    """
+    source = cifar(classes=classes, root=root, portion=portion, standardize=standardize)
+    return source, Dirichlet(100, beta=0.1)
+
+
+def read_pickle(path: Path) -> Any:
+    """Read a pickle of arrays, text, numbers, lists and dictionaries, and refuse one that asks for anything else.
+
+    Parameters
+    ----------
+    path : Path
+        The file. Text written by Python 2 comes back as bytes.
+
+    Returns
+    -------
+    object
+        What was stored.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "batch")
+    ...     _ = path.write_bytes(pickle.dumps({b"labels": [6, 9]}))
+    ...     read_pickle(path)
+    {b'labels': [6, 9]}
+    """
+    content = read(path)
+    try:
+        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+    except InputError as error:
+        raise InputError(f"{path} is refused: {error}") from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise InputError(f"{path} is not a pickle or is damaged ({type(error).__name__}: {error})") from error
+
+
+def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Read the images [N, 3, 32, 32] and labels [N] of one file."""
+    batch = read_pickle(path)
+    if not isinstance(batch, dict) or not {b"data", LABELS[classes]} <= batch.keys():
+        raise InputError(f"{path} is not a file of CIFAR-{classes}: it must hold data and {LABELS[classes].decode()}")
+    images, labels = batch[b"data"], np.asarray(batch[LABELS[classes]])
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (3072,):
+        raise InputError(f"data of {path} must be bytes of shape [N, 3072], three colours of 32 by 32 pixels")
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise InputError(f"{path} must hold one whole number a label: {len(images)} images, {labels.size} labels")
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        raise InputError(f"labels of {path} run from {labels.min()} to {labels.max()}; valid: 0 to {classes - 1}")
+    return images.reshape(-1, 3, 32, 32), labels.astype(np.int64)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Stand in for the function by which Python 3 writes bytes for Python 2, which always names this encoding."""
+    if encoding != "latin1":
+        raise InputError(f"it asks for the encoding {encoding!r}")
+    return text.encode(encoding)
+
+
+def _allowed() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Name what an array's pickle calls; numpy's own functions are taken from an array, since their home has moved."""
+    array = np.empty(0)
+    rebuild, from_buffer = array.__reduce__()[0], array.__reduce_ex__(5)[0]
+    allowed: dict[tuple[str, str], Any] = {
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): _encode,
+    }
+    for home in ("numpy.core", "numpy._core"):
+        allowed[f"{home}.multiarray", "_reconstruct"] = rebuild
+        allowed[f"{home}.numeric", "_frombuffer"] = from_buffer
+    return allowed
+
+
+class _Unpickler(pickle.Unpickler):
+    allowed = _allowed()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give what a pickle may call."""
+        if (module, name) not in self.allowed:
+            raise InputError(f"it asks for {module}.{name}, which files of CIFAR have no use for")
+        return self.allowed[module, name]

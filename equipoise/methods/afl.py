@@ -1,0 +1,60 @@
+"""AFL (Mohri et al., 2019): a model for the worst mixture of clients, and the mixture found along with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix, places
+from equipoise.methods import register
+from equipoise.solvers import project_to_simplex
+from equipoise.tree import Tree, tree_map
+
+
+@register("afl", paper="Mohri et al., ICML 2019", sees=Sees.SCALARS)
+@dataclass(frozen=True)
+class Afl(Aggregation):
+    """Solve min_w max_λ Σ λ_k F_k(w): w ← Σ λ_k w_k, and λ ← Π(λ + γ_λ F(w)), with Π onto the simplex of all clients.
+
+    F is taken at the received w, so both players move at once. λ begins at the clients' prior. When only some take
+    part, their λ is scaled to sum to one, and their losses are raised by K/|S|, which keeps the ascent unbiased for
+    uniform sampling; if all of their λ is zero the model stays.
+
+    Parameters
+    ----------
+    ascent : float
+        γ_λ, at least 0; 0 leaves λ at the prior.
+    average : bool
+        Whether the model handed out is the mean of w over all rounds, as in the paper, or the last w.
+    """
+
+    ascent: float = 0.1
+    average: bool = True
+    needs = ("loss_before",)
+
+    def __post_init__(self) -> None:
+        """Refuse a step that would favour the best client."""
+        if not 0 <= self.ascent < float("inf"):
+            raise InputError(f"afl.ascent must be at least 0 and finite, got {self.ascent!r}")
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Begin with the clients' prior."""
+        clients = {"ids": torch.from_numpy(everyone.ids), "weight": everyone.prior}
+        return state.with_kept(clients=clients, mean=tree_map(torch.zeros_like, state.model))
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Let the model follow λ, and λ the losses."""
+        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        ours = clients["weight"][here]
+        raised = clients["weight"].clone()
+        raised[here] += self.ascent * len(raised) / len(here) * updates.reports["loss_before"]
+        weight = torch.from_numpy(project_to_simplex(raised.numpy()))
+        new = state.with_global(mix(updates, ours / ours.sum())) if ours.sum() > 0 else state
+        mean = tree_map(lambda old, now: old + (now - old) / (state.round + 1), state.kept["mean"], new.model)
+        return new.with_kept(clients={**clients, "weight": weight}, mean=mean)
+
+    def evaluated(self, state: State) -> Tree:
+        """Give the mean of w over the rounds."""
+        return {name: state.kept["mean"][name] for name in state.model} if self.average and state.round else state.model

@@ -1,0 +1,46 @@
+"""Ditto (Li et al., 2021): a personal model beside the global one, held near it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from equipoise.engine.client import Client
+from equipoise.errors import InputError
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+
+
+@register("ditto", paper="Li et al., ICML 2021")
+@dataclass(frozen=True)
+class Ditto(LocalRule):
+    """Minimise F_k(v_k) + λ/2 ‖v_k − wᵗ‖² for the personal model v_k, and F_k(w) for the global one.
+
+    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model as received, so it
+    stands still during a round. v_k never leaves the client, and rests while the client does not take part. Any
+    aggregation can make the global model.
+
+    Parameters
+    ----------
+    lam : float
+        λ, at least 0; 0 is local training.
+    """
+
+    lam: float = 1.0
+    keeps = "personal"
+    interleaved = True
+
+    def __post_init__(self) -> None:
+        """Refuse a term that would push personal models away."""
+        if not 0 <= self.lam < float("inf"):
+            raise InputError(f"ditto.lam must be at least 0 and finite, got {self.lam!r}")
+
+    def phases(self) -> Sequence[Phase]:
+        """Let the personal model step, then the global one, on the same batch."""
+        return Phase(move="personal", loss=self.personal_loss), Phase(move="all", batch="same")
+
+    def personal_loss(self, client: Client) -> Tensor:
+        """Add the distance from the received model to the personal model's loss."""
+        return client.personal().task_loss() + self.lam / 2 * client.distance_to_received()

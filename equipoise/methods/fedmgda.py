@@ -1,0 +1,70 @@
+"""FedMGDA+ (Hu et al., 2022): a step that lowers the loss of every client, as far as there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
+from equipoise.methods import register
+from equipoise.solvers import shortest_mixture
+
+
+@register("fedmgda", paper="Hu et al., IEEE TNSE 2022", sees=Sees.UPDATES)
+@dataclass(frozen=True)
+class FedMgda(Aggregation):
+    """Step along the shortest mixture of normalised updates: w ← w − η Σ λ_k Δ_k, with Δ_k = (w − w_k)/‖w − w_k‖.
+
+    λ minimises ‖Σ λ_k Δ_k‖² over weights that sum to one, are not negative and differ from 1/|S| by at most ε. A client
+    whose update is zero has Δ_k = 0: with ε = 1 no step is better for all than none, and w stays. Steps are at most η
+    long, whatever the clients' learning rate. Buffers are averaged with λ.
+
+    Parameters
+    ----------
+    epsilon : float
+        ε in [0, 1]; 0 is the plain mean of normalised updates, 1 the multiple-gradient descent algorithm.
+    lr : float
+        η, the length of a step all clients agree on.
+    decay : float
+        Factor of η a round.
+    """
+
+    epsilon: float = 0.1
+    lr: float = 1.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a region or a step that is not defined."""
+        if not 0 <= self.epsilon <= 1:
+            raise InputError(f"fedmgda.epsilon must be in [0, 1], got {self.epsilon!r}")
+        if not 0 < self.lr < float("inf"):
+            raise InputError(f"fedmgda.lr must be above 0 and finite, got {self.lr!r}")
+        if not 0 < self.decay <= 1:
+            raise InputError(f"fedmgda.decay must be above 0 and at most 1, got {self.decay!r}")
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Find the mixture and step along it."""
+        gram = inner_products(state, updates)
+        length = gram.diagonal().sqrt()
+        inverse = torch.where(length > 0, 1 / length, 0.0)
+        normalised = gram * inverse.unsqueeze(0) * inverse.unsqueeze(1)
+        mixture = torch.from_numpy(shortest_mixture(normalised.numpy(), radius=self.epsilon))
+        step = self.lr * self.decay**state.round * mixture * inverse
+        return state.with_global(shift(state, updates, step, mixture))
+
+
+def inner_products(state: State, updates: Updates) -> Tensor:
+    """Give the inner products of all pairs of updates w_k − w, in float64.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [4.0]])}, {}, {}, {})
+    >>> inner_products(State(0, {"w": torch.tensor([2.0])}), two)
+    tensor([[ 1., -2.],
+            [-2.,  4.]], dtype=torch.float64)
+    """
+    differences = ((rows - state.model[name]).double().flatten(1) for name, rows in updates.params.items())
+    return torch.stack([rows @ rows.T for rows in differences]).sum(0).cpu()

@@ -1,0 +1,138 @@
+"""GIFAIR-FL (Yue, Nouiehed and Al Kontar, 2022): groups with higher losses take longer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.engine.client import Finished
+from equipoise.errors import InputError, unknown
+from equipoise.method import Aggregation, Cohort, LocalRule, Sees, State, Updates, places, shift
+from equipoise.methods import register
+from equipoise.tree import PERSONAL, Parts, Tree
+
+
+@register("gifair", paper="Yue et al., INFORMS Journal on Data Science 2022", sees=Sees.SCALARS)
+@dataclass(frozen=True)
+class Gifair(LocalRule, Aggregation):
+    """Minimise Σ p_k F_k(θ) + λ Σ_{i<j} |L_i(θ) − L_j(θ)|, with L_i the mean loss of the clients A_i of group i.
+
+    By Lemma 1 client k then minimises (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k its share of all
+    training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss share one r. The factor scales the
+    client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d groups it stays
+    positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so by less than the
+    smallest p_k |A_{s_k}|: one tiny group leaves little to give to any.
+
+    The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling (Remark 2). With
+    ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients drawn by p_k (Algorithm 2). Clients
+    that have not yet taken part count with their loss of the first model, asked for before round 1.
+
+    Parameters
+    ----------
+    lam : float
+        λ, as a fraction of λ_max in [0, 1), or as it is; 0 is FedAvg.
+    relative : bool
+        Whether ``lam`` is a fraction of λ_max.
+    fairness : {"group", "individual"}
+        Between the federation's groups, or between clients, each a group of its own.
+    exact : bool
+        Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of reporting those of its
+        own θ_k.
+    personal : bool
+        GIFAIR-FL-Per (Algorithm 3): clients keep their θ_k as personal models.
+    """
+
+    lam: float = 0.5
+    relative: bool = True
+    fairness: str = "group"
+    exact: bool = False
+    personal: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        if self.fairness not in ("group", "individual"):
+            raise unknown("value", self.fairness, ("group", "individual"), where="gifair.fairness")
+        if not 0 <= self.lam < (1 if self.relative else float("inf")):
+            valid = "a fraction of λ_max in [0, 1), or absolute with relative=False" if self.relative else "at least 0"
+            raise InputError(f"gifair.lam must be {valid}, got {self.lam!r}")
+        if self.exact and self.personal:
+            raise InputError(
+                "gifair.exact asks for losses of the global model, but gifair.personal ranks those of personal models"
+            )
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The losses of the θ_k, unless those of the new θ are asked for."""
+        return () if self.exact else ("loss_after",)
+
+    @property
+    def keeps(self) -> Parts:  # type: ignore[override]
+        """The θ_k, if they are wanted as personal models."""
+        return "personal" if self.personal else ()
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Keep a copy of the trained model."""
+        return ({"kept": {PERSONAL + n: client.params[n] for n in client.received}} if self.personal else {}), {}
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Ask everyone for the loss of the first model, and work out λ/(p_k |A|), which r_k is multiplied with."""
+        groups = everyone.groups if self.fairness == "group" else everyone.ids
+        _, group, members = np.unique(groups, return_inverse=True, return_counts=True)
+        share = torch.from_numpy(everyone.sizes / everyone.sizes.sum() * members[group])
+        largest = float(share.min()) / (len(members) - 1) if len(members) > 1 else float("inf")
+        if not self.relative and self.lam >= largest:
+            raise InputError(
+                f"gifair.lam must be below λ_max = {largest:.6g} for this federation, or some client would walk "
+                f"uphill; got {self.lam!r}"
+            )
+        # With a single group r is 0, and no λ is too large.
+        strength = self.lam * largest if self.relative and len(members) > 1 else self.lam
+        clients = {
+            "ids": torch.from_numpy(everyone.ids),
+            "group": torch.from_numpy(group),
+            "prior": everyone.prior,
+            "scale": strength / share,
+            "loss": everyone.evaluate(state.model, "train")["loss"],
+        }
+        return state.with_kept(clients=clients)
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Send θ, and to each client the factor of its steps."""
+        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        group = clients["group"]
+        order = ordering(torch.bincount(group, weights=clients["loss"]) / torch.bincount(group))
+        return {"model": state.model}, {"step_factor": 1 + clients["scale"][here] * order[group[here]]}
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Move θ, and take note of the cohort's losses."""
+        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        weights = clients["prior"][here] * len(clients["ids"]) / len(here)
+        new = state.with_global(shift(state, updates, weights, cohort.prior))
+        loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
+        return new.with_kept(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+
+
+def ordering(losses: Tensor) -> Tensor:
+    """Give r_i = Σ_j sign(L_i − L_j): how many losses are lower, less how many are higher.
+
+    Parameters
+    ----------
+    losses : Tensor
+        One loss a group.
+
+    Returns
+    -------
+    Tensor
+        One whole number a group, as float64; groups of equal loss have the same.
+
+    Examples
+    --------
+    >>> ordering(torch.tensor([0.5, 2.0, 0.5, 1.0]))
+    tensor([-2.,  3., -2.,  1.], dtype=torch.float64)
+    """
+    rising = losses.sort().values
+    lower, not_higher = (torch.searchsorted(rising, losses, right=right) for right in (False, True))
+    return (lower - (len(losses) - not_higher)).double()

@@ -1,0 +1,66 @@
+"""q-FFL (Li et al., 2020): clients with higher losses count more, as their losses to the power q."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
+from equipoise.methods import register
+
+# Added to every loss, as in the authors' program: a loss of 0 has no negative power.
+_TINY = 1e-10
+
+
+@register("qffl", paper="Li et al., ICLR 2020", sees=Sees.SCALARS)
+@dataclass(frozen=True)
+class QFedAvg(Aggregation):
+    """q-FedAvg, which minimises Σ F_k^{q+1}/(q+1): w ← w − Σ Δ_k / Σ h_k over the cohort.
+
+    With F_k the client's training loss at the received w and w_k its trained parameters, Δ_k = F_k^q L (w − w_k) and
+    h_k = q F_k^{q−1} ‖L (w − w_k)‖² + L F_k^q. Sizes play no role here: the paper lets them decide who takes part
+    (``sampling: size``). With q = 0 this is the plain mean.
+
+    Parameters
+    ----------
+    q : float
+        At least 0; the larger, the more uniform the losses.
+    lipschitz : float, optional
+        L; by default 1/η, with η the clients' learning rate of the round.
+    """
+
+    q: float = 1.0
+    lipschitz: float | None = None
+    needs = ("loss_before", "lr")
+
+    def __post_init__(self) -> None:
+        """Refuse powers and constants for which the step is not defined."""
+        if not 0 <= self.q < float("inf"):
+            raise InputError(f"qffl.q must be at least 0 and finite, got {self.q!r}")
+        if self.lipschitz is not None and not 0 < self.lipschitz < float("inf"):
+            raise InputError(f"qffl.lipschitz must be above 0 and finite, or None for 1/lr, got {self.lipschitz!r}")
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Step along the reweighted differences, shortened by the bound on the objective's curvature."""
+        loss = updates.reports["loss_before"] + _TINY
+        constant = torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
+        # Dividing every power by that of the largest loss leaves the ratio alone, and keeps large q from overflowing.
+        power = (loss / loss.max()) ** self.q
+        curvature = power + self.q * power / loss * constant * squared_differences(state, updates)
+        return state.with_global(shift(state, updates, power / curvature.sum(), power / power.sum()))
+
+
+def squared_differences(state: State, updates: Updates) -> Tensor:
+    """Give ‖w − w_k‖² of every client, over all shared parameters.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [4.0]])}, {}, {}, {})
+    >>> squared_differences(State(0, {"w": torch.tensor([2.0])}), two)
+    tensor([1., 4.], dtype=torch.float64)
+    """
+    squares = [(rows - state.model[name]).double().square().flatten(1).sum(1) for name, rows in updates.params.items()]
+    return torch.stack(squares).sum(0).cpu()
