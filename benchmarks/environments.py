@@ -85,8 +85,10 @@ def variables(peer: Peer, choices: Choices, threads: int) -> dict[str, str]:
     """Give the environment variables of a peer's process: this repository importable, and the same threads for all."""
     paths = [ROOT, *([choices.pythonpaths[peer.name]] if peer.name in choices.pythonpaths else [])]
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    # Importing equipoise has set this here; the peers are to run as they come.
+    own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     return {
-        **os.environ,
+        **own,
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from equipoise.run.api import Run, load, train
     from equipoise.run.trainer import Evaluation
 
-# OpenMP's threads wait for each other by spinning. On a core that somebody else needs, that slows the many short
-# operations of stacked clients down twenty times and more; sleeping instead costs little. Read when PyTorch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the core, that slows the many
+# short operations of stacked clients down tenfold and more; waiting less costs nothing. Read when PyTorch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["Evaluation", "Federation", "Machine", "Run", "Training", "__version__", "load", "train"]
