@@ -17,7 +17,8 @@ from tests.run.small import promised, rows_of
 pytestmark = pytest.mark.slow
 
 KILLS = 20
-ROUNDS = 60
+# Far more than twenty kills let through, at up to three rounds and a bit between two of them.
+ROUNDS = 100
 # A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills land there too.
 PROGRAM = f"""
 import sys
@@ -49,19 +50,20 @@ def start(directory):
     )
 
 
-def first_round(process, directory):
-    """Wait until a process has finished a round (or ended)."""
-    process.stdout.readline()
+def some_rounds(process, directory, rounds):
+    """Wait until a process has finished so many rounds (or ended)."""
+    for _ in range(rounds):
+        process.stdout.readline()
 
 
-def checkpoint_half_written(process, directory):
+def checkpoint_half_written(process, directory, rounds):
     """Wait until a process is writing a checkpoint (or has ended)."""
     process.stdout.readline()
     while process.poll() is None and not (directory / "checkpoint.safetensors.tmp").exists():
         pass
 
 
-def nothing(process, directory):
+def nothing(process, directory, rounds):
     """Do not wait: let the kill come while a process starts, reads its files or repeats a round."""
 
 
@@ -73,19 +75,19 @@ def finish(process):
 def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
     began = time.monotonic()
     alone = start(tmp_path / "alone")
-    first_round(alone, tmp_path / "alone")
+    some_rounds(alone, tmp_path / "alone", 1)
     started = time.monotonic()
     assert finish(alone) == 0
     ended = time.monotonic()
 
     rng = np.random.default_rng(0)
-    moments = {nothing: started - began, first_round: 1.6 * (ended - started) / KILLS, checkpoint_half_written: 0.0}
-    waits = rng.permutation([nothing] * 5 + [first_round] * (KILLS - 10) + [checkpoint_half_written] * 5)
+    moments = {nothing: started - began, some_rounds: (ended - started) / ROUNDS, checkpoint_half_written: 0.0}
+    waits = rng.permutation([nothing] * 5 + [some_rounds] * (KILLS - 10) + [checkpoint_half_written] * 5)
     directory = tmp_path / "killed"
     killed, half_written, lengths = 0, 0, []
     for wait in waits:
         process = start(directory)
-        wait(process, directory)
+        wait(process, directory, int(rng.integers(1, 4)))
         time.sleep(float(rng.uniform(0, moments[wait])))
         process.send_signal(signal.SIGKILL)
         killed += finish(process) == -signal.SIGKILL
