@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise.engine.settings import Machine, Training
+    from equipoise.engine.settings import FineTune, Machine, Training
     from equipoise.federation import Federation
     from equipoise.run.api import Run, load, train
     from equipoise.run.trainer import Evaluation
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
-__all__ = ["Evaluation", "Federation", "Machine", "Run", "Training", "__version__", "load", "train"]
+__all__ = ["Evaluation", "Federation", "FineTune", "Machine", "Run", "Training", "__version__", "load", "train"]
 
 # Imported when first used: PyTorch takes a second, and `equipoise --help` must not wait for it.
 _HOMES = {
     "Evaluation": "equipoise.run.trainer",
     "Federation": "equipoise.federation",
+    "FineTune": "equipoise.engine.settings",
     "Machine": "equipoise.engine.settings",
     "Run": "equipoise.run.api",
     "Training": "equipoise.engine.settings",

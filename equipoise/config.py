@@ -24,7 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
 from equipoise.engine.optimizers import Adam, Schedule, Sgd
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Method
@@ -347,7 +347,7 @@ class _Reader:
                 augment=self.augmentations,
             ),
             machine=self.settings(Machine, content, "machine"),
-            evaluation=self.settings(Evaluation, content, "evaluation"),
+            evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune),
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
             origins=self.origins,
@@ -411,6 +411,13 @@ class _Reader:
         checked = self.fields(fields, _types(Schedule), path)
         with self.origins.named("training"):
             return schedule_from(checked)
+
+    def fine_tune(self, given: Any, path: str) -> FineTune | None:
+        if given is None:
+            return None
+        checked = self.fields(given, _types(FineTune), path)
+        with self.origins.named("evaluation"):
+            return FineTune(**checked)
 
     def augmentations(self, given: Any, path: str) -> Any:
         made = []

@@ -75,6 +75,22 @@ class Updates:
     uploads: dict[str, Tree]
     reports: Reports
 
+    def rows(self, which: NDArray[np.bool_]) -> Updates:
+        """Give the updates of some of the clients.
+
+        Examples
+        --------
+        >>> Updates({"w": torch.arange(3)}, {}, {}, {}).rows(np.array([True, False, True])).params
+        {'w': tensor([0, 2])}
+        """
+        chosen = torch.from_numpy(np.flatnonzero(which))
+
+        def of(tree: Mapping[str, Tensor]) -> Tree:
+            return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
+
+        uploads = {name: of(tree) for name, tree in self.uploads.items()}
+        return Updates(of(self.params), of(self.buffers), uploads, of(self.reports))
+
 
 class Cohort(Protocol):
     """The clients taking part in this round: the only door between a method's server half and its clients.
@@ -367,6 +383,14 @@ class LocalRule(Part):
         """List the phases of local training."""
         return (Phase(),)
 
+    def adapt(self) -> Sequence[Phase]:
+        """List the phases by which a client without a memory makes the global model its own before it uses it.
+
+        They run when personal models are evaluated: for clients that have never taken part, and for all clients if the
+        rule keeps no parts. Nothing of them is remembered or sent.
+        """
+        return ()
+
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Give the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
         return {}
@@ -481,7 +505,7 @@ class Method:
     @property
     def personal(self) -> bool:
         """Whether clients end up with models of their own."""
-        return bool(self.local.keeps)
+        return bool(self.local.keeps or self.local.adapt())
 
 
 def personal_model(model: Tree, kept: Tree) -> Tree:

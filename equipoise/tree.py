@@ -1,7 +1,8 @@
 """Trees: the parameters and buffers of a model as a flat dictionary from dotted names to tensors.
 
-A *part* is named by a prefix: ``features``, ``head``, ``personal.head``. ``all`` means every part of the shared model.
-Parts below ``personal`` are a client's own copies of the part of the same name.
+A *part* is named by a prefix: ``features``, ``head``, ``personal.head``. ``all`` means every part of the shared model,
+``batchnorm`` the parameters and statistics of its BatchNorm layers, wherever they are. Parts below ``personal`` are a
+client's own copies of the part of the same name.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from equipoise.errors import unknown
+from equipoise.errors import InputError, unknown
 
 Tree = dict[str, Tensor]
 Parts = str | tuple[str, ...]
 
 PERSONAL = "personal."
+BATCHNORM = "batchnorm"
+_STATISTIC = ".running_mean"
 
 
 def in_parts(name: str, parts: Parts) -> bool:
-    """Say whether a tensor's name lies in one of the parts.
+    """Say whether a tensor's name lies in one of the parts; ``batchnorm`` takes more than one name to tell.
 
     Examples
     --------
@@ -41,13 +44,33 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
     --------
     >>> select(["features.weight", "head.weight", "head.bias"], "head")
     ['head.weight', 'head.bias']
+    >>> select(["features.0.weight", "features.1.weight", "features.1.running_mean"], "batchnorm")
+    ['features.1.weight', 'features.1.running_mean']
     """
     names = list(names)
+    chosen: set[str] = set()
     for part in (parts,) if isinstance(parts, str) else parts:
-        if part != "all" and not any(in_parts(name, part) for name in names):
+        found = _batchnorm(names, part) if part in (BATCHNORM, PERSONAL + BATCHNORM) else None
+        if found is None:
+            found = [name for name in names if in_parts(name, part)]
+        if not found and part != "all":
             roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}
             raise unknown("part", part, {"all", *roots}, where="the method")
-    return [name for name in names if in_parts(name, parts)]
+        chosen.update(found)
+    return [name for name in names if name in chosen]
+
+
+def _batchnorm(names: list[str], part: str) -> list[str]:
+    """Give the tensors of every layer that keeps statistics of its batches."""
+    layers = {name.removesuffix(_STATISTIC) for name in names if name.endswith(_STATISTIC)}
+    within = [name for name in names if name.startswith(PERSONAL) == part.startswith(PERSONAL)]
+    found = [name for name in within if name.rpartition(".")[0] in layers]
+    if not found:
+        raise InputError(
+            f"the method names the part {part!r}, but the model has no BatchNorm layer with running statistics; "
+            "of the models that come along, resnet18 has them"
+        )
+    return found
 
 
 def tree_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> Tree:

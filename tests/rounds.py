@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from equipoise.engine.cohort import Engine
+from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
 from equipoise.method import State
@@ -19,7 +19,7 @@ from equipoise.models.base import Model
 class Played:
     """What happened: the state after every round (the first is the one before), the cohorts and their updates."""
 
-    engine: Engine
+    engine: StackedEngine
     states: list[State]
     cohorts: list = field(default_factory=list)
     updates: list = field(default_factory=list)
@@ -33,7 +33,7 @@ class Played:
 def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="float64", reports=(), **training):
     """Play one round a cohort."""
     machine = Machine(device="cpu", precision=precision, chunk=chunk)
-    engine = Engine(federation, module, Training(rounds=len(cohorts), **training), machine, seed)
+    engine = StackedEngine(federation, module, Training(rounds=len(cohorts), **training), machine, seed)
     everyone = engine.cohort(method, federation.seen, 0)
     played = Played(engine, [method.aggregation.begin(State(0, engine.network.initial()), everyone)])
     for round_, clients in enumerate(cohorts):

@@ -20,19 +20,31 @@ class Batches:
     Attributes
     ----------
     positions : Tensor
-        Positions in the federation's data, ``[clients, steps, batch_size]``; padding repeats a sample of the client.
+        Positions in the federation's data, ``[clients, batches, batch_size]``; padding repeats a sample of the client.
     counts : int array
-        How many of the ``batch_size`` rows are samples, ``[clients, steps]``.
+        How many of the ``batch_size`` rows are samples, ``[clients, batches]``.
     steps : int array
         How many steps each client makes, ``[clients]``, never rising.
     keys : Tensor
-        Key of the random numbers of each client and step, ``[clients, steps]``.
+        Key of the random numbers of each client and batch, ``[clients, batches]``.
+    a_step : int
+        How many batches in a row a step looks at.
     """
 
     positions: Tensor
     counts: NDArray[np.int64]
     steps: NDArray[np.int64]
     keys: Tensor
+    a_step: int = 1
+
+    def of_step(self, step: int) -> int | slice:
+        """Say which batches a step looks at: one without an axis of its own, or several."""
+        return step if self.a_step == 1 else slice(step * self.a_step, (step + 1) * self.a_step)
+
+    def samples(self) -> NDArray[np.int64]:
+        """Count the samples each client sees, as often as it sees them; ``[clients]``."""
+        made = np.arange(self.counts.shape[1]) < self.a_step * self.steps[:, None]
+        return np.where(made, self.counts, 0).sum(1)
 
     def active(self, step: int) -> int:
         """Give the number of clients still training at a step: the first so many of the chunk."""
@@ -50,11 +62,14 @@ def draw_batches(
     epochs: int,
     steps: int | None,
     shuffle: bool,
+    a_step: int = 1,
 ) -> Batches:
     """Draw the batches of a phase for a chunk of clients.
 
     Every epoch is a new permutation of the client's samples, cut into batches of which the last may be smaller. A fixed
-    number of steps runs through as many epochs as it takes.
+    number of steps runs through as many epochs as it takes. Where a step looks at several batches, it takes the next ones
+    in a row: n epochs of b batches are ⌈n b / a_step⌉ steps, and a last step that runs out of batches goes on with those
+    of one more epoch. A client with a single batch so sees it again, in another order.
 
     Parameters
     ----------
@@ -70,6 +85,8 @@ def draw_batches(
         Position of the phase in the local rule; part of every random number.
     batch_size, epochs, steps, shuffle
         As in the training settings.
+    a_step : int
+        How many batches a step looks at.
 
     Returns
     -------
@@ -79,12 +96,14 @@ def draw_batches(
     device = indices.device
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     batches_an_epoch = -(-sizes // batch_size)
-    own_steps = np.full_like(sizes, steps) if steps is not None else epochs * batches_an_epoch
-    longest = int(own_steps.max())
+    own_steps = np.full_like(sizes, steps) if steps is not None else -(-epochs * batches_an_epoch // a_step)
+    longest = a_step * int(own_steps.max())
 
-    step = np.arange(longest)
-    epoch = step // batches_an_epoch[:, None]
-    begin = (step % batches_an_epoch[:, None]) * batch_size
+    batch = np.arange(longest)
+    # Nobody looks at the batches after a client's last step, so they need no order of their own.
+    last = a_step * own_steps[:, None] - 1
+    epoch = np.minimum(batch, last) // batches_an_epoch[:, None]
+    begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
 
     on_device = {"sizes": sizes, "epoch": epoch, "begin": begin, "offset": split.offsets[clients]}
@@ -98,5 +117,5 @@ def draw_batches(
         rows = torch.arange(len(clients), device=device).view(-1, 1, 1)
         slot = order[rows, moved["epoch"].unsqueeze(-1), slot]
     positions = indices[moved["offset"].view(-1, 1, 1) + slot]
-    step_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
-    return Batches(positions, counts, own_steps, step_keys)
+    batch_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
+    return Batches(positions, counts, own_steps, batch_keys, a_step)

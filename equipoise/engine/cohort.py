@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,21 @@ from torch.func import vmap
 from equipoise.engine.batches import Batches, draw_batches
 from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.client import Client
+from equipoise.engine.contract import Personal
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.local import Chunk, Pace, Workshop, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, TorchOptimizer
-from equipoise.engine.random import fold, fold_tensor
+from equipoise.engine.random import Purpose, fold, fold_tensor
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
-from equipoise.method import LocalRule, Method, Reports, Updates
+from equipoise.method import LocalRule, Method, Phase, Reports, Updates, mix_tree
 from equipoise.models.layers import Forward
-from equipoise.tree import PERSONAL, Tree, select, size_in_bytes
+from equipoise.tree import PERSONAL, Parts, Tree, select, size_in_bytes
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, before its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -45,13 +47,13 @@ _REPORT_SPLITS = {
 }
 
 
-class Engine:
-    """Carries methods out in this process.
+class StackedEngine:
+    """Carries methods out in this process; see :class:`equipoise.engine.contract.Engine`.
 
     Parameters
     ----------
     federation : Federation
-        The clients and their data.
+        The clients and their data; evaluation is always on these.
     model : nn.Module
         With ``features`` and ``head``.
     training : Training
@@ -60,6 +62,8 @@ class Engine:
         Where, and in which arithmetic.
     seed : int
         Of all random numbers.
+    view : Federation, optional
+        What to train on, if it is not the federation itself.
 
     Examples
     --------
@@ -67,7 +71,7 @@ class Engine:
     >>> from equipoise.methods import build as method
     >>> from equipoise.models import build as model
     >>> digits = load("digits")
-    >>> engine = Engine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    >>> engine = StackedEngine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
     >>> cohort = engine.cohort(method("fedavg"), np.array([0, 1]), round_=0)
     >>> updates = cohort.train({"model": engine.network.initial()}, {}, method("fedavg").local)
     >>> updates.params["head.bias"].shape
@@ -81,14 +85,16 @@ class Engine:
         training: Training,
         machine: Machine,
         seed: int = 0,
+        view: Federation | None = None,
     ) -> None:
         self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
+        self.view = view or federation
         device = machine.torch_device
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
-        self.data = DeviceData(federation, device, machine.dtype)
+        self.data = DeviceData(self.view, device, machine.dtype)
         self.memory = MemoryStore()
         self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
-        self._train_indices = torch.from_numpy(federation.train.indices).to(device)
+        self._train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
         else:
@@ -98,6 +104,90 @@ class Engine:
         """Gather clients for a round (counted from 0)."""
         return StackedCohort(self, method, np.sort(clients), round_)
 
+    def evaluate(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> dict[str, Measured]:
+        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+        splits = {name: self.federation.split(name) for name in ("val", "test")}
+        if personal is None:
+            return {n: evaluate_shared(self.network, self.data, model, split, clients) for n, split in splits.items()}
+        still, own = self.personal_models(model, personal, clients)
+        return {
+            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk)
+            for name, split in splits.items()
+        }
+
+    def averaged_kept(self, method: Method, model: Tree) -> Tree:
+        """Average what clients keep of the shared model, weighted as the method weighs clients."""
+        clients = np.array(self.memory.clients, dtype=np.int64)
+        layout = Layout(method.local, model)
+        memory, _ = self.memory.read(clients, layout.first_memory(method.local, model), self.network.device)
+        own = {name: stack for name, stack in memory[KEPT].items() if not name.startswith(PERSONAL)}
+        return mix_tree(own, self.cohort(method, clients, 0).prior)
+
+    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        rule = personal.method.local
+        layout = Layout(rule, model)
+        memory, seen = self.memory.read(clients, layout.first_memory(rule, model), self.network.device)
+        own = _personal_parts(memory.get(KEPT, {}))
+        # Whoever holds no training samples cannot change its model.
+        able = self.view.split("train").sizes[clients] > 0
+        if rule.adapt():
+            strangers = able & ~seen.cpu().numpy() if layout.kept else able
+            own = self._tried(Adapting(rule), model, own, MemoryStore(), clients, strangers, personal)
+        if personal.fine_tune:
+            whole = {name: own.get(name, _repeated(tensor, len(clients))) for name, tensor in model.items()}
+            begun = MemoryStore()
+            begun.write(clients, {KEPT: whole})
+            begun.commit()
+            own = self._tried(FineTuning(personal.fine_tune), model, whole, begun, clients, able, personal)
+        return {name: tensor for name, tensor in model.items() if name not in own}, own
+
+    def _tried(
+        self,
+        rule: LocalRule,
+        model: Tree,
+        own: Tree,
+        memory: MemoryStore,
+        clients: NDArray[np.int64],
+        who: NDArray[np.bool_],
+        personal: Personal,
+    ) -> Tree:
+        """Give what personal models are made of after some clients follow a rule, whose memory is a passing one."""
+        if not who.any():
+            return own
+        members = clients[who]
+        # The learning rate is that of the latest round.
+        cohort = StackedCohort(self, personal.method, members, max(personal.round - 1, 0), memory, Purpose.ADAPT)
+        cohort.wanted_reports.clear()
+        updates = cohort.train({"model": model}, {}, rule)
+        memory.commit()
+        kept, _ = memory.read(members, Layout(rule, model).first_memory(rule, model), self.network.device)
+        where = torch.from_numpy(np.flatnonzero(who)).to(self.network.device)
+        made = dict(own)
+        for name, stack in {**updates.params, **updates.buffers, **_personal_parts(kept.get(KEPT, {}))}.items():
+            made[name] = made.get(name, _repeated(model[name], len(clients))).index_copy(0, where, stack)
+        return made
+
+    @property
+    def remembering(self) -> list[int]:
+        """The clients that have a memory, in rising order."""
+        return self.memory.clients
+
+    def commit(self, cohort: StackedCohort) -> None:
+        """Make what was written in the cohort's round the newest memory."""
+        self.memory.commit()
+
+    def export(self) -> Tree:
+        """Give all memories."""
+        return self.memory.export()
+
+    def restore(self, tensors: Tree) -> None:
+        """Take memories back."""
+        device = self.network.device
+        self.memory.restore({n: t if n == "clients" else t.to(device) for n, t in tensors.items()})
+
 
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
@@ -105,28 +195,40 @@ class StackedCohort:
     ``bytes_down`` and ``bytes_up`` count what has crossed the door so far.
     """
 
-    def __init__(self, engine: Engine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
+    def __init__(
+        self,
+        engine: StackedEngine,
+        method: Method,
+        clients: NDArray[np.int64],
+        round_: int,
+        memory: MemoryStore | None = None,
+        *purpose: Purpose,
+    ) -> None:
         self.engine, self.method, self.round = engine, method, round_
+        self.memory = engine.memory if memory is None else memory
+        # Training itself has no purpose in its keys: it is what all other uses differ from.
+        self.purpose = purpose
         self.ids = clients
-        train = engine.federation.train
+        train = engine.view.train
         self.sizes = train.offsets[clients + 1] - train.offsets[clients]
-        self.groups = engine.federation.groups[clients]
+        self.groups = engine.view.groups[clients]
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
-        self.wanted_reports: set[str] = set()
+        self.wanted_reports = set(method.aggregation.needs)
+        self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = 0
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
         engine = self.engine
         layout = Layout(local, shared["model"])
-        memory, seen = engine.memory.read(self.ids, layout.first_memory(local, shared["model"]), engine.network.device)
+        memory, seen = self.memory.read(self.ids, layout.first_memory(local, shared["model"]), engine.network.device)
         self._count_down(shared, each, layout, seen)
 
         order = np.argsort(-self.sizes, kind="stable")
         model, count = shared["model"], len(self.ids)
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
-        stack = {name: model[name].expand(count, *model[name].shape).clone() for name in layout.shared}
+        stack = {name: _repeated(model[name], count) for name in layout.shared}
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
         for start in range(0, len(order), size):
@@ -149,8 +251,8 @@ class StackedCohort:
             return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
 
         memories, uploads, reports = zip(*collected, strict=True)
-        engine.memory.forget_pending()
-        engine.memory.write(self.ids, gather_trees(list(memories)))
+        self.memory.forget_pending()
+        self.memory.write(self.ids, gather_trees(list(memories)))
         sent = gather_tree([stack])
         updates = Updates(
             params={n: t for n, t in sent.items() if n not in engine.network.buffers},
@@ -164,7 +266,7 @@ class StackedCohort:
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
         engine = self.engine
-        measured = evaluate_shared(engine.network, engine.data, params, engine.federation.split(split), self.ids)
+        measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
         self.bytes_down += len(self.ids) * size_in_bytes(params)
         answer = {name: torch.from_numpy(values) for name, values in measured.items()}
         self.bytes_up += size_in_bytes(answer)
@@ -181,7 +283,7 @@ class StackedCohort:
             raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
         model = args[0] if args and isinstance(args[0], dict) else engine.network.initial()
         layout = Layout(local, model)
-        memory, seen = engine.memory.read(self.ids, layout.first_memory(local, model), engine.network.device)
+        memory, seen = self.memory.read(self.ids, layout.first_memory(local, model), engine.network.device)
         keys = self._keys(self.ids)
 
         def of_one_client(x: Tensor, y: Tensor, mask: Tensor, memory: Memory, seen: Tensor, key: Tensor) -> Any:
@@ -215,18 +317,24 @@ class StackedCohort:
         self.bytes_up += size_in_bytes(answer)
         return answer
 
+    def without(self, ids: Iterable[int]) -> StackedCohort:
+        """Give the cohort less some clients."""
+        return StackedCohort(
+            self.engine, self.method, np.setdiff1d(self.ids, list(ids)), self.round, self.memory, *self.purpose
+        )
+
     def _whole_split(self, clients: NDArray[np.int64]) -> Batches:
-        sizes = self.engine.federation.train.sizes[clients]
+        sizes = self.engine.view.train.sizes[clients]
         return self._draw(clients, 0, batch_size=int(sizes.max()), epochs=1, steps=1, shuffle=False)
 
     def _keys(self, clients: NDArray[np.int64]) -> Tensor:
         device = self.engine.network.device
-        return fold_tensor(fold(self.engine.seed, self.round), torch.from_numpy(clients).to(device))
+        return fold_tensor(fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device))
 
     def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
         engine = self.engine
         keys = self._keys(clients)
-        return draw_batches(engine.federation.train, engine._train_indices, clients, keys, phase=phase, **how)
+        return draw_batches(engine.view.train, engine._train_indices, clients, keys, phase=phase, **how)
 
     def _optimizer(self, phase: Any) -> Any:
         return phase.optimizer or self.engine.training.optimizer
@@ -286,7 +394,7 @@ class StackedCohort:
         losses, steps = engine.workshop.train(chunk, local, batches, paces)
         remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
         reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
-        if "lr" in self.method.aggregation.needs:
+        if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
@@ -295,10 +403,9 @@ class StackedCohort:
     def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
         engine = self.engine
-        wanted = self.wanted_reports | set(self.method.aggregation.needs)
         reports = {}
-        for name in sorted(report for report in wanted if report.endswith(when)):
-            split = engine.federation.split(_REPORT_SPLITS[name])
+        for name in sorted(report for report in self.wanted_reports if report.endswith(when)):
+            split = engine.view.split(_REPORT_SPLITS[name])
             shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
             measured: Measured = evaluate_stacked(
                 engine.network, engine.data, shared, chunk.still, split, self.ids[members], len(members)
@@ -345,6 +452,47 @@ class Layout:
         if self.kept:
             memory = {KEPT: {name: model[name.removeprefix(PERSONAL)] for name in self.kept}, **memory}
         return memory
+
+
+@dataclass(frozen=True)
+class Adapting(LocalRule):
+    """What a client without a memory does to make the received model its own; see :meth:`LocalRule.adapt`."""
+
+    rule: LocalRule
+
+    @property
+    def keeps(self) -> Parts:  # type: ignore[override]
+        """Keep what the rule keeps."""
+        return self.rule.keeps
+
+    def phases(self) -> Sequence[Phase]:
+        """Adapt."""
+        return self.rule.adapt()
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Begin with what the rule begins with."""
+        return self.rule.first_memory(model)
+
+
+@dataclass(frozen=True)
+class FineTuning(LocalRule):
+    """Local steps that start from a client's personal model."""
+
+    steps: tuple[Phase, ...]
+    keeps = "all"
+
+    def phases(self) -> Sequence[Phase]:
+        """Fine-tune."""
+        return self.steps
+
+
+def _personal_parts(kept: Tree) -> Tree:
+    """Give kept parts the names they have in the personal model."""
+    return {name.removeprefix(PERSONAL): stack for name, stack in kept.items()}
+
+
+def _repeated(tensor: Tensor, count: int) -> Tensor:
+    return tensor.expand(count, *tensor.shape).clone()
 
 
 @contextmanager

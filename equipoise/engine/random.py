@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     SHUFFLE = 2
     STEP = 3
     AUGMENT = 4
+    ADAPT = 5
 
 
 def _signed(value: int) -> int:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from equipoise.data.augment import Augmentation
 from equipoise.engine.optimizers import Optimizer, Schedule, Sgd
 from equipoise.errors import InputError, unknown
+from equipoise.method import Phase
+
+
+def _refuse_uncountable(settings: object, section: str, names: tuple[str, ...]) -> None:
+    """Refuse what is no number of times; only ``steps`` may be left open."""
+    for name in names:
+        value = getattr(settings, name)
+        if not (name == "steps" and value is None) and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise InputError(f"{section}.{name} must be a whole number of at least 1, got {value!r}")
+
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -59,12 +71,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        for name in ("rounds", "epochs", "batch_size", "steps"):
-            value = getattr(self, name)
-            if not (name == "steps" and value is None) and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise InputError(f"training.{name} must be a whole number of at least 1, got {value!r}")
+        _refuse_uncountable(self, "training", ("rounds", "epochs", "batch_size", "steps"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
@@ -82,6 +89,45 @@ class Training:
                 f"training.cohort asks for {self.cohort} clients, but only {registered} are registered for training"
             )
         return self.cohort
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTune:
+    """Local steps at evaluation, after any method.
+
+    Parameters
+    ----------
+    epochs : int
+        Passes over a client's training split.
+    steps : int, optional
+        Steps instead of epochs.
+    move : str
+        The part of the model that moves.
+    lr : float, optional
+        Learning rate; by default that of training. The schedule of training applies to both.
+
+    Examples
+    --------
+    >>> FineTune(epochs=2, move="head").phase(Sgd(lr=0.1)).move
+    'head'
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    move: str = "all"
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be carried out."""
+        _refuse_uncountable(self, "evaluation.fine_tune", ("epochs", "steps"))
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise InputError(f"evaluation.fine_tune.lr must be above 0 and finite, got {self.lr!r}")
+
+    def phase(self, optimizer: Optimizer) -> Phase:
+        """Make the phase, with the optimizer of training."""
+        if self.lr is not None:
+            optimizer = replace(optimizer, lr=self.lr)  # type: ignore[type-var]
+        return Phase(move=self.move, epochs=self.epochs, steps=self.steps, optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 import equipoise
 from equipoise import methods, models
+from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
@@ -23,7 +24,7 @@ from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
 from equipoise.run.files import load_tensors, save_tensors, write_atomically
 from equipoise.run.plain import to_plain
-from equipoise.run.trainer import Evaluation, Models, Progress, Trainer
+from equipoise.run.trainer import Evaluation, MakeEngine, Models, Progress, Trainer
 from equipoise.tree import Tree
 
 CONFIG, SUMMARY, GLOBAL, PERSONAL = "config.yaml", "summary.json", "model.safetensors", "personal.safetensors"
@@ -78,6 +79,7 @@ def train(
     resume: bool = False,
     checkpoint_every: int = 1,
     data: Mapping[str, Any] | None = None,
+    engine: MakeEngine = StackedEngine,
     on_round: Callable[[Progress], None] | None = None,
     **settings: Any,
 ) -> Run:
@@ -107,6 +109,8 @@ def train(
         Rounds between checkpoints.
     data : mapping, optional
         How the federation was made, for the run's configuration.
+    engine : callable
+        Makes the engine that carries the method out; by default in this process.
     on_round : callable, optional
         Told of the :class:`~equipoise.run.trainer.Progress` after every round.
     **settings
@@ -151,7 +155,9 @@ def train(
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
-    trainer = Trainer(federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every)
+    trainer = Trainer(
+        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine
+    )
     if resume:
         trainer.restore_checkpoint()
     trainer.begin()

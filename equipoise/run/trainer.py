@@ -14,16 +14,18 @@ from numpy.typing import NDArray
 from torch import nn
 
 from equipoise.engine.chunking import fastest
-from equipoise.engine.cohort import KEPT, Engine, Layout, StackedCohort, exact_arithmetic
-from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
+from equipoise.engine.cohort import Layout, StackedEngine, exact_arithmetic
+from equipoise.engine.contract import ClientsLost, Engine, Personal, RoundCohort
 from equipoise.engine.random import Purpose, fold
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, State, Updates
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree, tree_map
+
+MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
 CHECKPOINT = "checkpoint.safetensors"
 BEST = "best.safetensors"
@@ -42,6 +44,11 @@ class Evaluation:
         clients. Test data never decides.
     patience : int, optional
         Stop when the validation loss has not improved for so many evaluations.
+    fine_tune : FineTune, optional
+        Local steps every client makes from its model, or its personal model, before its personal model is evaluated.
+    average_kept : bool
+        For a method whose clients keep parts of the shared model for themselves: whether to evaluate a global model
+        in which those parts are the mean of the clients' own. Without it there is no global model to evaluate.
 
     Examples
     --------
@@ -52,6 +59,8 @@ class Evaluation:
     every: int = 1
     select: str = "last"
     patience: int | None = None
+    fine_tune: FineTune | None = None
+    average_kept: bool = False
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -111,6 +120,8 @@ class Trainer:
         Where journals and checkpoints go; without one nothing is written.
     checkpoint_every : int
         Rounds between checkpoints.
+    engine : callable
+        Makes the engine that carries the method out.
     """
 
     def __init__(
@@ -124,19 +135,28 @@ class Trainer:
         seed: int,
         directory: Path | None = None,
         checkpoint_every: int = 1,
+        engine: MakeEngine = StackedEngine,
     ) -> None:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
-        self.engine = Engine(self.view, model, training, machine, seed)
+        self.engine = engine(federation, model, training, machine, seed, self.view)
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
         self._registered = registered = self.view.seen
         pooled = self.view is not federation
+        if pooled and evaluation.fine_tune:
+            raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
         self._cohort_size = len(registered) if pooled else training.cohort_size(len(registered))
-        self._train_sizes = self.view.train.sizes[registered]
+        self._train_sizes = self.view.split("train").sizes[registered]
         self.layout = Layout(method.local, self.engine.network.initial())
+        keeps_shared = any(not name.startswith(PERSONAL) for name in self.layout.kept)
+        self._averages_kept = keeps_shared and evaluation.average_kept
+        # Where clients keep parts of the shared model, nobody has it as a whole.
+        self._has_global = bool(self.layout.shared) and (not keeps_shared or evaluation.average_kept)
+        self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
+        self._has_personal = method.personal or bool(self._fine_tune)
         self.state = State(0, self.engine.network.initial())
-        self._everyone: StackedCohort | None = None
+        self._everyone: RoundCohort | None = None
         self.metrics, self.rounds, self.timings = (
             Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
         )
@@ -176,13 +196,13 @@ class Trainer:
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
         cohort = self._select()
-        if due and self.view is self.federation and self.layout.shared:
+        if due and self.view is self.federation and self._has_global:
             cohort.wanted_reports.add("val_loss_after")
         updates = self._train(cohort, number)
         clock.lap("train")
-        self._combine(updates, cohort, number)
+        updates, cohort = self._combine(updates, cohort, number)
         clock.lap("combine")
-        self.engine.memory.commit()
+        self.engine.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
         doors = [cohort, self._everyone] if number == 1 and self._everyone else [cohort]
         moved = {name: sum(getattr(door, name) for door in doors) for name in ("bytes_up", "bytes_down")}
@@ -190,6 +210,8 @@ class Trainer:
         self.bytes_down += moved["bytes_down"]
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
+        if cohort.left_out:
+            row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
         self.rounds.append([row | moved])
         if due:
             self._evaluate(updates, cohort)
@@ -199,7 +221,7 @@ class Trainer:
             self.save_checkpoint()
         return Progress(number, self.training.rounds, loss, **self._latest)
 
-    def _select(self) -> StackedCohort:
+    def _select(self) -> RoundCohort:
         key = fold(self.seed, self.state.round, Purpose.SAMPLE)
         if self._cohort_size == len(self._registered):
             chosen = np.arange(self._cohort_size)
@@ -207,14 +229,21 @@ class Trainer:
             chosen = self.method.sampler.select(key, self.state, self._train_sizes, self._cohort_size)
         return self.engine.cohort(self.method, self._registered[chosen], self.state.round)
 
-    def _train(self, cohort: StackedCohort, number: int) -> Updates:
+    def _train(self, cohort: RoundCohort, number: int) -> Updates:
         shared, each = self.method.aggregation.send(self.state, cohort)
         updates = cohort.train(shared, each, self.method.local)
         self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
         return updates
 
-    def _combine(self, updates: Updates, cohort: StackedCohort, number: int) -> None:
-        state = self.method.aggregation.combine(self.state, updates, cohort)
+    def _combine(self, updates: Updates, cohort: RoundCohort, number: int) -> tuple[Updates, RoundCohort]:
+        """Make the next state; clients lost on the way are left out, and everything is reckoned again without them."""
+        while True:
+            try:
+                state = self.method.aggregation.combine(self.state, updates, cohort)
+                break
+            except ClientsLost as lost:
+                updates = updates.rows(~np.isin(cohort.ids, lost.ids))
+                cohort = cohort.without(lost.ids)
         if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in state.model.values()]).all()):
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for stack in (*updates.params.values(), *updates.buffers.values()):
@@ -222,8 +251,9 @@ class Trainer:
             self._refuse_non_finite(finite, cohort, number, "model")
             raise RunError(f"round {number}: the global model became non-finite when updates were combined")
         self.state = replace(state, round=number)
+        return updates, cohort
 
-    def _refuse_non_finite(self, finite: torch.Tensor, cohort: StackedCohort, number: int, what: str) -> None:
+    def _refuse_non_finite(self, finite: torch.Tensor, cohort: RoundCohort, number: int, what: str) -> None:
         if bool(finite.all()):
             return
         client = int(cohort.ids[int((~finite).nonzero()[0])])
@@ -238,22 +268,21 @@ class Trainer:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Updates, cohort: StackedCohort) -> None:
+    def _evaluate(self, updates: Updates, cohort: RoundCohort) -> None:
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
-        network, data = self.engine.network, self.engine.data
-        if self.layout.shared:
+        if self._has_global:
+            measured = self.engine.evaluate(self.global_model, everyone)
+            gaps = self._gaps(updates, cohort, measured["val"]["loss"])
+            rows += self._rows(everyone, measured["val"], "global", "val", gaps)
+            rows += self._rows(everyone, measured["test"], "global", "test")
+        if self._has_personal:
+            # Without a way to make a model its own, a client held out of training has the global one and no other.
+            adapts = self.method.local.adapt() or self._fine_tune
+            clients = everyone if adapts else self.federation.seen
+            measured = self.engine.evaluate(self._sent_out, clients, personal=self._personal)
             for split in ("val", "test"):
-                measured = evaluate_shared(network, data, self.global_model, self.federation.split(split), everyone)
-                gaps = self._gaps(updates, cohort, measured["loss"]) if split == "val" else None
-                rows += self._rows(everyone, measured, "global", split, gaps)
-        if self.method.personal:
-            seen = self.federation.seen
-            still, own = self.personal_models(seen)
-            for split in ("val", "test"):
-                samples = self.federation.split(split)
-                measured = evaluate_stacked(network, data, own, still, samples, seen, self.engine.chunk)
-                rows += self._rows(seen, measured, "personal", split)
+                rows += self._rows(clients, measured[split], "personal", split)
         for row in rows:
             if not np.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
@@ -268,7 +297,7 @@ class Trainer:
             self.federation, clients, measured, round_=self.state.round, model=model, split=split, gaps=gaps
         )
 
-    def _gaps(self, updates: Updates, cohort: StackedCohort, global_loss: NDArray[np.float64]) -> dict[int, float]:
+    def _gaps(self, updates: Updates, cohort: RoundCohort, global_loss: NDArray[np.float64]) -> dict[int, float]:
         local = updates.reports.get("val_loss_after")
         if local is None:
             return {}
@@ -277,7 +306,7 @@ class Trainer:
 
     def _follow(self, rows: list[Row]) -> None:
         """Keep the latest scores for the progress bar, and the best models if they are asked for."""
-        shown = "personal" if self.method.personal else "global"
+        shown = "personal" if self._has_personal else "global"
         task = self.engine.network.task
         if summary := summarize_rows(rows, task).get(shown, {}).get("seen"):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
@@ -295,17 +324,25 @@ class Trainer:
                 self._keep_best()
 
     @property
+    def _sent_out(self) -> Tree:
+        """The global model as clients get it, less what each of them keeps."""
+        return self.method.aggregation.evaluated(self.state)
+
+    @property
     def global_model(self) -> Tree:
         """The global model as it is evaluated and handed out."""
-        return self.method.aggregation.evaluated(self.state)
+        model = self._sent_out
+        if self._averages_kept:
+            model = {**model, **self.engine.averaged_kept(self.method, model)}
+        return model
+
+    @property
+    def _personal(self) -> Personal:
+        return Personal(self.method, self._fine_tune, self.state.round)
 
     def personal_models(self, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
-        model = self.global_model
-        first = self.layout.first_memory(self.method.local, model)
-        memory, _ = self.engine.memory.read(clients, first, self.engine.network.device)
-        kept = {name.removeprefix(PERSONAL): stack for name, stack in memory[KEPT].items()}
-        return {name: tensor for name, tensor in model.items() if name not in kept}, kept
+        return self.engine.personal_models(self._sent_out, self._personal, clients)
 
     # ---- models and checkpoints --------------------------------------------------------------------------------------
 
@@ -316,7 +353,9 @@ class Trainer:
             save_tensors(self.directory / BEST, tensors, {"round": best.round, "clients": best.clients})
 
     def _models(self) -> Models:
-        clients = self.engine.memory.clients if self.method.personal else []
+        clients: list[int] = []
+        if self._has_personal:
+            clients = self.engine.remembering if self.layout.kept else self.federation.seen.tolist()
         own = self.personal_models(np.array(clients))[1] if clients else {}
         return Models(self.state.round, dict(self.global_model), clients, own)
 
@@ -368,7 +407,7 @@ class Trainer:
         tensors = {f"model/{name}": tensor for name, tensor in self.state.model.items()}
         for tree, values in self.state.kept.items():
             tensors |= {f"kept/{tree}/{name}": tensor for name, tensor in values.items()}
-        tensors |= {f"memory/{name}": tensor for name, tensor in self.engine.memory.export().items()}
+        tensors |= {f"memory/{name}": tensor for name, tensor in self.engine.export().items()}
         save_tensors(self.directory / CHECKPOINT, tensors, note)
         self._saved_round = self.state.round
 
@@ -392,14 +431,14 @@ class Trainer:
                     tree, _, leaf = rest.partition("/")
                     kept.setdefault(tree, {})[leaf] = tensor
                 else:
-                    memory[rest] = tensor if rest == "clients" else tensor.to(device)
+                    memory[rest] = tensor
             # Numbers of clients stay on the CPU, where the server reckons, whatever device the model is on.
             for tree, values in kept.items():
                 kept[tree] = values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
             # The tensors of a file come sorted by name; the model's own order is what later sums follow.
             ordered = {name: model[name] for name in self.state.model}
             self.state = State(note["round"], ordered, kept)
-            self.engine.memory.restore(memory)
+            self.engine.restore(memory)
             self.bytes_up, self.bytes_down = note["bytes_up"], note["bytes_down"]
             self.best_round, self._stale = note["best_round"], note["stale"]
             self._best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
@@ -420,7 +459,6 @@ class Trainer:
             clock = _Clock(engine.network.device)
             shared, each = self.method.aggregation.send(self.state, cohort)
             cohort.train(shared, each, self.method.local)
-            engine.memory.forget_pending()
             clock.lap("train")
             return clock.laps["train"]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.data import load
-from equipoise.engine.cohort import Engine, exact_arithmetic
+from equipoise.engine.cohort import StackedEngine, exact_arithmetic
 from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
@@ -109,7 +109,7 @@ def test_what_each_client_gets_and_what_evaluations_cost_is_counted():
 
 def engine(module=None, data=None, **machine):
     machine = Machine(**{"device": "cpu", "precision": "float64", "chunk": 2, **machine})
-    return Engine(data or federation(), module or small(), Training(batch_size=4), machine, seed=3)
+    return StackedEngine(data or federation(), module or small(), Training(batch_size=4), machine, seed=3)
 
 
 def test_the_prior_is_the_share_of_training_samples_or_uniform():
@@ -301,7 +301,9 @@ def test_exact_arithmetic_is_asked_for_and_given_back():
 
 def test_a_cohort_knows_sizes_and_groups_of_its_clients_in_the_order_of_ids():
     digits = load("digits", unseen=[1])
-    engine = Engine(digits, build_model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    engine = StackedEngine(
+        digits, build_model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu")
+    )
     cohort = engine.cohort(build("fedavg"), np.array([21, 4, 0]), 0)
     assert cohort.ids.tolist() == [0, 4, 21]
     assert cohort.sizes.tolist() == [len(digits.train.of(k)) for k in (0, 4, 21)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.engine.cohort import Engine
+from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.optimizers import optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
@@ -60,7 +60,7 @@ TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.
 def engine_run(module, federation, cohorts, *, chunk, seed=5, precision="float64", method="fedavg", **training):
     method = build(method)
     settings = Training(rounds=len(cohorts), **training)
-    engine = Engine(federation, module, settings, Machine(device="cpu", precision=precision, chunk=chunk), seed)
+    engine = StackedEngine(federation, module, settings, Machine(device="cpu", precision=precision, chunk=chunk), seed)
     state = method.aggregation.begin(State(0, engine.network.initial()), engine.cohort(method, federation.seen, 0))
     for round_, clients in enumerate(cohorts):
         cohort = engine.cohort(method, np.asarray(clients), round_)
@@ -189,7 +189,7 @@ def test_an_update_does_not_depend_on_chunk_mates(make):
 
     def update_of_client_4(cohort_ids, chunk):
         machine = Machine(device="cpu", precision="float64", chunk=chunk)
-        engine = Engine(federation, make(), settings, machine, seed=5)
+        engine = StackedEngine(federation, make(), settings, machine, seed=5)
         cohort = engine.cohort(method, np.array(cohort_ids), 0)
         updates = cohort.train({"model": engine.network.initial()}, {}, method.local)
         row = list(cohort.ids).index(4)

@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import minimize
 
 from equipoise.data import load
-from equipoise.engine.cohort import Engine
+from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.engine.settings import Machine
 from equipoise.errors import InputError
@@ -343,13 +343,13 @@ def test_what_everyone_is_asked_before_round_1_is_counted_there(tmp_path):
 
 def test_everyone_is_gathered_only_for_methods_that_ask(monkeypatch):
     gathered = []
-    original = Engine.cohort
+    original = StackedEngine.cohort
 
     def listening(self, method, clients, round_):
         gathered.append(len(clients))
         return original(self, method, clients, round_)
 
-    monkeypatch.setattr(Engine, "cohort", listening)
+    monkeypatch.setattr(StackedEngine, "cohort", listening)
     for name, wanted in (("fedavg", [4, 4]), ("gifair", [10, 4, 4])):
         gathered.clear()
         train(images(), method=name, model=mlp(), rounds=2, batch_size=8, cohort=4, evaluation=NEVER)

@@ -1,0 +1,123 @@
+"""What the round loop asks of an engine, whether it works in this process or across machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.engine.evaluation import Measured
+from equipoise.engine.network import Network
+from equipoise.engine.settings import Machine
+from equipoise.errors import RunError
+from equipoise.method import Cohort, Method, Phase
+from equipoise.tree import Tree
+
+
+class ClientsLost(RunError):
+    """Raised by a cohort when clients that have trained do not answer a later question.
+
+    Parameters
+    ----------
+    ids : iterable of int
+        Who is lost.
+
+    Examples
+    --------
+    >>> ClientsLost([3, 5]).ids
+    [3, 5]
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = sorted(ids)
+        super().__init__(f"no answer from client {', '.join(map(str, self.ids))}")
+
+
+class RoundCohort(Cohort, Protocol):
+    """A cohort as the round loop sees it.
+
+    Attributes
+    ----------
+    wanted_reports : set of str
+        Reports the round loop wants besides those the aggregation needs.
+    left_out : dict
+        Clients that were asked and do not count in this round, with the reason. Once they are known, ``ids`` and all
+        that goes with it are of the others.
+    bytes_up, bytes_down : int
+        What has crossed the door so far.
+    """
+
+    wanted_reports: set[str]
+    left_out: dict[int, str]
+    bytes_up: int
+    bytes_down: int
+
+    def without(self, ids: Iterable[int]) -> RoundCohort:
+        """Give the cohort less the clients that were lost after training."""
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Which personal models are meant.
+
+    Attributes
+    ----------
+    method : Method
+        Its local rule says what clients keep, and how those without a memory adapt.
+    fine_tune : tuple of Phase
+        What every client does after that.
+    round : int
+        Rounds finished.
+    """
+
+    method: Method
+    fine_tune: tuple[Phase, ...]
+    round: int
+
+
+class Engine(Protocol):
+    """What carries a method out.
+
+    Attributes
+    ----------
+    network : Network
+        The model as a function of its parameters.
+    machine : Machine
+        Where the server reckons, and in which arithmetic.
+    chunk : int
+        How many clients are stacked.
+    """
+
+    network: Network
+    machine: Machine
+    chunk: int
+
+    def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> RoundCohort:
+        """Gather clients for a round (counted from 0)."""
+
+    def evaluate(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> dict[str, Measured]:
+        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+
+    def averaged_kept(self, method: Method, model: Tree) -> Tree:
+        """Average what clients keep of the shared model, weighted as the method weighs clients."""
+
+    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+
+    @property
+    def remembering(self) -> list[int]:
+        """The clients whose memories are at hand here, in rising order."""
+
+    def commit(self, cohort: Any) -> None:
+        """Make what the clients of a cohort wrote in its round their newest memory."""
+
+    def export(self) -> Tree:
+        """Give what a checkpoint must hold of the engine."""
+
+    def restore(self, tensors: Tree) -> None:
+        """Take back what :meth:`export` gave."""
