@@ -267,7 +267,15 @@ def task_loss(client: Client) -> Tensor:
     return client.task_loss()
 
 
-def plain_gradient(value: Callable[[list[Tensor]], Tensor], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def personal_loss(client: Client) -> Tensor:
+    """Give the task's own loss of the client's personal model, sample by sample."""
+    return client.personal().task_loss()
+
+
+Value = Callable[[list[Tensor]], Tensor]
+
+
+def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Take the gradient where the parameters are.
 
     Parameters
@@ -289,6 +297,49 @@ def plain_gradient(value: Callable[[list[Tensor]], Tensor], params: list[Tensor]
     return losses.detach(), [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
 
 
+class Gradient(Protocol):
+    """How a step's gradient is taken."""
+
+    @property
+    def batches(self) -> int:
+        """How many batches a step looks at; see :func:`equipoise.engine.batches.draw_batches`."""
+
+    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient.
+
+        Parameters
+        ----------
+        values : sequence of callable
+            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked parameters. BatchNorm
+            statistics follow the first call of a step and no other.
+        params : list of Tensor
+            The stacked parameters that move; with a single client they are not stacked and a loss is a scalar, so only
+            operations that do not mind are portable.
+
+        Returns
+        -------
+        tuple
+            The losses to report, and one gradient a parameter.
+        """
+
+
+@dataclass(frozen=True)
+class PlainGradient:
+    """The gradient where the parameters are, batch by batch.
+
+    Examples
+    --------
+    >>> PlainGradient()([lambda params: params[0].square()], [torch.tensor(3.0)])
+    (tensor(9.), [tensor(6.)])
+    """
+
+    batches = 1
+
+    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient; see :func:`plain_gradient`."""
+        return plain_gradient(values[0], params)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One stretch of local training.
@@ -299,8 +350,8 @@ class Phase:
         The parts that move; the others stay bit for bit.
     loss : callable
         Per-sample values of one client; the engine takes the mean over the samples that are not padding.
-    gradient : callable
-        How the gradient is taken (see :func:`plain_gradient`).
+    gradient : Gradient
+        How the gradient is taken, and how many batches a step looks at.
     epochs, steps : int, optional
         How long; by default what the training settings say.
     optimizer : Optimizer, optional
@@ -311,14 +362,17 @@ class Phase:
 
     move: Parts = "all"
     loss: Loss = task_loss
-    gradient: Callable[[Callable[[list[Tensor]], Tensor], list[Tensor]], tuple[Tensor, list[Tensor]]] = plain_gradient
+    gradient: Gradient = PlainGradient()
     epochs: int | None = None
     steps: int | None = None
     optimizer: Optimizer | None = None
     batch: str = "next"
 
     def __post_init__(self) -> None:
-        """Refuse a phase that shares its batches and yet wants another number of them."""
+        """Refuse lengths that are none, and a phase that shares its batches and yet wants another number of them."""
+        for name in ("epochs", "steps"):
+            if (length := getattr(self, name)) is not None and not length >= 1:
+                raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
         if self.batch not in ("next", "same"):
             raise unknown("batch", self.batch, ("next", "same"), where="Phase")
         if self.batch == "same" and (self.epochs is not None or self.steps is not None):
@@ -326,11 +380,12 @@ class Phase:
 
 
 class Part:
-    """What every part has: a name for messages and tables, and what it lets the server see."""
+    """What every part has: a name for messages and tables, what it lets the server see, and the model it asks for."""
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     sees: ClassVar[Sees] = Sees.NOTHING
+    usual_model: ClassVar[str | None] = None
 
 
 class Sampler(Part):
@@ -417,9 +472,12 @@ class Aggregation(Part):
         Uploads of the local rule that :meth:`combine` uses.
     usual_weights : {"size", "uniform"}
         The cohort's prior in the paper.
+    lasting : tuple of str, optional
+        Of the numbers kept of every client, those that stay when clients join; all by default.
     """
 
     usual_weights: ClassVar[str] = "size"
+    lasting: ClassVar[tuple[str, ...] | None] = None
     needs: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
@@ -427,6 +485,16 @@ class Aggregation(Part):
     def begin(self, state: State, everyone: Cohort) -> State:
         """Set up what the server keeps, once before round 1; all registered clients are there to be asked."""
         return state
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Take in clients that have registered since :meth:`begin`, which is done again for everyone.
+
+        Of clients already there, the numbers in ``lasting`` stay what they were, and so does all that is not about
+        single clients.
+        """
+        fresh = self.begin(replace(state, kept={}), everyone)
+        kept = {name: _carried(tree, fresh.kept.get(name, tree), self.lasting) for name, tree in state.kept.items()}
+        return fresh.with_kept(**kept)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Say what goes to all clients (``model`` at least) and what to each (row k to client k).
@@ -442,6 +510,15 @@ class Aggregation(Part):
     def evaluated(self, state: State) -> Tree:
         """Give the model that is evaluated and handed out, where it is not the one sent to clients."""
         return state.model
+
+
+def _carried(old: Tree, new: Tree, lasting: tuple[str, ...] | None) -> Tree:
+    """Put what lasts of clients into a tree made for more of them; a tree that is not about clients stays."""
+    if "ids" not in new:
+        return old
+    where = torch.searchsorted(new["ids"], old["ids"])
+    names = [name for name in new if name != "ids" and (lasting is None or name in lasting)]
+    return {**new, **{name: new[name].index_put((where,), old[name]) for name in names}}
 
 
 class View(Part):
@@ -498,9 +575,19 @@ class Method:
             )
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The answers to the four questions."""
+        return self.sampler, self.local, self.aggregation, self.view
+
+    @property
     def sees(self) -> Sees:
         """The most that any part lets the server see."""
-        return max(part.sees for part in (self.sampler, self.local, self.aggregation, self.view))
+        return max(part.sees for part in self.parts)
+
+    @property
+    def usual_model(self) -> str:
+        """The model to use where none is named."""
+        return next((part.usual_model for part in self.parts if part.usual_model), "mlp")
 
     @property
     def personal(self) -> bool:

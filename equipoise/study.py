@@ -1,23 +1,28 @@
 """Studies: methods by settings by seeds, run as far as they are missing, and their tables.
 
 A study file holds ``base`` (an experiment without method and seed), ``methods``, ``settings`` (labels with what they
-change), ``seeds`` and ``metrics``. Its runs are in ``OUT/<setting>/<method>/seed<k>``; starting a study again runs what
-is missing, goes on with what was broken off and leaves alone what is done.
+change), ``seeds``, ``metrics`` and the ``split`` they are of. Its runs are in ``OUT/<setting>/<method>/seed<k>``; starting
+a study again runs what is missing, goes on with what was broken off and leaves alone what is done.
+
+A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. A study ignores it until it is
+tuned. Then every combination is a method of its own, runs with the one seed of ``tuning``, and is judged by validation
+data, beside the study's first method; see :class:`Tuning`.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -25,14 +30,17 @@ from typing import Any
 import torch
 
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
+from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.fairness import METRICS
 from equipoise.run.api import CONFIG, SUMMARY, read_config
-from equipoise.run.files import write_atomically
+from equipoise.run.files import Journal, write_atomically
+from equipoise.run.records import summarize_rows
 
-__all__ = ["Job", "Results", "Study", "load_study", "study_from", "value_of"]
+__all__ = ["Job", "Results", "Study", "Tuning", "load_study", "study_from", "value_of"]
 
-KEYS = ("base", "methods", "settings", "seeds", "metrics")
+KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "tuning")
+SPLITS = ("test", "val")
 MODELS, WHO = ("global", "personal"), ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
@@ -62,8 +70,45 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How to choose between the values of a grid, by what the q-FFL and GIFAIR-FL papers call best.
+
+    Of the values whose mean is at most ``tolerance`` below that of the study's first method, the one with the lowest
+    ``by`` is chosen; if there is none, the one with the highest mean.
+
+    Attributes
+    ----------
+    seed : int
+        The one seed to tune with; best one that the study itself does not use.
+    by : str
+        What should be low, such as ``sigma_clients`` or ``group_gap``.
+    tolerance : float
+        How far the mean may fall.
+
+    Examples
+    --------
+    >>> Tuning(tolerance=0.01).best({"a": (0.90, 0.10), "b": (0.89, 0.05), "c": (0.70, 0.01)}, reference=0.895)
+    'b'
+    """
+
+    seed: int = 0
+    by: str = "sigma_clients"
+    tolerance: float = 0.01
+
+    def best(self, measured: Mapping[str, tuple[float, float]], reference: float) -> str:
+        """Choose by the mean and the spread of each."""
+        similar = {label: spread for label, (mean, spread) in measured.items() if mean >= reference - self.tolerance}
+        if similar:
+            return min(similar, key=similar.__getitem__)
+        return max(measured, key=lambda label: measured[label][0])
+
+
+@dataclass(frozen=True)
 class Study:
-    """What to run, checked, and which metrics to show.
+    """What to run, checked, and which metrics of which split to show.
+
+    ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
+    its variants, and how to choose between them.
 
     Examples
     --------
@@ -77,6 +122,9 @@ class Study:
     seeds: tuple[int, ...]
     metrics: tuple[str, ...]
     jobs: tuple[Job, ...]
+    split: str = "test"
+    tuning: Tuning = Tuning()
+    tried: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
         """Run what is missing; a run that fails does not keep the others from running.
@@ -109,7 +157,7 @@ class Study:
         missing = []
         for job in self.jobs:
             if summary := _finished(job, out / job.path):
-                summaries[job.path] = summary
+                summaries[job.path] = _on_split(summary, out / job.path, self.split)
                 tell(job, "already there")
             else:
                 missing.append(job)
@@ -118,7 +166,7 @@ class Study:
                 failures[job.path] = result
                 tell(job, f"failed: {result}")
             else:
-                summaries[job.path] = result
+                summaries[job.path] = _on_split(result, out / job.path, self.split)
                 tell(job, "done")
         results = Results(self, summaries, failures)
         out.mkdir(parents=True, exist_ok=True)
@@ -149,6 +197,10 @@ class Results:
         """Say what stands behind ±."""
         count = len(self.study.seeds)
         return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
+
+    def data(self, setting: str) -> str:
+        """Say what numbers of a setting were measured on, if it is not the test split."""
+        return setting if self.study.split == "test" else f"{setting}, validation data"
 
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
         """Give a metric's value by seed; seeds whose run failed or has no such value are left out."""
@@ -187,8 +239,30 @@ class Results:
         scores = {group: mean for group, mean in means.items() if mean is not None}
         if not scores:
             return None
-        losses = any(summary["score"] == "loss" for summary in self.summaries.values())
-        return max(scores, key=scores.__getitem__) if losses else min(scores, key=scores.__getitem__)
+        return max(scores, key=scores.__getitem__) if self._of_losses else min(scores, key=scores.__getitem__)
+
+    @property
+    def _of_losses(self) -> bool:
+        return any(summary["score"] == "loss" for summary in self.summaries.values())
+
+    def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
+        """Give the best values of every method with a grid, as far as a run of it succeeded."""
+        tuning, best = self.study.tuning, {}
+        better = -1 if self._of_losses else 1
+
+        def measure(labels: Iterable[str]) -> dict[str, tuple[float, float]]:
+            measured = {}
+            for label in labels:
+                mean, by = (self.values(setting, label, metric).get(tuning.seed) for metric in ("mean", tuning.by))
+                if mean is not None and by is not None:
+                    measured[label] = (better * mean, by)
+            return measured
+
+        reference = max((mean for mean, _ in measure(self.study.methods[:1]).values()), default=float("-inf"))
+        for method, variants in self.study.tried.items():
+            if measured := measure(variants):
+                best[method] = variants[tuning.best(measured, reference)]
+        return best
 
     def plain(self) -> dict[str, Any]:
         """Give everything as plain values, ready for JSON."""
@@ -200,13 +274,15 @@ class Results:
             for *which, summed, seeds in self._rows()
         ]
         failures = {path.as_posix(): message for path, message in self.failures.items()}
-        return {"metrics": list(self.study.metrics), "std": self.spread, "results": rows, "failures": failures}
+        plain = {"metrics": list(self.study.metrics), "split": self.study.split, "std": self.spread, "results": rows}
+        chosen = {setting: self.chosen(setting) for setting in self.study.settings} if self.study.tried else None
+        return plain | {"failures": failures} | ({"chosen": chosen} if chosen else {})
 
     def markdown(self) -> str:
         """Write the tables as Markdown."""
         lines = []
         for setting in self.study.settings:
-            tables = {f"{setting}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
+            tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
             if groups := self.groups(setting):
                 tables[f"{setting}: mean over the clients of each group"] = {
                     group: f"groups.{group}" for group in groups
@@ -239,7 +315,7 @@ class Results:
                     yield setting, method, metric, _statistics(seeds), seeds
 
 
-def load_study(path: str | Path, *, metrics: Sequence[str] | None = None) -> Study:
+def load_study(path: str | Path, *, metrics: Sequence[str] | None = None, tune: bool = False) -> Study:
     """Read a study file.
 
     Parameters
@@ -248,6 +324,8 @@ def load_study(path: str | Path, *, metrics: Sequence[str] | None = None) -> Stu
         A YAML file.
     metrics : sequence of str, optional
         What to show instead of what the file says.
+    tune : bool
+        Whether to try the grids of its methods instead of running what it says.
 
     Returns
     -------
@@ -262,22 +340,27 @@ def load_study(path: str | Path, *, metrics: Sequence[str] | None = None) -> Stu
     >>> len(load_study(file).jobs)
     6
     """
-    return study_from(read_yaml(path), str(path), metrics=metrics)
+    return study_from(read_yaml(path), str(path), metrics=metrics, tune=tune)
 
 
-def study_from(mapping: Mapping[str, Any], where: str = "the study", *, metrics: Sequence[str] | None = None) -> Study:
+def study_from(
+    mapping: Mapping[str, Any], where: str = "the study", *, metrics: Sequence[str] | None = None, tune: bool = False
+) -> Study:
     """Make a study of plain values.
 
     Parameters
     ----------
     mapping : mapping
-        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds`` and ``metrics``.
+        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds``, ``metrics``, ``split``
+        (``test`` or ``val``) and ``tuning`` (the fields of :class:`Tuning`, and under ``set`` what else changes).
     where : str
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
         ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
         the model the method is for: the personal one if it has any) and ``seen.`` or ``unseen.`` (otherwise seen).
+    tune : bool
+        Whether to make the study that tries the grids of its methods, judged by validation data.
 
     Returns
     -------
@@ -291,6 +374,9 @@ def study_from(mapping: Mapping[str, Any], where: str = "the study", *, metrics:
     >>> study = study_from({"base": base, "methods": [{"name": "fedprox", "mu": 1, "label": "strong"}], "settings": settings})
     >>> [str(job.path) for job in study.jobs]
     ['even/strong/seed0', 'uneven/strong/seed0']
+    >>> tried = study_from({"base": base, "methods": ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]}, tune=True)
+    >>> tried.methods, tried.split
+    (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
     """
     for key in mapping:
         if key not in KEYS:
@@ -301,9 +387,16 @@ def study_from(mapping: Mapping[str, Any], where: str = "the study", *, metrics:
     for key in ("method", "seed"):
         if key in base:
             raise InputError(f"{where}: base.{key} has no meaning in a study; use {key}s")
-    methods = _methods(mapping.get("methods"), where)
+    methods, tried = _methods(mapping.get("methods"), where, tune=tune)
     settings = _settings(mapping.get("settings"), where)
+    tuning, changes = _tuning(mapping.get("tuning", {}), where)
     seeds = _list(mapping.get("seeds", [0]), int, "seeds", "a list of different whole numbers", where)
+    split = mapping.get("split", "test")
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS, where=where)
+    if tune:
+        seeds, split = [tuning.seed], "val"
+        settings = {label: [*overrides, *changes] for label, overrides in settings.items()}
     shown = _list(list(metrics or mapping.get("metrics", COLUMNS)), str, "metrics", "a list of different names", where)
     for metric in shown:
         _check_metric(metric, "--metrics" if metrics else f"metrics of {where}")
@@ -313,7 +406,7 @@ def study_from(mapping: Mapping[str, Any], where: str = "the study", *, metrics:
         for label, method in methods.items()
         for seed in seeds
     ]
-    return Study(tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs))
+    return Study(tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs), split, tuning, tried)
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -349,17 +442,60 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
 # ---- reading a study -------------------------------------------------------------------------------------------------
 
 
-def _methods(given: Any, where: str) -> dict[str, list[Override]]:
+Tried = dict[str, dict[str, dict[str, Any]]]
+
+
+def _methods(given: Any, where: str, *, tune: bool) -> tuple[dict[str, list[Override]], Tried]:
+    """Read the methods; to tune, the first one and every combination of a grid's values, with what they stand for."""
     if not isinstance(given, list) or not given:
         raise InputError(f"{where}: methods must be a list of names or mappings with a name, got {given!r}")
     methods: dict[str, list[Override]] = {}
+    tried: Tried = {}
     for item in given:
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
         label = _label(options.pop("label", options.get("name")), "methods", where)
-        if label in methods:
-            raise InputError(f"{where}: two methods are called {label!r}; tell them apart with label")
-        methods[label] = [Override("method", options, f"methods of {where}")]
-    return methods
+        combinations = _combinations(options.pop("grid", {}), label, where)
+        variants = {_label(_variant(label, values), "methods", where): values for values in combinations}
+        if tune and len(variants) > 1:
+            tried[label] = variants
+        elif tune and methods:
+            continue
+        for variant, values in (variants if tune else {label: {}}).items():
+            if variant in methods:
+                raise InputError(f"{where}: two methods are called {variant!r}; tell them apart with label")
+            methods[variant] = [Override("method", options | values, f"methods of {where}")]
+    if tune and not tried:
+        raise InputError(f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}")
+    return methods, tried
+
+
+def _combinations(grid: Any, label: str, where: str) -> list[dict[str, Any]]:
+    if not isinstance(grid, Mapping) or not all(isinstance(values, list) and values for values in grid.values()):
+        raise InputError(
+            f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, got {grid!r}"
+        )
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _variant(label: str, values: Mapping[str, Any]) -> str:
+    return " ".join([label, *(f"{name}={value}" for name, value in values.items())])
+
+
+def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
+    origin = f"tuning of {where}"
+    if not isinstance(given, Mapping) or not isinstance(given.get("set", {}), Mapping):
+        raise InputError(f"{origin} must hold keys with values, got {given!r}")
+    kinds = {"seed": (int, "a whole number"), "by": (str, "a metric"), "tolerance": (int | float, "a number")}
+    fields = {key: value for key, value in given.items() if key != "set"}
+    for key, value in fields.items():
+        if key not in kinds:
+            raise unknown("key", key, [*kinds, "set"], where=origin)
+        kind, words = kinds[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InputError(f"{origin}: {key} must be {words}, got {value!r}")
+    made = Tuning(**fields)
+    _check_metric(made.by, origin)
+    return made, [Override(key, value, f"{origin}, set") for key, value in _flat(given.get("set", {}))]
 
 
 def _settings(given: Any, where: str) -> dict[str, list[Override]]:
@@ -432,6 +568,15 @@ def _finished(job: Job, directory: Path) -> dict[str, Any] | None:
         return None
     summary: dict[str, Any] = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     return summary
+
+
+def _on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str, Any]:
+    """Give the summary with the results of another split than the test split, worked out from the run's rows."""
+    if split == "test":
+        return summary
+    rows = (row for row in Journal(directory / "metrics.jsonl") if row["round"] == summary["round"])
+    task = Task("regression" if summary["score"] == "loss" else "classification")
+    return {**summary, "results": summarize_rows(rows, task, split=split)}
 
 
 def _carry_out(missing: Sequence[Job], out: Path, jobs: int, tell: Watch) -> Iterator[tuple[Job, dict[str, Any] | str]]:

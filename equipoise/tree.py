@@ -50,8 +50,9 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
     names = list(names)
     chosen: set[str] = set()
     for part in (parts,) if isinstance(parts, str) else parts:
-        found = _batchnorm(names, part) if part in (BATCHNORM, PERSONAL + BATCHNORM) else None
-        if found is None:
+        if part.removeprefix(PERSONAL) == BATCHNORM:
+            found = _batchnorm(names, part)
+        else:
             found = [name for name in names if in_parts(name, part)]
         if not found and part != "all":
             roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}
@@ -68,7 +69,7 @@ def _batchnorm(names: list[str], part: str) -> list[str]:
     if not found:
         raise InputError(
             f"the method names the part {part!r}, but the model has no BatchNorm layer with running statistics; "
-            "of the models that come along, resnet18 has them"
+            "valid: a model that has, such as bncnn or resnet18"
         )
     return found
 

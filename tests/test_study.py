@@ -19,7 +19,7 @@ import yaml
 from equipoise.cli import main
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
-from equipoise.study import load_study, study_from, value_of
+from equipoise.study import Tuning, load_study, study_from, value_of
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
 STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
@@ -34,11 +34,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def score_by_hand(directory, *, model, metric):
+def score_by_hand(directory, *, model, metric, split="test"):
     """Work a metric out from the rows of metrics.jsonl, in plain Python."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     last = max(row["round"] for row in rows)
-    wanted = (last, model, "test", False)
+    wanted = (last, model, split, False)
     rows = [row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted]
     values = [row["accuracy"] for row in rows]
     groups = {name: [r["accuracy"] for r in rows if r["group"] == name] for name in {r["group"] for r in rows}}
@@ -47,6 +47,7 @@ def score_by_hand(directory, *, model, metric):
         return means[metric.removeprefix("groups.")]
     return {
         "mean": sum(values) / len(values),
+        "sigma_clients": statistics.pstdev(values),
         "sigma_groups": statistics.pstdev(means.values()),
         "worst_group": min(means.values()),
     }[metric]
@@ -127,6 +128,15 @@ def test_methods_by_settings_by_seeds():
         ({"seeds": [True]}, "s.yaml: seeds must be a list of different whole numbers, got [True]"),
         ({"metrics": ["men"]}, "unknown metric 'men' in metrics of s.yaml; did you mean 'mean'?"),
         ({"metrics": ["global.men"]}, "unknown metric 'global.men' in metrics of s.yaml"),
+        ({"split": "train"}, "unknown split 'train' in s.yaml. Valid: test, val"),
+        ({"tuning": 3}, "tuning of s.yaml must hold keys with values, got 3"),
+        ({"tuning": {"sed": 3}}, "unknown key 'sed' in tuning of s.yaml; did you mean 'seed'?"),
+        ({"tuning": {"seed": "a"}}, "tuning of s.yaml: seed must be a whole number, got 'a'"),
+        ({"tuning": {"by": "sigma"}}, "unknown metric 'sigma' in tuning of s.yaml"),
+        (
+            {"methods": [{"name": "qffl", "grid": {"q": 1}}]},
+            "s.yaml: grid of method 'qffl' must hold hyper-parameters with lists of values, got {'q': 1}",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(changes, message):
@@ -235,6 +245,99 @@ def test_a_directory_of_another_experiment_is_that_runs_failure(tmp_path):
     assert results.cell("base", "fedavg", "mean").endswith("(1 of 2)")
 
 
+# ---- tuning ----------------------------------------------------------------------------------------------------------
+
+GRIDS = {
+    "base": BASE,
+    "methods": [
+        {"name": "fedavg", "weights": "uniform"},
+        {"name": "term", "t": 7, "label": "tilted", "grid": {"t": [1, 30], "tilts": ["clients", "groups"]}},
+        "local",
+        {"name": "ditto", "grid": {"lam": [0.5, 2]}},
+    ],
+    "tuning": {"seed": 3, "by": "sigma_clients", "tolerance": 0.5, "set": {"training.rounds": 1}},
+    "seeds": [1, 2],
+    "metrics": ["mean", "sigma_clients"],
+}
+VARIANTS = {
+    "tilted t=1 tilts=clients": {"t": 1, "tilts": "clients"},
+    "tilted t=1 tilts=groups": {"t": 1, "tilts": "groups"},
+    "tilted t=30 tilts=clients": {"t": 30, "tilts": "clients"},
+    "tilted t=30 tilts=groups": {"t": 30, "tilts": "groups"},
+}
+
+
+def test_a_grid_is_ignored_until_it_is_tuned():
+    study = study_from(GRIDS)
+    assert (study.methods, study.seeds, study.split) == (("fedavg", "tilted", "local", "ditto"), (1, 2), "test")
+    assert {job.experiment.method.aggregation.t for job in study.jobs if job.method == "tilted"} == {7}
+    assert {job.experiment.training.rounds for job in study.jobs} == {2}
+
+
+def test_tuning_tries_the_first_method_and_every_combination_with_one_seed():
+    study = study_from(GRIDS, tune=True)
+    assert (study.seeds, study.split) == ((3,), "val")
+    assert study.methods == ("fedavg", *VARIANTS, "ditto lam=0.5", "ditto lam=2")
+    assert study.tried == {"tilted": VARIANTS, "ditto": {"ditto lam=0.5": {"lam": 0.5}, "ditto lam=2": {"lam": 2}}}
+    for job in study.jobs[1:5]:
+        rule = job.experiment.method.aggregation
+        assert {"t": rule.t, "tilts": rule.tilts} == VARIANTS[job.method]
+        assert (job.experiment.training.rounds, job.experiment.seed) == (1, 3)
+
+
+def test_there_must_be_something_to_tune():
+    with pytest.raises(InputError, match=re.escape("s.yaml: no method has a grid of values to try")):
+        study_from(STUDY, "s.yaml", tune=True)
+
+
+def test_which_values_are_best():
+    tuning = Tuning(tolerance=0.01)
+    measured = {"low": (0.795, 0.10), "same": (0.80, 0.20), "far": (0.70, 0.01)}
+    assert tuning.best(measured, reference=0.80) == "low"
+    assert Tuning(tolerance=0).best(measured, reference=0.80) == "same"
+    assert Tuning(tolerance=0.5).best(measured, reference=0.80) == "far"
+    assert tuning.best(measured, reference=0.99) == "same"
+
+
+def test_values_are_chosen_on_validation_data(tmp_path):
+    results, _ = outcomes(study_from(GRIDS, tune=True), tmp_path)
+
+    def by_hand(label, model, metric):
+        return score_by_hand(tmp_path / "base" / label / "seed3", model=model, metric=metric, split="val")
+
+    for label in VARIANTS:
+        for metric in ("mean", "sigma_clients"):
+            assert results.values("base", label, metric) == {
+                3: pytest.approx(by_hand(label, "global", metric), abs=1e-12)
+            }
+    reference = by_hand("fedavg", "global", "mean")
+    fair = [label for label in VARIANTS if by_hand(label, "global", "mean") >= reference - 0.5]
+    best = min(fair, key=lambda label: by_hand(label, "global", "sigma_clients"))
+    assert results.chosen("base")["tilted"] == VARIANTS[best]
+    spreads = {lam: by_hand(f"ditto lam={lam}", "personal", "sigma_clients") for lam in (0.5, 2)}
+    assert results.chosen("base")["ditto"] == {"lam": min(spreads, key=spreads.__getitem__)}
+    assert json.loads((tmp_path / "results.json").read_text())["chosen"]["base"] == results.chosen("base")
+    assert results.markdown().startswith("**base, validation data: mean ± ")
+    test_mean = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
+    assert test_mean != reference
+
+
+def test_a_variant_that_fails_is_not_chosen(tmp_path):
+    wild = {"name": "fedmgda", "grid": {"lr": [0.1, 1e38]}}
+    results, _ = outcomes(study_from({**GRIDS, "methods": ["fedavg", wild]}, tune=True), tmp_path)
+    assert [path.parts[1] for path in results.failures] == ["fedmgda lr=1e+38"]
+    assert results.chosen("base") == {"fedmgda": {"lr": 0.1}}
+
+
+def test_a_study_of_validation_data(tmp_path):
+    results, _ = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path)
+    value = score_by_hand(tmp_path / "base" / "fedavg" / "seed0", model="global", metric="mean", split="val")
+    assert results.values("base", "fedavg", "mean") == {0: pytest.approx(value, abs=1e-12)}
+    again, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path)
+    assert seen == [("base/fedavg/seed0", "already there")]
+    assert again.plain() == results.plain()
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +366,17 @@ def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     code, stdout, _ = compare(monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json")
     assert code == 0
     assert json.loads(stdout) == {"directory": "runs/small", **results.plain()}
+
+
+def test_compare_tunes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("grids.yaml").write_text(yaml.safe_dump(GRIDS))
+    code, stdout, _ = compare(monkeypatch, capsys, "grids.yaml", "--tune")
+    assert code == 0
+    chosen = load_study("grids.yaml", tune=True).run("runs/grids-tuning").chosen("base")
+    assert f"chosen for ditto: lam: {chosen['ditto']['lam']}" in stdout
+    assert f"chosen for tilted: t: {chosen['tilted']['t']}, tilts: {chosen['tilted']['tilts']}" in stdout
+    assert "base, validation data: mean" in stdout
 
 
 def test_compare_ends_with_1_when_a_run_failed(tmp_path, monkeypatch, capsys):

@@ -45,6 +45,40 @@ def test_a_part_that_holds_nothing_is_refused(parts, message):
         select(NAMES, parts)
 
 
+NORMALISED = [
+    "features.0.weight",
+    "features.1.weight",
+    "features.1.bias",
+    "features.1.running_mean",
+    "features.1.running_var",
+    "features.10.weight",
+    "head.norm.running_mean",
+    "head.weight",
+    "personal.features.1.weight",
+    "personal.features.1.running_mean",
+    "personal.head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ("batchnorm", [1, 2, 3, 4, 6]),
+        ("personal.batchnorm", [8, 9]),
+        (("head", "batchnorm"), [1, 2, 3, 4, 6, 7]),
+        (("batchnorm", "personal"), [1, 2, 3, 4, 6, 8, 9, 10]),
+    ],
+)
+def test_batchnorm_is_every_layer_with_statistics(parts, wanted):
+    assert select(NORMALISED, parts) == [NORMALISED[i] for i in wanted]
+
+
+def test_a_model_without_batchnorm_is_refused_where_it_is_named():
+    for part in ("batchnorm", "personal.batchnorm"):
+        with pytest.raises(InputError, match=f"part '{part}', but the model has no BatchNorm layer.*such as bncnn"):
+            select(["features.0.weight", "head.weight", "personal.head.weight"], part)
+
+
 def test_all_of_an_empty_tree_is_empty():
     assert select([], "all") == []
 

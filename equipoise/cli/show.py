@@ -277,7 +277,7 @@ def results(results: Results, directory: Path) -> None:
     """Show a study's tables, what failed, and where the runs are."""
     console = _console()
     for setting in results.study.settings:
-        title = f"\n{setting}: mean ± {results.spread}"
+        title = f"\n{results.data(setting)}: mean ± {results.spread}"
         table = _table(title, "method", *results.study.metrics, numbers=len(results.study.metrics))
         for label in results.study.methods:
             table.add_row(label, *(results.cell(setting, label, metric) for metric in results.study.metrics))
@@ -293,6 +293,9 @@ def results(results: Results, directory: Path) -> None:
                 marked = [f"[{LEFT_BEHIND}]{cell}[/]" if group == worst else cell for group, cell in cells]
                 who.add_row(label, *marked, worst or "–")
             console.print(who)
+        for label, values in results.chosen(setting).items():
+            written = ", ".join(f"{name}: {value}" for name, value in values.items())
+            console.print(f"chosen for {label}: {written}", soft_wrap=True)
     for path, message in results.failures.items():
         console.print(f"\nfailed: {path}: {message}", style="red", soft_wrap=True, markup=False)
     console.print(f"\nfiles: {directory}", soft_wrap=True)

@@ -45,6 +45,7 @@ SOURCES = {
     "cifar": "equipoise.data.cifar",
     "leaf": "equipoise.data.leaf",
     "shakespeare": "equipoise.data.shakespeare",
+    "silos": "equipoise.data.silos",
 }
 
 PARTITIONS: dict[str, type[Partition]] = {

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from equipoise.data.download import Archive
 from equipoise.data.files import as_pixels, data_files, read
 from equipoise.data.partition import Dirichlet
 from equipoise.data.source import Source
@@ -29,6 +30,18 @@ FOLDERS = {
     10: ("cifar-10-batches-py", "cifar10/cifar-10-batches-py", "cifar10"),
     100: ("cifar-100-python", "cifar100/cifar-100-python", "cifar100"),
 }
+ARCHIVES = {
+    classes: Archive(
+        f"https://www.cs.toronto.edu/~kriz/{name}.tar.gz",
+        sha256,
+        FOLDERS[classes][0],
+        tuple(f"{FOLDERS[classes][0]}/{file}" for files in FILES[classes].values() for file in files),
+    )
+    for classes, name, sha256 in (
+        (10, "cifar-10-python", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
+        (100, "cifar-100-python", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+    )
+}
 LABELS = {10: b"labels", 100: b"fine_labels"}
 
 # Mean and standard deviation of red, green and blue over the 50,000 training images.
@@ -38,7 +51,14 @@ COLOURS = {
 }
 
 
-def cifar(*, classes: int = 10, root: str | None = None, portion: str = "all", standardize: bool = True) -> Source:
+def cifar(
+    *,
+    classes: int = 10,
+    root: str | None = None,
+    portion: str = "all",
+    standardize: bool = True,
+    download: bool = False,
+) -> Source:
     """Read CIFAR-10 or CIFAR-100.
 
     Parameters
@@ -54,6 +74,8 @@ def cifar(*, classes: int = 10, root: str | None = None, portion: str = "all", s
     standardize : bool
         Subtract the mean of each colour and divide by its standard deviation (`COLOURS`), as is usual; without it pixels
         run from 0 to 1.
+    download : bool
+        Get the files (170 MB) if they are not there.
 
     Returns
     -------
@@ -72,7 +94,8 @@ def cifar(*, classes: int = 10, root: str | None = None, portion: str = "all", s
     if portion not in ("all", *portions):
         raise unknown("portion", portion, ("all", *portions), where="data 'cifar'")
     names = portions["train"] + portions["test"] if portion == "all" else portions[portion]
-    paths = data_files("cifar", names, folders=FOLDERS[classes], root=root)
+    archives = [ARCHIVES[classes]]
+    paths = data_files("cifar", names, folders=FOLDERS[classes], root=root, archives=archives, download=download)
     images, labels = (np.concatenate(parts) for parts in zip(*(_batch(path, classes) for path in paths), strict=True))
     x = as_pixels(images)
     if standardize:
@@ -83,7 +106,13 @@ def cifar(*, classes: int = 10, root: str | None = None, portion: str = "all", s
 
 
 def recipe(
-    *, seed: int, classes: int = 10, root: str | None = None, portion: str = "all", standardize: bool = True
+    *,
+    seed: int,
+    classes: int = 10,
+    root: str | None = None,
+    portion: str = "all",
+    standardize: bool = True,
+    download: bool = False,
 ) -> tuple[Source, Dirichlet]:
     """Give CIFAR and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
 
@@ -91,7 +120,7 @@ def recipe(
     ----------
     seed : int
         Not used: every image is read.
-    classes, root, portion, standardize
+    classes, root, portion, standardize, download
         See `cifar`.
 
     Returns
@@ -105,7 +134,7 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'cifar' in .../cifar-10-batches-py or ...
     """
-    source = cifar(classes=classes, root=root, portion=portion, standardize=standardize)
+    source = cifar(classes=classes, root=root, portion=portion, standardize=standardize, download=download)
     return source, Dirichlet(100, beta=0.1)
 
 

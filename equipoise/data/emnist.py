@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from equipoise.data.checks import real, whole
+from equipoise.data.download import Archive
 from equipoise.data.draws import generator
 from equipoise.data.files import as_pixels, data_files, read_idx_images
 from equipoise.data.partition import Assignment, _labels
@@ -29,13 +30,25 @@ RELEASE = (
     "emnist-byclass-test-images-idx3-ubyte",
     "emnist-byclass-test-labels-idx1-ubyte",
 )
+ARCHIVE = Archive(
+    "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
+    "fb9bb67e33772a9cc0b895e4ecf36d2cf35be8b709693c3564cea2a019fcda8e",
+    "emnist",
+    tuple(f"gzip/{name}.gz" for name in RELEASE),
+)
 UPRIGHT = ("emnist-byclass-images-idx3-ubyte", "emnist-byclass-labels-idx1-ubyte")
 
 # Clients, images a client, and which of digits (0), capital (1) and lowercase letters (2) they are: GIFAIR, table 3.
 _THREE_GROUPS = {"capital": (60, 800, (0, 1)), "lowercase": (100, 1000, (0, 2)), "mixed": (40, 600, (0, 1, 2))}
 
 
-def emnist(*, root: str | None = None, characters: str | None = None, transposed: bool | None = None) -> Source:
+def emnist(
+    *,
+    root: str | None = None,
+    characters: str | None = None,
+    transposed: bool | None = None,
+    download: bool = False,
+) -> Source:
     """Read EMNIST ByClass.
 
     Parameters
@@ -47,6 +60,8 @@ def emnist(*, root: str | None = None, characters: str | None = None, transposed
         Which classes to keep, such as ``"abcdefghij"``; their labels become 0, 1, ... in this order.
     transposed : bool, optional
         Whether the files hold images with rows and columns exchanged. By default those of the release do.
+    download : bool
+        Get the files of the release (562 MB) if there are none.
 
     Returns
     -------
@@ -60,7 +75,7 @@ def emnist(*, root: str | None = None, characters: str | None = None, transposed
     equipoise.errors.InputError: characters='ab!' of data 'emnist' must be different ones of 0-9A-Za-z
     """
     kept = _classes(characters)
-    paths = data_files("emnist", RELEASE, UPRIGHT, folders=FOLDERS, root=root)
+    paths = data_files("emnist", RELEASE, UPRIGHT, folders=FOLDERS, root=root, archives=[ARCHIVE], download=download)
     read = [read_idx_images(*paths[i : i + 2], classes=len(CHARACTERS)) for i in range(0, len(paths), 2)]
     images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     chosen = np.isin(labels, kept)
@@ -84,6 +99,7 @@ def recipe(
     characters: str | None = None,
     transposed: bool | None = None,
     scale: float = 1.0,
+    download: bool = False,
 ) -> tuple[Source, Skewed | ThreeGroups]:
     """Give EMNIST and its usual partition: `ThreeGroups` for all characters, `Skewed` for a choice of them.
 
@@ -91,7 +107,7 @@ def recipe(
     ----------
     seed : int
         Not used: every image is read.
-    root, characters, transposed
+    root, characters, transposed, download
         See `emnist`. GIFAIR's Skewed keeps ``"abcdefghij"``.
     scale : float
         Images a client, as a factor of the paper's.
@@ -107,7 +123,7 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'emnist' in ...
     """
-    source = emnist(root=root, characters=characters, transposed=transposed)
+    source = emnist(root=root, characters=characters, transposed=transposed, download=download)
     return source, ThreeGroups(scale) if characters is None else Skewed(scale)
 
 

@@ -1,4 +1,4 @@
-"""Finding and reading files of a data directory. Nothing is downloaded.
+"""Finding and reading files of a data directory. Nothing is downloaded unless it is asked for.
 
 The data directory is the option ``root`` of a source, else the environment variable ``EQUIPOISE_DATA``, else ``data`` in
 the working directory. Any file may be compressed with gzip.
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.data.download import Archive, fetch
 from equipoise.errors import InputError
 
 VARIABLE = "EQUIPOISE_DATA"
@@ -25,7 +26,12 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def data_files(
-    source: str, *choices: Sequence[str], folders: Sequence[str], root: str | Path | None = None
+    source: str,
+    *choices: Sequence[str],
+    folders: Sequence[str],
+    root: str | Path | None = None,
+    archives: Sequence[Archive] = (),
+    download: bool = False,
 ) -> tuple[Path, ...]:
     """Find the files of a source in the data directory.
 
@@ -40,6 +46,10 @@ def data_files(
         Where in the data directory to look, the likeliest first; ``"."`` is the data directory itself.
     root : str or Path, optional
         The data directory.
+    archives : sequence of Archive
+        What holds the files, where it is published at a fixed address.
+    download : bool
+        Get the archives if the files are not there.
 
     Returns
     -------
@@ -56,16 +66,18 @@ def data_files(
     """
     home, origin = _home(root)
     places = [home / folder for folder in folders]
-    for place in places:
-        for choice in choices:
-            found = [_matches(place, name) for name in choice]
-            if all(found):
-                return tuple(path for paths in found for path in paths)
+    found = _complete(places, choices)
+    if not found and download:
+        for archive in archives:
+            fetch(archive, home)
+        found = _complete(places, choices)
+    if found:
+        return found
     looked = " or ".join(str(place) for place in places)
     expected = "; or ".join(", ".join(choice) for choice in choices)
     raise InputError(
         f"no files of data {source!r} in {looked} ({origin}): expected {expected}, each perhaps with .gz; "
-        f"give the data directory as root or in the environment variable {VARIABLE}"
+        f"give the data directory as root or in the environment variable {VARIABLE}{_offer(source, archives)}"
     )
 
 
@@ -202,6 +214,24 @@ def _home(root: str | Path | None) -> tuple[Path, str]:
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen).expanduser().absolute(), f"environment variable {VARIABLE}"
     return Path("data").absolute(), f"neither root nor {VARIABLE} is set"
+
+
+def _complete(places: Sequence[Path], choices: Sequence[Sequence[str]]) -> tuple[Path, ...]:
+    """Give the files of the first set that is complete in one place, or none."""
+    for place in places:
+        for choice in choices:
+            found = [_matches(place, name) for name in choice]
+            if all(found):
+                return tuple(path for paths in found for path in paths)
+    return ()
+
+
+def _offer(source: str, archives: Sequence[Archive]) -> str:
+    """Say how to get the files, where that is possible."""
+    if not archives:
+        return ""
+    site = archives[0].url.rpartition("/")[0]
+    return f"; or have them downloaded from {site} with download=True (--download of equipoise data {source})"
 
 
 def _matches(place: Path, name: str) -> list[Path]:

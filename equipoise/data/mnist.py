@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from equipoise.data.download import Archive
 from equipoise.data.files import as_pixels, data_files, read_idx_images
 from equipoise.data.partition import Dirichlet
 from equipoise.data.source import Source
@@ -15,9 +16,18 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 FOLDERS = ("mnist", "MNIST/raw", ".")
+ARCHIVES = {
+    name: Archive(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", sha256, "mnist")
+    for name, sha256 in {
+        "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    }.items()
+}
 
 
-def mnist(*, root: str | None = None, portion: str = "all") -> Source:
+def mnist(*, root: str | None = None, portion: str = "all", download: bool = False) -> Source:
     """Read MNIST.
 
     Parameters
@@ -27,6 +37,8 @@ def mnist(*, root: str | None = None, portion: str = "all") -> Source:
     portion : {"all", "train", "test"}
         Which of the two published portions to read. Clients make their own splits, so the two are put together unless
         asked otherwise, the 60,000 for training first.
+    download : bool
+        Get the files (12 MB) if they are not there.
 
     Returns
     -------
@@ -41,14 +53,17 @@ def mnist(*, root: str | None = None, portion: str = "all") -> Source:
     """
     if portion not in ("all", *FILES):
         raise unknown("portion", portion, ("all", *FILES), where="data 'mnist'")
-    pairs = list(FILES.values()) if portion == "all" else [FILES[portion]]
-    paths = data_files("mnist", [name for pair in pairs for name in pair], folders=FOLDERS, root=root)
+    names = FILES["train"] + FILES["test"] if portion == "all" else FILES[portion]
+    archives = [ARCHIVES[name] for name in names]
+    paths = data_files("mnist", names, folders=FOLDERS, root=root, archives=archives, download=download)
     read = [read_idx_images(*paths[i : i + 2], classes=10) for i in range(0, len(paths), 2)]
     images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     return Source(x=torch.from_numpy(as_pixels(images)[:, None]), y=torch.from_numpy(labels), classes=10, name="mnist")
 
 
-def recipe(*, seed: int, root: str | None = None, portion: str = "all") -> tuple[Source, Dirichlet]:
+def recipe(
+    *, seed: int, root: str | None = None, portion: str = "all", download: bool = False
+) -> tuple[Source, Dirichlet]:
     """Give MNIST and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
 
     ``partition="skewed"`` gives GIFAIR's Skewed partition instead.
@@ -57,7 +72,7 @@ def recipe(*, seed: int, root: str | None = None, portion: str = "all") -> tuple
     ----------
     seed : int
         Not used: every image is read.
-    root, portion
+    root, portion, download
         See `mnist`.
 
     Returns
@@ -71,4 +86,4 @@ def recipe(*, seed: int, root: str | None = None, portion: str = "all") -> tuple
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'mnist' in ...
     """
-    return mnist(root=root, portion=portion), Dirichlet(100, beta=0.1)
+    return mnist(root=root, portion=portion, download=download), Dirichlet(100, beta=0.1)

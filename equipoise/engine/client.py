@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from equipoise.engine.network import Network
+from equipoise.errors import InputError
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, squared_distance
 
@@ -65,17 +66,37 @@ class Client:
 
     def moved(self) -> Tree:
         """Give the parameters this phase moves, under the names of the shared model."""
-        shared = {name: name.removeprefix(PERSONAL) for name in self.params if name in self.moving}
-        return {to: self.params[name] for name, to in shared.items() if to not in self.network.buffers}
+        moved: Tree = {}
+        for name in self.params:
+            shared = name.removeprefix(PERSONAL)
+            if name in self.moving and shared not in self.network.buffers:
+                if shared in moved:
+                    raise InputError(
+                        f"a phase moves both {shared} and {PERSONAL}{shared}, and its loss asks for moved() or a "
+                        "distance, which know them by one name; valid: a phase for each"
+                    )
+                moved[shared] = self.params[name]
+        return moved
 
     def output(self) -> Tensor:
         """Give the model's output for the batch.
 
-        BatchNorm statistics of parts that move follow the first output computed with them in a step; those of the other
-        parts are used as they are.
+        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout drops
+        nothing. Statistics of those that move follow the first output computed with them in a step.
         """
-        self.network.freeze_statistics_unless(lambda name: self._kept_as(name) in self.moving)
-        output, buffers = self.network.output(self.params, self.x, self.forward)
+        return self._apply(self.x)
+
+    def features(self) -> Tensor:
+        """Give z, what the model's features make of the batch, for losses that look at it more than once."""
+        return self._apply(self.x, "features")
+
+    def head(self, z: Tensor) -> Tensor:
+        """Give the model's output for features."""
+        return self._apply(z, "head")
+
+    def _apply(self, x: Tensor, part: str | None = None) -> Tensor:
+        self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
+        output, buffers = self.network.output(self.params, x, self.forward, part)
         for name, value in buffers.items():
             self.recorded.setdefault(self._kept_as(name), value)
         return output

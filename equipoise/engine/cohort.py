@@ -93,6 +93,7 @@ class StackedEngine:
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
         self.data = DeviceData(self.view, device, machine.dtype)
         self.memory = MemoryStore()
+        self.absent: dict[int, str] = {}
         self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
         self._train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
@@ -174,6 +175,13 @@ class StackedEngine:
     def remembering(self) -> list[int]:
         """The clients that have a memory, in rising order."""
         return self.memory.clients
+
+    def newcomers(self) -> Sequence[int]:
+        """Nobody: all clients are there from the start."""
+        return ()
+
+    def keep(self) -> None:
+        """Do nothing: models that may count are copied."""
 
     def commit(self, cohort: StackedCohort) -> None:
         """Make what was written in the cohort's round the newest memory."""
@@ -380,7 +388,11 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                how = {"epochs": phase.epochs or training.epochs, "steps": phase.steps or training.steps}
+                how = {
+                    "epochs": phase.epochs or training.epochs,
+                    "steps": phase.steps or (None if phase.epochs else training.steps),
+                    "a_step": phase.gradient.batches,
+                }
                 batches.append(
                     self._draw(
                         self.ids[members], index, batch_size=training.batch_size, shuffle=training.shuffle, **how

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,11 +89,17 @@ class Engine(Protocol):
         Where the server reckons, and in which arithmetic.
     chunk : int
         How many clients are stacked.
+    absent : dict
+        Clients that did not answer when models were evaluated last, with the reason.
     """
 
     network: Network
     machine: Machine
     chunk: int
+    absent: dict[int, str]
+
+    def newcomers(self) -> Sequence[int]:
+        """Give the clients that have come since the last time; the federation knows them from now on."""
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> RoundCohort:
         """Gather clients for a round (counted from 0)."""
@@ -115,6 +121,9 @@ class Engine(Protocol):
 
     def commit(self, cohort: Any) -> None:
         """Make what the clients of a cohort wrote in its round their newest memory."""
+
+    def keep(self) -> None:
+        """Hold on to the memories as they are: the models of this round may be the ones that count."""
 
     def export(self) -> Tree:
         """Give what a checkpoint must hold of the engine."""

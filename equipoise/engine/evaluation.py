@@ -127,11 +127,12 @@ def _sums_of_chunk(
         output, _ = network.output({**still, **own}, x, Forward(train=False, stacked=active > 1))
         return network.task.metrics(output, y)
 
-    width = max(1, _SAMPLES // len(clients))
     sums: dict[str, Tensor] = {}
-    for begin in range(0, int(sizes[0]), width):
+    begin = 0
+    while begin < int(sizes[0]):
         active = int(np.searchsorted(-sizes, -begin, side="left"))
-        slots = begin + np.arange(min(width, int(sizes[0]) - begin))
+        # The fewer clients are left, the more samples of each fit into a pass.
+        slots = begin + np.arange(min(max(1, _SAMPLES // active), int(sizes[0]) - begin))
         inside = slots < sizes[:active, None]
         positions = split.indices[split.offsets[clients[:active], None] + np.where(inside, slots, 0)]
         x, y = data.fetch(torch.from_numpy(positions))
@@ -141,4 +142,5 @@ def _sums_of_chunk(
             total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
             kept = torch.from_numpy(inside).to(network.device)
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)
+        begin += len(slots)
     return sums

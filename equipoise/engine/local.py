@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
@@ -28,7 +27,8 @@ from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, Optimizer, OptimizerState
 from equipoise.engine.random import Purpose, fold_tensor
 from equipoise.engine.replay import Replay
-from equipoise.method import LocalRule, Phase
+from equipoise.errors import InputError
+from equipoise.method import LocalRule, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, select
 
@@ -85,12 +85,20 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What changes from step to step: everything else stays where it is in memory."""
+    """What changes from step to step: everything else stays where it is in memory.
+
+    Tensors have a leading axis of clients, then one of batches if a step looks at several.
+    """
 
     positions: Tensor
     keys: Tensor
     mask: Tensor | None
     counts: Tensor
+
+    def batch(self, index: int) -> StepInput:
+        """Give one of several batches."""
+        mask = None if self.mask is None else self.mask[:, index]
+        return StepInput(self.positions[:, index], self.keys[:, index], mask, self.counts[:, index])
 
 
 class PhaseRun:
@@ -121,6 +129,11 @@ class PhaseRun:
 
     def begin(self, batches: Batches) -> None:
         """Start the phase over with new batches: fresh optimizer state, no losses yet."""
+        if batches.a_step != self.phase.gradient.batches:
+            raise InputError(
+                f"a Phase with batch='same' looks at {self.phase.gradient.batches} batches a step, "
+                f"and the phase before at {batches.a_step}; valid: the same number"
+            )
         self.batches = batches
         self._counts = torch.from_numpy(batches.counts).to(self.losses)
         self.losses.zero_()
@@ -154,49 +167,57 @@ class PhaseRun:
         if self.replay is None:
             self._advance(inputs, step + 1)
         else:
-            where = (id(self), active, inputs.positions.shape[1], inputs.mask is None)
+            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None)
             self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
 
     def _inputs(self, step: int, active: int) -> StepInput:
-        counts = self.batches.counts[:active, step]
-        positions = self.batches.positions[:active, step]
+        here = self.batches.of_step(step)
+        counts = self.batches.counts[:active, here]
+        positions = self.batches.positions[:active, here]
         if active == 1:
             # One client needs no padding: its last batch is simply shorter.
-            positions = positions[:, : counts[0]]
+            positions = positions[..., : counts.max()]
         mask = None
-        if active > 1 and (counts < positions.shape[1]).any():
-            width = torch.arange(positions.shape[1], device=positions.device)
-            mask = (width < self._counts[:active, step].unsqueeze(1)).to(self.chunk.network.dtype)
-        return StepInput(positions, self.batches.keys[:active, step], mask, self._counts[:active, step])
+        if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():
+            width = torch.arange(positions.shape[-1], device=positions.device)
+            mask = (width < self._counts[:active, here].unsqueeze(-1)).to(self.chunk.network.dtype)
+        return StepInput(positions, self.batches.keys[:active, here], mask, self._counts[:active, here])
 
     def _advance(self, inputs: StepInput, count: int) -> None:
-        """Fetch a batch, take the gradient, move: tensor operations only, so that a GPU can replay them."""
-        active = self._active
-        x, y = self.chunk.data.fetch(inputs.positions)
-        if self.chunk.augment:
-            x = self._augmented(x, inputs.keys)
-        x, y, key = rows(x, active), rows(y, active), rows(inputs.keys, active)
-        across = (0, 0, 0, 0, None if inputs.mask is None else 0, 0, 0, 0, 0)
-        of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
+        """Fetch batches, take the gradient, move: tensor operations only, so that a GPU can replay them."""
+        active, together = self._active, self.batches.a_step
         recorded: Tree = {}
-
-        def value(moving: list[Tensor]) -> Tensor:
-            losses, buffers = of_all(
-                moving, self._fixed_rows, x, y, inputs.mask, self._each, self._memory, self._seen, key
-            )
-            # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
-            if not recorded:
-                recorded.update(buffers)
-            return losses
-
-        losses, gradients = self.phase.gradient(value, self._moving_rows)
+        each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
+        values = [self._value(batch, recorded) for batch in each_batch]
+        losses, gradients = self.phase.gradient(values, self._moving_rows)
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
             self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, count)
             for name, new in recorded.items():
                 self._fixed_rows[name].copy_(new.detach())
-            self.losses[:active] += losses.double() * inputs.counts
+            samples = inputs.counts if together == 1 else inputs.counts.sum(1)
+            self.losses[:active] += losses.double() * samples
+
+    def _value(self, batch: StepInput, recorded: Tree) -> Value:
+        """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
+        active = self._active
+        x, y = self.chunk.data.fetch(batch.positions)
+        if self.chunk.augment:
+            x = self._augmented(x, batch.keys)
+        x, y, key = rows(x, active), rows(y, active), rows(batch.keys, active)
+        mask = None if batch.mask is None else rows(batch.mask, active)
+        across = (0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
+        of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
+
+        def value(moving: list[Tensor]) -> Tensor:
+            losses, buffers = of_all(moving, self._fixed_rows, x, y, mask, self._each, self._memory, self._seen, key)
+            # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
+            if not recorded:
+                recorded.update(buffers)
+            return losses
+
+        return value
 
     def _of_one_client(
         self,
@@ -280,7 +301,7 @@ class LocalTraining:
             turns = [(run, step) for run, n in pairs for step in range(n)]
         for run, step in turns:
             run.step(step)
-        samples = sum((np.where(_made(own), own.counts, 0).sum(1) for own in batches), np.zeros(len(self.chunk.seen)))
+        samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
         losses = torch.stack([run.losses for run in self.runs]).sum(0)
         return losses.cpu() / torch.from_numpy(samples), torch.from_numpy(steps)
@@ -342,10 +363,6 @@ def _copied(chunk: Chunk, paces: Sequence[Pace], rule: LocalRule) -> tuple[Chunk
         for field in ("params", "still", "sent", "each", "memory", "seen")
     }
     return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
-
-
-def _made(batches: Batches) -> NDArray[np.bool_]:
-    return np.arange(batches.counts.shape[1]) < batches.steps[:, None]
 
 
 def finish_chunk(chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column) -> tuple[dict[str, Tree], dict[str, Tree]]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from equipoise.engine.task import Task
 from equipoise.errors import InputError
-from equipoise.models.layers import BatchNorm, Forward, convert, forward_pass
-from equipoise.tree import Tree
+from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass
+from equipoise.tree import Tree, in_parts
 
 
 class Network:
@@ -70,6 +70,11 @@ class Network:
             owner = owners[path]
             self._slots.append((name, owner._buffers if name in self.buffers else owner._parameters, leaf))
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
+        self._dropouts = [
+            ([name for name in self._initial if in_parts(name, path.partition(".")[0])], layer)
+            for path, layer in owners.items()
+            if isinstance(layer, Dropout)
+        ]
 
     def initial(self) -> Tree:
         """Give the parameters and buffers the module came with."""
@@ -82,8 +87,10 @@ class Network:
             owner[leaf] = tensor if name in self.buffers else nn.Parameter(tensor)
         return copy.deepcopy(self.module)
 
-    def output(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> tuple[Tensor, Tree]:
-        """Apply the model.
+    def output(
+        self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None
+    ) -> tuple[Tensor, Tree]:
+        """Apply the model, or one part of it.
 
         Parameters
         ----------
@@ -93,11 +100,13 @@ class Network:
             A batch.
         forward : Forward
             What the layers must know.
+        part : {"features", "head"}, optional
+            What to apply, if not the whole model.
 
         Returns
         -------
         tuple
-            The output, and the buffers as the pass leaves them.
+            The output, and the buffers of what was applied as the pass leaves them.
         """
         for name, owner, leaf in self._slots:
             owner[leaf] = params[name]
@@ -105,11 +114,18 @@ class Network:
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with forward_pass(forward), lowered:
-            output = self.module(x)
-        buffers = {name: owner[leaf] for name, owner, leaf in self._slots if name in self.buffers}
+            output = self.module(x) if part is None else getattr(self.module, part)(x)
+        applied = part or "all"
+        buffers = {n: owner[leaf] for n, owner, leaf in self._slots if n in self.buffers and in_parts(n, applied)}
         return output.to(self.dtype), buffers
 
-    def freeze_statistics_unless(self, moves: Callable[[str], bool]) -> None:
-        """Let only the BatchNorm layers with a parameter or buffer that moves follow their batches."""
+    def rest_unless(self, moves: Callable[[str], bool]) -> None:
+        """Let only what moves behave as in training.
+
+        BatchNorm layers without a parameter or buffer that moves leave their batches alone, and dropout in features or
+        a head of which nothing moves drops nothing.
+        """
         for name, layer in self._norms:
             layer.moves = any(moves(f"{name}.{leaf}") for leaf in ("weight", "running_mean"))
+        for around, dropout in self._dropouts:
+            dropout.moves = not around or any(moves(name) for name in around)

@@ -116,7 +116,8 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
     name : str
         A method's name; see :func:`names`.
     weights : {"size", "uniform"}, optional
-        What a client counts before the aggregation has its say; by default what the aggregation's paper uses.
+        What a client counts before the aggregation has its say; by default what the local rule's or the aggregation's
+        paper uses.
     sampling : str, mapping or Sampler
         The sampler: ``uniform``, ``size``, or another registered one with its options.
     **options
@@ -142,7 +143,8 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
-    return Method(name=name, weights=weights or made["aggregation"].usual_weights, **made)
+    usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
+    return Method(name=name, weights=weights or usual, **made)
 
 
 def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:
@@ -184,7 +186,7 @@ def describe(method: Method) -> dict[str, Any]:
     """
     usual = build(method.name)
     main = part_class(method.name)
-    own = next(part for part in _parts(method) if isinstance(part, main)) if _holds(method, main) else None
+    own = next((part for part in method.parts if isinstance(part, main)), None)
     plain: dict[str, Any] = {"name": method.name}
     if own is not None:
         plain |= dataclasses.asdict(own)  # type: ignore[call-overload]
@@ -194,14 +196,6 @@ def describe(method: Method) -> dict[str, Any]:
         if part is not own and part != getattr(usual, slot):
             plain[slot] = _describe_part(part)
     return plain
-
-
-def _parts(method: Method) -> list[Part]:
-    return [method.local, method.aggregation, method.view, method.sampler]
-
-
-def _holds(method: Method, kind: type[Part]) -> bool:
-    return any(isinstance(part, kind) for part in _parts(method))
 
 
 def _describe_part(part: Part) -> dict[str, Any]:

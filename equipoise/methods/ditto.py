@@ -41,6 +41,10 @@ class Ditto(LocalRule):
         """Let the personal model step, then the global one, on the same batch."""
         return Phase(move="personal", loss=self.personal_loss), Phase(move="all", batch="same")
 
+    def adapt(self) -> Sequence[Phase]:
+        """Let a newcomer's personal model leave the global one, held near it."""
+        return (Phase(move="personal", loss=self.personal_loss),)
+
     def personal_loss(self, client: Client) -> Tensor:
         """Add the distance from the received model to the personal model's loss."""
         return client.personal().task_loss() + self.lam / 2 * client.distance_to_received()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,18 @@ from torch import Tensor
 
 from equipoise.engine.client import Finished
 from equipoise.errors import InputError, unknown
-from equipoise.method import Aggregation, Cohort, LocalRule, Sees, State, Updates, places, shift
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    personal_loss,
+    places,
+    shift,
+)
 from equipoise.methods import register
 from equipoise.tree import PERSONAL, Parts, Tree
 
@@ -50,6 +62,7 @@ class Gifair(LocalRule, Aggregation):
     fairness: str = "group"
     exact: bool = False
     personal: bool = False
+    lasting = ("loss",)
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
@@ -76,6 +89,10 @@ class Gifair(LocalRule, Aggregation):
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
         """Keep a copy of the trained model."""
         return ({"kept": {PERSONAL + n: client.params[n] for n in client.received}} if self.personal else {}), {}
+
+    def adapt(self) -> Sequence[Phase]:
+        """Let a newcomer train its own θ_k from θ, as it would in a round."""
+        return (Phase(move="personal", loss=personal_loss),) if self.personal else ()
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Ask everyone for the loss of the first model, and work out λ/(p_k |A|), which r_k is multiplied with."""

@@ -59,6 +59,13 @@ class Scaffold(LocalRule, Aggregation):
         count = torch.tensor(float(len(everyone.ids)))
         return state.with_kept(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
 
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Keep c the mean of all c_k: those of newcomers are 0."""
+        count = torch.tensor(float(len(everyone.ids)))
+        share = state.kept["clients"]["count"] / count
+        control = tree_map(lambda c: share * c, state.kept["control"])
+        return state.with_kept(control=control, clients={"count": count})
+
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send c along with the model."""
         return {"model": state.model, "control": state.kept["control"]}, {}

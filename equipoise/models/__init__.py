@@ -20,6 +20,7 @@ MODELS: dict[str, str] = {
     "mlp": "equipoise.models.dense",
     "cnn2": "equipoise.models.cnn",
     "cnn4": "equipoise.models.cnn",
+    "bncnn": "equipoise.models.cnn",
     "pflcnn": "equipoise.models.cnn",
     "resnet18": "equipoise.models.resnet",
     "charlstm": "equipoise.models.recurrent",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
+from equipoise.errors import InputError
 from equipoise.models.base import Model
 from equipoise.models.checks import count, image, probability, several
 
@@ -96,6 +98,67 @@ def cnn4(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32,
         nn.Flatten(),
     )
     return Model(features, nn.Linear(fourth * (height // 4) * (width // 4), classes))
+
+
+def bncnn(
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    channels: Sequence[int] = (16, 32, 32),
+    hidden: Sequence[int] = (64,),
+    kernel: int = 5,
+    pools: int = 2,
+) -> Model:
+    """Build convolutions and fully connected layers with BatchNorm after each (a small form of FedBN's digits model).
+
+    Convolutions keep the image size, with a 2x2 max-pool after each of the first. FedBN's own widths are ``channels=(64,
+    64, 128)`` and ``hidden=(2048, 512)``. ``channels=(64, 64, 64, 64)``, ``hidden=()``, ``kernel=3`` and ``pools=4`` make
+    four convolutions and one fully connected layer, as FedBABU and FedCRC describe theirs.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Channels, height and width of one image, at least 4x4; twice that for every pool more than two.
+    classes : int
+        Number of classes, or of outputs in regression.
+    channels : sequence of int
+        Channels of each convolution.
+    hidden : sequence of int
+        Width of each fully connected layer before the last.
+    kernel : int
+        Height and width of the convolutions' kernels, an odd number.
+    pools : int
+        How many of the convolutions a max-pool follows.
+
+    Returns
+    -------
+    Model
+        ``features`` ends after the last hidden layer; ``head`` is the last linear layer, without BatchNorm.
+
+    Examples
+    --------
+    >>> bncnn((1, 8, 8), 10).head
+    Linear(in_features=64, out_features=10, bias=True)
+    """
+    halvings = count(pools, "pools of model 'bncnn'", least=0)
+    depth, height, width = image(shape, "bncnn", smallest=2**halvings)
+    if count(kernel, "kernel of model 'bncnn'") % 2 == 0:
+        raise InputError(f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image size")
+    layers: list[nn.Module] = []
+    convolutions = pairwise((depth, *several(channels, "channels of model 'bncnn'", count)))
+    for index, (before, depth) in enumerate(convolutions):
+        # BatchNorm subtracts the mean, so a bias before it would do nothing.
+        convolution = nn.Conv2d(before, depth, kernel, padding=kernel // 2, bias=False)
+        layers += [convolution, nn.BatchNorm2d(depth), nn.ReLU()]
+        if index < halvings:
+            layers.append(nn.MaxPool2d(2))
+            height, width = height // 2, width // 2
+    layers.append(nn.Flatten())
+    units = depth * height * width
+    for wider in several(hidden, "hidden of model 'bncnn'", count):
+        layers += [nn.Linear(units, wider, bias=False), nn.BatchNorm1d(wider), nn.ReLU()]
+        units = wider
+    return Model(nn.Sequential(*layers), nn.Linear(units, classes))
 
 
 def pflcnn(shape: tuple[int, ...], classes: int, *, dropout: Sequence[float] = (0.25, 0.5)) -> Model:

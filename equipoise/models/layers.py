@@ -140,6 +140,8 @@ class Dropout(nn.Module):
     def __init__(self, p: float, layer: int, channels: bool) -> None:
         super().__init__()
         self.p, self.layer, self.channels = p, layer, channels
+        # Set by the engine: what does not move in this phase sees the features it will see when it is used.
+        self.moves = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements, or whole channels, of a batch."""
@@ -147,7 +149,7 @@ class Dropout(nn.Module):
             drop = F.dropout2d if self.channels else F.dropout
             return drop(x, self.p, self.training)
         threshold = round((1 - self.p) * 65536)
-        if not _current.train or _current.key is None or threshold == 65536:
+        if not (_current.train and self.moves) or _current.key is None or threshold == 65536:
             return x
         if threshold == 0:
             return torch.zeros_like(x)

@@ -79,7 +79,7 @@ def test_load_with_another_partition() -> None:
 
 
 def test_every_registered_name_resolves() -> None:
-    assert set(SOURCES) == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare"}
+    assert set(SOURCES) == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare", "silos"}
     assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
     assert all(callable(import_module(module).recipe) for module in SOURCES.values())
     assert make_partition("iid", clients=4) == Iid(4)

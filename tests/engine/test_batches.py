@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise.engine import batches as batches_module
 from equipoise.engine.batches import draw_batches
 from equipoise.engine.random import Purpose, fold, fold_tensor
 from equipoise.federation import Split
@@ -19,9 +20,10 @@ SIZES = {0: 7, 2: 12, 3: 1, 4: 8}
 ORDERED = np.array([2, 4, 0, 3])
 
 
-def drawn(clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11):
+def drawn(clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11, a_step=1):
     keys = fold_tensor(key, torch.from_numpy(clients))
     how = {"phase": phase, "batch_size": batch_size, "epochs": epochs, "steps": steps, "shuffle": shuffle}
+    how["a_step"] = a_step
     return draw_batches(SPLIT, torch.from_numpy(SPLIT.indices), clients, keys, **how)
 
 
@@ -51,6 +53,52 @@ def test_counts_and_steps_by_hand():
     made = [batches.counts[row, : batches.steps[row]].tolist() for row in range(4)]
     assert made == [[5, 5, 2], [5, 3], [5, 2], [1]]
     assert [batches.active(step) for step in range(4)] == [4, 3, 1, 0]
+
+
+def test_samples_are_counted_as_often_as_they_are_seen():
+    assert drawn(batch_size=5, epochs=3).samples().tolist() == [36, 24, 21, 3]
+    assert drawn(batch_size=5, steps=4).samples().tolist() == [5 + 5 + 2 + 5, 16, 14, 4]
+    assert drawn(batch_size=5, epochs=1, a_step=2).samples().tolist() == [5 + 5 + 2 + 5, 8, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("a_step", "epochs", "steps"), [(2, 1, [2, 1, 1, 1]), (2, 3, [5, 3, 3, 2]), (3, 2, [2, 2, 2, 1])]
+)
+def test_steps_of_several_batches_take_the_next_of_one_stream(a_step, epochs, steps):
+    # An epoch of batches of 5 has 3, 2, 2 and 1 of them.
+    several = drawn(batch_size=5, epochs=epochs, a_step=a_step)
+    assert several.steps.tolist() == steps
+    one_by_one = drawn(batch_size=5, epochs=20)
+    for row in range(4):
+        count = a_step * steps[row]
+        assert several.counts[row, :count].tolist() == one_by_one.counts[row, :count].tolist()
+        for batch in range(count):
+            real = several.counts[row, batch]
+            assert torch.equal(several.positions[row, batch, :real], one_by_one.positions[row, batch, :real])
+        assert torch.equal(several.keys[row, :count], one_by_one.keys[row, :count])
+    assert several.of_step(1) == slice(a_step, 2 * a_step)
+    assert one_by_one.of_step(1) == 1
+
+
+def test_a_fixed_number_of_steps_takes_so_many_times_the_batches():
+    several = drawn(batch_size=5, steps=2, a_step=3)
+    assert several.steps.tolist() == [2, 2, 2, 2]
+    assert several.counts.tolist() == drawn(batch_size=5, steps=6).counts.tolist()
+
+
+def test_small_clients_draw_no_orders_they_never_use(monkeypatch):
+    drawn_epochs = []
+    original = batches_module.permutations
+
+    def listening(keys, sizes, width):
+        drawn_epochs.append(keys.shape[1])
+        return original(keys, sizes, width)
+
+    monkeypatch.setattr(batches_module, "permutations", listening)
+    # The largest client makes 12 steps an epoch, the smallest one.
+    drawn(batch_size=1, epochs=2)
+    drawn(batch_size=1, steps=5)
+    assert drawn_epochs == [2, 5]
 
 
 def test_padding_repeats_samples_of_the_client():

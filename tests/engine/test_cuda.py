@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,11 @@ from equipoise.engine.optimizers import optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build
 from equipoise.models.base import Model
+from equipoise.models.recurrent import Lstm, recurrence
 from equipoise.run.trainer import Evaluation, Trainer
 from tests.engine.test_exactness import distance, images
+from tests.engine.test_exactness_methods import PAIRS, lstm, skipped, text
+from tests.engine.test_exactness_methods import trained as trained_by
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
 
@@ -80,3 +85,59 @@ def test_the_same_bits_twice(precision, tf32):
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in first.values())
+
+
+@cache
+def on_the_cpu(method, what):
+    return trained_by(method, what, chunk=1)
+
+
+@pytest.mark.parametrize(("chunk", "replay"), [(1, True), (10, True), (10, False)])
+@pytest.mark.parametrize(("method", "what"), PAIRS)
+def test_every_method_gives_the_cpus_numbers(method, what, chunk, replay):
+    wanted = on_the_cpu(method, what)
+    found = trained_by(method, what, chunk=chunk, device="cuda", replay=replay)
+    assert distance(found, wanted, skipped(wanted, what)) <= 1e-9
+
+
+def test_the_lstm_of_the_paper_step_by_step():
+    torch.manual_seed(0)
+    layer = Lstm(8, 256, layers=2).cuda()
+    x = torch.randn(10, 80, 8, device="cuda")
+
+    def gradients(dtype, device, outputs):
+        own = Lstm(8, 256, layers=2).to(dtype=dtype, device=device)
+        own.load_state_dict({name: tensor.to(dtype) for name, tensor in layer.state_dict().items()})
+        own._outputs = outputs.__get__(own)
+        last = own(x.to(dtype=dtype, device=device))
+        made = torch.autograd.grad(last.square().sum(), list(own.parameters()))
+        return {"output": last.detach(), **dict(zip(own.state_dict(), made, strict=True))}
+
+    def plain(self, steps, layer):
+        names = (f"{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        weight_ih, weight_hh, bias_ih, bias_hh = (getattr(self, name) for name in names)
+        return recurrence(steps @ weight_ih.T + bias_ih + bias_hh, weight_hh)
+
+    wanted = gradients(torch.float64, "cpu", plain)
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4)):
+        found = gradients(dtype, "cuda", Lstm._outputs)
+        assert distance({name: tensor.cpu() for name, tensor in found.items()}, wanted) <= tolerance
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_text_gives_the_same_bits_twice(tf32):
+    def model_after_training():
+        trainer = Trainer(
+            text(),
+            build("gifair"),
+            lstm(),
+            Training(rounds=4, cohort=6, batch_size=8, optimizer=optimizer_named("sgd", lr=0.5)),
+            Machine(device="cuda", chunk=10, tf32=tf32),
+            Evaluation(every=0),
+            seed=0,
+        )
+        trainer.run()
+        return trainer.state.model
+
+    first, second = model_after_training(), model_after_training()
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -7,6 +7,7 @@ Local rules are defined here and compared with ordinary PyTorch training: module
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,8 +59,9 @@ class Turn:
     same: bool = False
 
 
-def hand_batches(count, key, phase, epochs):
-    for epoch in range(epochs):
+def hand_batches(count, key, phase, epochs=None):
+    """The batches of so many epochs, or of one epoch after the other without end."""
+    for epoch in itertools.count() if epochs is None else range(epochs):
         order = shuffled(count, fold(key, Purpose.SHUFFLE, phase, epoch))
         yield from (order[start : start + BATCH] for start in range(0, count, BATCH))
 
@@ -98,8 +100,11 @@ def average(trees, sizes):
     return {n: sum(t[n] * (s / sum(sizes)) for t, s in zip(trees, sizes, strict=True)) for n in trees[0]}
 
 
-def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None):
-    """FedAvg around hand-trained clients; each client may own a module that begins from the received model and stays."""
+def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None, combine=None):
+    """FedAvg around hand-trained clients; each client may own a module that begins from the received model and stays.
+
+    Another aggregation is a function of the received tensors and of those averaged by size.
+    """
     federation = images(sizes=SIZES)
     owned = {}
     for round_, cohort in enumerate(cohorts):
@@ -114,7 +119,8 @@ def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=N
             turns = make_turns(shared, own, copy.deepcopy(shared))
             train_by_hand(modules, turns, *held_by(federation, client), key, interleaved=interleaved)
             sent.append(tensors(shared))
-        module.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
+        averaged = average(sent, [SIZES[client] for client in cohort])
+        module.load_state_dict(combine(tensors(module), averaged) if combine else averaged, strict=False)
     return tensors(module), owned
 
 
@@ -200,8 +206,47 @@ def test_a_phase_of_fixed_length_ignores_the_settings():
         def phases(self):
             return (Phase(steps=2), Phase(move="head", epochs=3))
 
-    played = rounds_by_engine(TwoSteps(), mlp(), [EVERYONE], chunk=3)
-    assert played.updates[0].reports["steps"].tolist() == [2 + 3 * -(-size // BATCH) for size in SIZES]
+    for settings in ({"epochs": 2}, {"steps": 7}):
+        played = rounds_by_engine(TwoSteps(), mlp(), [EVERYONE], chunk=3, **settings)
+        assert played.updates[0].reports["steps"].tolist() == [2 + 3 * -(-size // BATCH) for size in SIZES]
+
+
+@pytest.mark.parametrize("how", [{"epochs": 0}, {"steps": 0}, {"epochs": -1}])
+def test_a_phase_that_never_begins_is_refused(how):
+    with pytest.raises(InputError, match=rf"a Phase lasts at least 1 of its {next(iter(how))}, got"):
+        Phase(**how)
+
+
+@CHUNKS
+def test_dropout_is_for_the_part_that_moves(chunk):
+    """Where the features rest, a head sees them whole; where they move, they are dropped."""
+    how = {"chunk": chunk, "epochs": 2}
+    for part, alike in (("head", True), ("features", False)):
+        dropped, whole = (rounds_by_engine(Moves(part), module, COHORTS, **how) for module in (mlp(0.5), mlp()))
+        assert (distance(dropped.model, whole.model) <= 1e-12) == alike
+
+
+def test_dropout_of_inputs_is_always_on():
+    """Features without parameters never move, and yet a model's first layer may be dropout."""
+    torch.manual_seed(4)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
+    drops, keeps = (Model(nn.Sequential(nn.Dropout(p)), copy.deepcopy(head)).double() for p in (0.5, 0.0))
+    dropped, whole = (rounds_by_engine(Moves("head"), module, [EVERYONE], chunk=3) for module in (drops, keeps))
+    assert distance(dropped.model, whole.model) > 1e-2
+
+
+@dataclass(frozen=True)
+class InParts(LocalRule):
+    """Features and head applied one after the other."""
+
+    def phases(self):
+        return (Phase(loss=lambda c: c.network.task.loss(c.head(c.features()), c.y)),)
+
+
+@CHUNKS
+def test_head_of_features_is_the_output_statistics_included(chunk):
+    parts, whole = (rounds_by_engine(rule, normalised(), COHORTS, chunk=chunk) for rule in (InParts(), LocalRule()))
+    assert distance(parts.model, whole.model) <= 1e-12
 
 
 # ---- personal parts -------------------------------------------------------------------------------------------------
@@ -398,21 +443,28 @@ def test_parts_that_are_not_there_are_refused(rule, message):
 # ---- how the gradient is taken --------------------------------------------------------------------------------------
 
 
-def sam(value, params, rho=0.05):
+@dataclass(frozen=True)
+class Sam:
     """Sharpness-aware minimisation: the gradient where the loss is highest nearby, for one client or a stack."""
-    losses, gradients = plain_gradient(value, params)
-    squares = [g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g.square() for g in gradients]
-    scale = rho / torch.stack(squares).sum(0).sqrt()
-    shifted = [
-        p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g for p, g in zip(params, gradients, strict=True)
-    ]
-    return losses, plain_gradient(value, shifted)[1]
+
+    rho: float = 0.05
+    batches = 1
+
+    def __call__(self, values, params):
+        losses, gradients = plain_gradient(values[0], params)
+        squares = [g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g**2 for g in gradients]
+        scale = self.rho / torch.stack(squares).sum(0).sqrt()
+        shifted = [
+            p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g
+            for p, g in zip(params, gradients, strict=True)
+        ]
+        return losses, plain_gradient(values[0], shifted)[1]
 
 
 @dataclass(frozen=True)
 class SharpnessAware(LocalRule):
     def phases(self):
-        return (Phase(gradient=sam),)
+        return (Phase(gradient=Sam()),)
 
 
 @CHUNKS
@@ -479,6 +531,108 @@ def test_a_loss_is_told_the_parameters_that_move_and_no_statistics(chunk):
     rounds_by_engine(Tells(), normalised(), [[0]], chunk=chunk)
     names = [name for name, _ in normalised().named_parameters()]
     assert told == [sorted(name for name in names if name.startswith(part)) for part in ("features", "head")]
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_one_name_for_two_moving_parameters_is_refused(chunk):
+    @dataclass(frozen=True)
+    class MovesBoth(LocalRule):
+        near: bool
+        keeps = "personal.head"
+
+        def phases(self):
+            return (Phase(move=("head", "personal.head"), loss=self.loss),)
+
+        def loss(self, client):
+            both = client.task_loss() + client.personal().task_loss()
+            return both + client.distance_to_received() if self.near else both
+
+    rounds_by_engine(MovesBoth(near=False), mlp(), [[0, 1]], chunk=chunk)
+    with pytest.raises(InputError, match="a phase moves both head.weight and personal.head.weight"):
+        rounds_by_engine(MovesBoth(near=True), mlp(), [[0, 1]], chunk=chunk)
+
+
+# ---- several batches a step ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The gradient of a sum over the batches of a step, each with a weight of its own so that their order shows."""
+
+    weights: tuple = (1.0, 0.5)
+
+    @property
+    def batches(self):
+        return len(self.weights)
+
+    def __call__(self, values, params):
+        def total(moving):
+            return sum(weight * value(moving) for weight, value in zip(self.weights, values, strict=True))
+
+        return plain_gradient(total, params)
+
+
+@dataclass(frozen=True)
+class SeveralBatches(LocalRule):
+    weights: tuple = (1.0, 0.5)
+
+    def phases(self):
+        return (Phase(gradient=Weighted(self.weights)),)
+
+
+@CHUNKS
+@pytest.mark.parametrize("weights", [(1.0, 0.5), (0.5, 1.0, 2.0)], ids=["two", "three"])
+def test_a_step_takes_the_next_batches_and_statistics_follow_the_first(weights, chunk):
+    federation, epochs = images(sizes=SIZES), 3
+    wanted, losses = [], []
+    for client in EVERYONE:
+        own = normalised().train()
+        norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        x, y = held_by(federation, client)
+        stream = hand_batches(len(x), fold(fold(SEED, 0), client), 0)
+        total, samples = 0.0, 0
+        for _ in range(-(-epochs * -(-len(x) // BATCH) // len(weights))):
+            batches = list(itertools.islice(stream, len(weights)))
+            value = 0
+            for index, (weight, batch) in enumerate(zip(weights, batches, strict=True)):
+                for norm in norms:
+                    norm.momentum = 0.0 if index else 0.1
+                value = value + weight * F.cross_entropy(own(x[batch]), y[batch])
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            seen = sum(len(batch) for batch in batches)
+            total, samples = total + value.item() * seen, samples + seen
+        wanted.append(tensors(own))
+        losses.append(total / samples)
+    played = rounds_by_engine(SeveralBatches(weights), normalised(), [EVERYONE], chunk=chunk, epochs=epochs)
+    assert distance(played.model, average(wanted, SIZES), NOISE) <= 1e-9
+    reports = played.updates[0].reports
+    assert reports["train_loss"].tolist() == pytest.approx(losses, abs=1e-10)
+    assert reports["steps"].tolist() == [-(-3 * -(-size // BATCH) // len(weights)) for size in SIZES]
+
+
+@CHUNKS
+def test_batches_of_a_step_have_dropout_masks_of_their_own(chunk):
+    """One batch of all samples, twice: with one mask for both, two weights of 1/2 would be one of 1."""
+    how = {"chunk": chunk, "batch_size": 64, "steps": 1}
+    for module, alike in ((mlp(), True), (mlp(0.5), False)):
+        twice = rounds_by_engine(SeveralBatches((0.5, 0.5)), module, [EVERYONE], **how)
+        once = rounds_by_engine(SeveralBatches((1.0,)), module, [EVERYONE], **how)
+        assert (distance(twice.model, once.model) <= 1e-12) == alike
+
+
+def test_phases_on_the_same_batches_look_at_the_same_number_of_them():
+    @dataclass(frozen=True)
+    class Uneven(LocalRule):
+        interleaved = True
+
+        def phases(self):
+            return (Phase(), Phase(gradient=Weighted(), batch="same"))
+
+    with pytest.raises(InputError, match="looks at 2 batches a step, and the phase before at 1"):
+        rounds_by_engine(Uneven(), mlp(), [[0]], chunk=1)
 
 
 # ---- steps of different length ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "mlp": {"hidden": (6, 5), "dropout": 0.5},
     "cnn2": {"channels": (3, 4), "hidden": 6},
     "cnn4": {"channels": (2, 3, 3, 4)},
+    "bncnn": {"channels": (2, 3, 3), "hidden": (6, 5)},
     "pflcnn": {},
     "resnet18": {"width": 4, "norm": "group"},
 }

@@ -10,7 +10,7 @@ from torch import nn
 
 from equipoise.errors import InputError
 from equipoise.models.base import Model
-from equipoise.models.cnn import cnn2, cnn4, pflcnn
+from equipoise.models.cnn import bncnn, cnn2, cnn4, pflcnn
 
 
 def _size(model: nn.Module) -> int:
@@ -35,6 +35,30 @@ def test_cnn4_counts() -> None:
     assert sum(isinstance(layer, nn.Conv2d) for layer in model.modules()) == 4
 
 
+def test_bncnn_has_the_published_layers() -> None:
+    # Li et al. (2021), appendix D.1: three 5x5 convolutions, two hidden layers, BatchNorm after each of the five.
+    model = bncnn((3, 28, 28), 10, channels=(64, 64, 128), hidden=(2048, 512))
+    convolutions = 25 * (3 * 64 + 64 * 64 + 64 * 128)
+    hidden = 128 * 7 * 7 * 2048 + 2048 * 512
+    assert _size(model.features) == convolutions + hidden + 2 * (64 + 64 + 128 + 2048 + 512)
+    assert _size(model.head) == 512 * 10 + 10
+    norms = [layer.num_features for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    assert norms == [64, 64, 128, 2048, 512]
+
+
+def test_bncnn_with_four_convolutions_halves_the_image_after_each() -> None:
+    model = bncnn((3, 32, 32), 10, channels=(64, 64, 64, 64), hidden=(), kernel=3, pools=4)
+    assert _size(model.features) == 9 * (3 * 64 + 3 * 64 * 64) + 4 * 2 * 64
+    assert _size(model.head) == 64 * 2 * 2 * 10 + 10
+    kinds = [type(layer) for layer in model.features]
+    assert kinds == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d] * 4 + [nn.Flatten]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    with pytest.raises(InputError, match="images must be at least 16 x 16"):
+        bncnn((3, 15, 16), 10, pools=4)
+    with pytest.raises(InputError, match="kernel of model 'bncnn' must be odd, got 4"):
+        bncnn((3, 16, 16), 10, kernel=4)
+
+
 def test_pflcnn_counts() -> None:
     convolutions = (3 * 9 * 32 + 32) + (32 * 9 * 64 + 64)
     # 32 x 32 loses two pixels to each convolution and half to the pool: 14 x 14.
@@ -47,7 +71,7 @@ def test_pflcnn_drops_after_the_pool_and_after_the_hidden_layer() -> None:
     assert drops == [(nn.MaxPool2d, 0.25), (nn.ReLU, 0.5)]
 
 
-@pytest.mark.parametrize(("make", "smallest"), [(cnn2, 4), (cnn4, 4), (pflcnn, 6)])
+@pytest.mark.parametrize(("make", "smallest"), [(cnn2, 4), (cnn4, 4), (bncnn, 4), (pflcnn, 6)])
 def test_the_smallest_image_works_and_a_smaller_one_is_refused(make: Callable[..., Model], smallest: int) -> None:
     assert make((1, smallest, smallest), 3)(torch.zeros(2, 1, smallest, smallest)).shape == (2, 3)
     too_small = (1, smallest, smallest - 1)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = 20
 # Far more than twenty kills let through, at up to three rounds and a bit between two of them.
-ROUNDS = 100
+ROUNDS = 160
 # A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills land there too.
 PROGRAM = f"""
 import sys

@@ -1,0 +1,169 @@
+"""Downloads into a data directory: only what is asked for, only what it should be, and nothing half done.
+
+An archive is known by its address and its SHA-256. It is written beside its place, checked, and only then moved there, so
+that a file of the data directory is complete or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from shutil import copyfileobj
+from tempfile import TemporaryDirectory
+from typing import IO
+from urllib.request import urlopen
+
+from equipoise.errors import RunError
+
+# Seconds without a single byte after which a connection counts as broken.
+_PATIENCE = 60
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file that is published at a fixed address.
+
+    Parameters
+    ----------
+    url : str
+        Where it is.
+    sha256 : str
+        What its SHA-256 must be, in hexadecimal digits.
+    folder : str
+        Where in the data directory its files belong.
+    members : tuple of str
+        What to take out of a tar or zip archive, each put into ``folder`` under the last part of its name. Without any, the
+        file itself is what is wanted.
+
+    Examples
+    --------
+    >>> Archive("https://example.org/letters.tar.gz", "5f0c...", "letters", ("v1/a", "v1/b")).name
+    'letters.tar.gz'
+    """
+
+    url: str
+    sha256: str
+    folder: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last part of its address."""
+        return self.url.rpartition("/")[2]
+
+
+def fetch(archive: Archive, home: Path) -> None:
+    """Download an archive and put its files into the data directory.
+
+    Parameters
+    ----------
+    archive : Archive
+        What to get.
+    home : Path
+        The data directory; it is made if it is not there.
+
+    Raises
+    ------
+    RunError
+        If the address does not answer, the connection breaks, or what came is not what was published. The data directory is
+        then as it was.
+
+    Examples
+    --------
+    >>> import hashlib, tempfile
+    >>> published = Path(tempfile.mkdtemp(), "letter.txt")
+    >>> _ = published.write_bytes(b"Dear all")
+    >>> home = Path(tempfile.mkdtemp())
+    >>> fetch(Archive(published.as_uri(), hashlib.sha256(b"Dear all").hexdigest(), "letters"), home)
+    >>> Path(home, "letters", "letter.txt").read_bytes()
+    b'Dear all'
+    """
+    folder = home / archive.folder
+    # Folders are made only once there is something to put into them; until then the nearest one on the same disk serves.
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with TemporaryDirectory(prefix=f".{archive.name}.", dir=nearest) as beside:
+            arrived = Path(beside, archive.name)
+            _receive(archive, arrived)
+            wanted = _unpack(archive, arrived, Path(beside, "members")) if archive.members else [arrived]
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in wanted:
+                os.replace(path, folder / path.name)
+    except (OSError, EOFError, HTTPException, KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise RunError(f"cannot get {archive.url}: {type(error).__name__}: {error}") from error
+
+
+def _receive(archive: Archive, path: Path) -> None:
+    """Download into a file, and refuse what is cut off or is something else."""
+    digest, size = hashlib.sha256(), 0
+    with urlopen(archive.url, timeout=_PATIENCE) as answer, path.open("wb") as file:
+        promised = int(answer.headers.get("Content-Length") or 0)
+        with _progress(archive.name, promised) as advance:
+            while piece := answer.read(_PIECE):
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+                advance(len(piece))
+        file.flush()
+        os.fsync(file.fileno())
+    if promised and size != promised:
+        raise RunError(f"{archive.url} broke off after {size:,} of {promised:,} bytes; try again")
+    if digest.hexdigest() != archive.sha256:
+        raise RunError(
+            f"{archive.url} is not what was published: its SHA-256 is {digest.hexdigest()} and should be "
+            f"{archive.sha256}; nothing was kept"
+        )
+
+
+def _unpack(archive: Archive, path: Path, into: Path) -> list[Path]:
+    """Take the members out one by one, under names of our own choice, whatever the archive calls them."""
+    into.mkdir()
+    made = []
+    with _opened(path) as open_member:
+        for member in archive.members:
+            made.append(into / member.rpartition("/")[2])
+            with open_member(member) as content, made[-1].open("wb") as file:
+                copyfileobj(content, file, _PIECE)
+                file.flush()
+                os.fsync(file.fileno())
+    return made
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Callable[[str], IO[bytes]]]:
+    """Give the function that opens a member of a tar or zip archive."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as bundle:
+            yield bundle.open
+        return
+    with tarfile.open(path) as tape:
+
+        def open_member(name: str) -> IO[bytes]:
+            content = tape.extractfile(name)
+            if content is None:
+                raise KeyError(f"{name!r} in {path.name} is no file")
+            return content
+
+        yield open_member
+
+
+@contextmanager
+def _progress(name: str, size: int) -> Iterator[Callable[[int], object]]:
+    """Show how much has come, to people: a terminal gets a bar that vanishes at the end, a log gets nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(name, total=size or None)
+        yield lambda count: bar.advance(task, count)

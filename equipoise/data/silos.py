@@ -1,0 +1,169 @@
+"""Silos: data that already lie apart, one directory a client.
+
+A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample, and may hold ``client.yaml``
+with its ``group``. Here all directories are read together; on Flower each client reads its own and nobody else's, and
+both ways it ends up with the same splits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+
+from equipoise.data.federate import federate
+from equipoise.data.files import VARIABLE
+from equipoise.data.partition import Natural
+from equipoise.data.source import Source
+from equipoise.errors import InputError, unknown
+from equipoise.federation import Federation
+
+ARRAYS, ABOUT = "data.npz", "client.yaml"
+
+
+def silos(*, root: str | None = None, classes: int | None = None, task: str = "classification") -> Source:
+    """Read all clients' directories.
+
+    Parameters
+    ----------
+    root : str, optional
+        The folder they are in; ``silos`` in the data directory by default.
+    classes : int, optional
+        Number of classes; one more than the largest label by default. On Flower no client sees the others' labels, so
+        there it must be said.
+    task : {"classification", "regression"}
+        What ``y`` means.
+
+    Returns
+    -------
+    Source
+        Samples that know their client, in the order of the numbers in the directories' names.
+
+    Examples
+    --------
+    >>> silos(root="nowhere")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: no client's directory with data.npz in nowhere
+    """
+    folder = Path(root) if root else Path(os.environ.get(VARIABLE, "data")) / "silos"
+    found = [path.parent for path in folder.glob(f"*/{ARRAYS}")]
+    if not found:
+        raise InputError(f"no client's directory with {ARRAYS} in {folder}")
+    return _source(sorted(found, key=_in_order), classes, task)
+
+
+def silo_federation(
+    directory: Path, *, splits: Sequence[float], classes: int | None, task: str, seed: int
+) -> Federation:
+    """Read one client's directory as a federation of one client.
+
+    Parameters
+    ----------
+    directory : Path
+        The client's own.
+    splits, classes, task, seed
+        As for all clients together.
+
+    Returns
+    -------
+    Federation
+        With the splits the client has among all others.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> np.savez(folder / "data.npz", x=np.zeros((10, 2)), y=np.arange(10) % 2)
+    >>> silo_federation(folder, splits=(0.7, 0.1, 0.2), classes=2, task="classification", seed=0).train.sizes
+    array([7])
+    """
+    first, second, third = splits
+    return federate(_source([directory], classes, task), Natural(1), splits=(first, second, third), seed=seed)
+
+
+def recipe(
+    *, seed: int, root: str | None = None, classes: int | None = None, task: str = "classification"
+) -> tuple[Source, Natural]:
+    """Give the silos and their natural partition.
+
+    Parameters
+    ----------
+    seed : int
+        Not used: every sample is read.
+    root, classes, task
+        See `silos`.
+
+    Returns
+    -------
+    tuple of Source and Natural
+        The source and its partition.
+
+    Examples
+    --------
+    >>> recipe(seed=0, root="nowhere")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: no client's directory with data.npz in nowhere
+    """
+    return silos(root=root, classes=classes, task=task), Natural(1)
+
+
+def _in_order(directory: Path) -> tuple[int, str]:
+    number = re.search(r"(\d+)$", directory.name)
+    return int(number[1]) if number else -1, directory.name
+
+
+def _source(directories: Sequence[Path], classes: int | None, task: str) -> Source:
+    read = [_read(directory, task) for directory in directories]
+    groups = [_group(directory) for directory in directories]
+    names = tuple(dict.fromkeys(groups))
+    sizes = [len(x) for x, _ in read]
+    if len({x.shape[1:] for x, _ in read}) > 1:
+        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _), path in zip(read[:8], directories, strict=False))
+        raise InputError(f"samples of all silos must have one shape, got {shapes}")
+    return Source(
+        x=torch.from_numpy(np.concatenate([x for x, _ in read])),
+        y=torch.from_numpy(np.concatenate([y for _, y in read])),
+        task=task,
+        classes=classes,
+        name="silos",
+        groups=np.repeat([names.index(group) for group in groups], sizes),
+        group_names=names,
+        ids=np.repeat([directory.resolve().name for directory in directories], sizes),
+    )
+
+
+def _read(directory: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    path = directory / ARRAYS
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, BadZipFile, ValueError, KeyError) as error:
+        raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y, one row a sample") from error
+    if len(x) != len(y) or not len(x):
+        raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
+    x = x.astype(np.float32) if x.dtype.kind == "f" else x
+    return x, y.astype(np.int64 if task == "classification" else np.float32)
+
+
+def _group(directory: Path) -> str:
+    path = directory / ABOUT
+    if not path.exists():
+        return "all"
+    try:
+        about = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(about, dict):
+        raise InputError(f"{path} must hold keys with values, such as 'group: rural', got {about!r}")
+    for key in about:
+        if key != "group":
+            raise unknown("key", key, ["group"], where=str(path))
+    return str(about.get("group", "all"))

@@ -1,0 +1,42 @@
+"""FedBABU (Oh, Kim and Yun, 2022): the head stays as it began until a client makes the model its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+from equipoise.models.checks import count
+
+
+@register("fedbabu", paper="Oh et al., ICLR 2022")
+@dataclass(frozen=True)
+class FedBABU(LocalRule):
+    """Train and share the features under the head the model began with; personal models are fine-tuned global ones.
+
+    The paper weighs clients by size; its code counts them alike, which is ``weights: uniform``.
+
+    Parameters
+    ----------
+    tunes : str
+        The part a client fine-tunes: ``all`` (the paper's choice), ``head`` or ``features``.
+    tune_epochs : int, optional
+        For how many epochs; by default what the training settings say.
+    """
+
+    tunes: str = "all"
+    tune_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of epochs."""
+        if self.tune_epochs is not None:
+            count(self.tune_epochs, "fedbabu.tune_epochs")
+
+    def phases(self) -> Sequence[Phase]:
+        """Move the features."""
+        return (Phase(move="features"),)
+
+    def adapt(self) -> Sequence[Phase]:
+        """Fine-tune."""
+        return (Phase(move=self.tunes, epochs=self.tune_epochs),)

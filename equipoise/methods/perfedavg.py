@@ -1,0 +1,107 @@
+"""Per-FedAvg (Fallah, Mokhtari and Ozdaglar, 2020): a global model that is good one step of a client's own later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from equipoise.engine.optimizers import Sgd
+from equipoise.errors import InputError
+from equipoise.method import LocalRule, Phase, Value, plain_gradient
+from equipoise.methods import register
+from equipoise.models.checks import count
+
+
+@dataclass(frozen=True)
+class MetaGradient:
+    """The gradient of F(w) = f(w − α ∇f(w)), each f on a batch of its own.
+
+    That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first order leaves the Hessian out; with δ its product with v
+    is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch.
+
+    Parameters
+    ----------
+    alpha : float
+        α, the inner step.
+    delta : float, optional
+        δ; without it the gradient is of first order.
+
+    Examples
+    --------
+    >>> square = lambda params: params[0].square()
+    >>> MetaGradient(0.25)([square, square], [torch.tensor(4.0)])
+    (tensor(4.), [tensor(4.)])
+    >>> MetaGradient(0.25, delta=0.5)([square] * 3, [torch.tensor(4.0)])
+    (tensor(4.), [tensor(2.)])
+    """
+
+    alpha: float
+    delta: float | None = None
+
+    @property
+    def batches(self) -> int:
+        """One for the inner step, one for v, one for the Hessian."""
+        return 2 if self.delta is None else 3
+
+    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient; the losses are those after the inner step."""
+
+        def gradient(batch: int, directions: list[Tensor], length: float) -> tuple[Tensor, list[Tensor]]:
+            return plain_gradient(values[batch], list(torch._foreach_add(params, directions, alpha=length)))
+
+        _, inner = plain_gradient(values[0], params)
+        losses, outer = gradient(1, inner, -self.alpha)
+        if self.delta is not None:
+            (_, ahead), (_, behind) = (gradient(2, outer, sign * self.delta) for sign in (1, -1))
+            curved = torch._foreach_sub(ahead, behind)
+            outer = list(torch._foreach_sub(outer, curved, alpha=self.alpha / (2 * self.delta)))
+        return losses, outer
+
+
+@register("perfedavg", paper="Fallah et al., NeurIPS 2020")
+@dataclass(frozen=True)
+class PerFedAvg(LocalRule):
+    """Minimise the mean over clients of f_k(w − α ∇f_k(w)); personal models are one inner step away from the global one.
+
+    A step takes the gradient of that (see :class:`MetaGradient`) and hands it to the optimizer of the training settings,
+    whose learning rate is the paper's β. It looks at two batches, or three with ``hessian``, so an epoch has half or a
+    third as many steps as elsewhere and costs about as much. The paper counts clients alike.
+
+    Parameters
+    ----------
+    alpha : float
+        α, the inner step, at least 0; it does not follow the schedule while training, only when personal models are made.
+    hessian : bool
+        Whether to use second derivatives, by finite differences of length ``delta`` (Per-FedAvg (HF)), or to leave them
+        out (Per-FedAvg (FO)).
+    delta : float
+        δ, above 0.
+    adapt_steps : int
+        How many inner steps make a personal model.
+    """
+
+    alpha: float = 0.01
+    hessian: bool = False
+    delta: float = 1e-3
+    adapt_steps: int = 1
+    usual_weights: ClassVar[str] = "uniform"
+
+    def __post_init__(self) -> None:
+        """Refuse steps that lead nowhere."""
+        if not 0 <= self.alpha < float("inf"):
+            raise InputError(f"perfedavg.alpha must be at least 0 and finite, got {self.alpha!r}")
+        if not 0 < self.delta < float("inf"):
+            raise InputError(f"perfedavg.delta must be above 0 and finite, got {self.delta!r}")
+        count(self.adapt_steps, "perfedavg.adapt_steps")
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the gradient after an inner step."""
+        return (Phase(gradient=MetaGradient(self.alpha, self.delta if self.hessian else None)),)
+
+    def adapt(self) -> Sequence[Phase]:
+        """Make inner steps."""
+        return (Phase(steps=self.adapt_steps, optimizer=Sgd(lr=self.alpha)),)

@@ -1,0 +1,102 @@
+"""GIFAIR-FL's experiments say what the paper says, where they do not say that they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from equipoise.study import load_study
+
+HOME = Path(__file__).parents[2] / "experiments" / "gifair"
+TABLES = ["gender", "letters", "original", "shakespeare", "skewed", "threegroups"]
+IMAGES = ["letters", "original", "skewed", "threegroups"]
+TEXT = ["gender", "lambda", "shakespeare"]
+GROUPS = ["gender", "threegroups"]
+
+
+def jobs(name, **options):
+    return load_study(HOME / f"{name}.yaml", **options).jobs
+
+
+def experiments(name, **options):
+    return {job.method: job.experiment for job in jobs(name, **options)}
+
+
+def test_every_table_and_the_figure_are_there():
+    assert sorted(path.stem for path in HOME.glob("*.yaml")) == sorted([*TABLES, "lambda"])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_method_of_the_comparison_is_there(name):
+    found = {job.method for job in jobs(name)}
+    tilted = {"gender": {"term-group"}, "threegroups": {"term", "term-group"}}.get(name, {"term"})
+    assert found == {"fedavg", "qffl", "afl", "fedmgda", "ditto", "gifair-global", "gifair-per"} | tilted
+    assert {job.seed for job in jobs(name)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_trained_on_as_in_section_5_1_3(name):
+    for experiment in experiments(name).values():
+        training = experiment.training
+        assert (training.cohort, training.epochs, training.batch_size) == (10, 2, 32)
+        assert (training.optimizer.lr, training.schedule.factor(1, 100)) == (0.1, 0.99)
+        assert (experiment.model["name"], experiment.data["splits"]) == ("cnn2", (0.7, 0.1, 0.2))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_text_is_trained_on_alike(name):
+    for experiment in experiments(name).values():
+        training = experiment.training
+        assert (training.cohort, training.steps, training.batch_size, training.rounds) == (10, 10, 10, 100)
+        assert training.optimizer.lr == 0.8
+        # Clients are drawn by size and counted alike, as in algorithm 2.
+        assert (experiment.method.sampler.name, experiment.method.weights) == ("size", "uniform")
+        model = experiment.model
+        assert (model["name"], model["embedding"], model["hidden"], model["layers"]) == ("charlstm", 8, 256, 2)
+
+
+def test_federations_are_the_papers():
+    partition = experiments("skewed")["fedavg"].data["partition"]
+    assert partition == {"name": "skewed", "scale": 1.0, "clients": 100, "classes": 5, "images": 100}
+    assert experiments("shakespeare")["fedavg"].data["roles"] == 31
+    for name in ("gender", "lambda"):
+        assert next(iter(experiments(name).values())).data["roles"] == {"male": 25, "female": 10}
+    assert experiments("original")["fedavg"].data["clients"] == 500
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_who_is_to_be_treated_alike(name):
+    for label in ("gifair-global", "gifair-per"):
+        rule = experiments(name)[label].method.aggregation
+        assert rule.fairness == ("group" if name in GROUPS else "individual")
+        assert rule.personal == (label == "gifair-per")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tuning_has_a_seed_of_its_own_and_looks_at_validation_data(name):
+    study = load_study(HOME / f"{name}.yaml", tune=True)
+    assert (study.seeds, study.split) == ((0,), "val")
+    assert study.tuning.by == ("group_gap" if name in GROUPS else "sigma_clients")
+    assert study.methods[0] == "fedavg"
+    chosen = experiments(name)
+    for label, variants in study.tried.items():
+        written = chosen[label].plain()["method"]
+        assert any(all(written[key] == value for key, value in values.items()) for values in variants.values())
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_tuned_over_the_papers_grids(name):
+    tried = load_study(HOME / f"{name}.yaml", tune=True).tried
+    assert [values["q"] for values in tried["qffl"].values()] == [0, 0.001, 0.01, 0.1, 1, 2, 5, 10]
+    assert [values["t"] for values in tried["term"].values()] == [1, 2, 5]
+    assert [values["lam"] for values in tried["ditto"].values()] == [0.01, 0.05, 0.1, 0.5, 1, 2, 5]
+    for label in ("gifair-global", "gifair-per"):
+        assert [round(10 * values["lam"]) for values in tried[label].values()] == list(range(1, 10))
+
+
+def test_the_figure_goes_from_fedavg_to_the_largest_lambda():
+    strengths = [experiment.method.aggregation.lam for experiment in experiments("lambda").values()]
+    assert strengths == sorted(strengths)
+    assert strengths[0] == 0
+    assert strengths[-1] > 0.9

@@ -1,0 +1,35 @@
+"""Rounds of the methods whose features and heads go separate ways, and what their clients end up with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equipoise.engine.contract import Personal
+from equipoise.engine.optimizers import Sgd
+from equipoise.engine.random import Purpose, fold
+from equipoise.methods import build
+from tests.engine.test_exactness import images
+from tests.engine.test_phases import BATCH, COHORTS, SEED, SIZES, held_by, train_by_hand
+from tests.rounds import play
+
+LR = 0.1
+
+
+def played(method, module, cohorts=COHORTS, *, chunk=3, **how):
+    """Play rounds of a method, by name or put together, with the settings of the phases' tests."""
+    how = {"batch_size": BATCH, "optimizer": Sgd(lr=LR, momentum=0.9), **how}
+    method = build(method) if isinstance(method, str) else method
+    return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
+
+
+def personal_models(found, method, clients):
+    """The whole personal model of every client, as evaluation sees it after the last round."""
+    personal = Personal(method, (), len(found.updates))
+    still, own = found.engine.personal_models(found.model, personal, np.array(clients))
+    return {c: {**still, **{n: stack[row] for n, stack in own.items()}} for row, c in enumerate(clients)}
+
+
+def adapt_by_hand(module, turns, client, rounds):
+    """Let a client make a module its own after so many rounds, with the random numbers meant for that."""
+    key = fold(fold(SEED, rounds - 1, Purpose.ADAPT), client)
+    train_by_hand([module], turns, *held_by(images(sizes=SIZES), client), key, interleaved=False)
