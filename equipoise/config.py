@@ -23,18 +23,20 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
+from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.optimizers import Adam, Schedule, Sgd
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
+from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.method import Method
 from equipoise.run.api import Run, train
 from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
-from equipoise.run.trainer import Evaluation, Progress
+from equipoise.run.trainer import Evaluation, MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
 
-SECTIONS = ("method", "data", "model", "training", "machine", "evaluation", "seed", "checkpoint_every")
+SECTIONS = ("method", "data", "model", "training", "machine", "evaluation", "seed", "checkpoint_every", "flower")
 # A run's own config.yaml is an experiment file too; what it says about the machine it ran on is no setting.
 IGNORED = ("resolved",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
@@ -95,6 +97,8 @@ class Experiment:
         splits, is the same unless it is given.
     checkpoint_every : int
         Rounds between checkpoints.
+    flower : FlowerSettings
+        How a run on Flower treats clients; in one process it changes nothing.
 
     Examples
     --------
@@ -111,6 +115,7 @@ class Experiment:
     evaluation: Evaluation
     seed: int = 0
     checkpoint_every: int = 1
+    flower: FlowerSettings = field(default_factory=FlowerSettings)
     origins: Origins = field(repr=False, compare=False)
 
     def federation(self) -> Federation:
@@ -130,6 +135,8 @@ class Experiment:
         *,
         resume: bool = False,
         on_round: Callable[[Progress], None] | None = None,
+        federation: Federation | None = None,
+        engine: MakeEngine = StackedEngine,
     ) -> Run:
         """Train; see :func:`equipoise.train`.
 
@@ -141,6 +148,10 @@ class Experiment:
             Whether to go on with the run the directory holds.
         on_round : callable, optional
             Told of the progress after every round.
+        federation : Federation, optional
+            The clients, where they are not what the experiment's data say.
+        engine : callable
+            Makes the engine that carries the method out; by default in this process.
 
         Returns
         -------
@@ -152,7 +163,7 @@ class Experiment:
         >>> experiment_from({"data": "digits", "training": {"rounds": 1}}).run().summary["rounds"]
         1
         """
-        federation = self.federation()
+        federation = self.federation() if federation is None else federation
         with self.origins.named():
             return train(
                 federation,
@@ -167,6 +178,7 @@ class Experiment:
                 checkpoint_every=self.checkpoint_every,
                 data=self.data,
                 on_round=on_round,
+                engine=engine,
             )
 
     def plain(self) -> dict[str, Any]:
@@ -192,6 +204,8 @@ class Experiment:
             "seed": self.seed,
             "checkpoint_every": self.checkpoint_every,
         }
+        if self.flower != FlowerSettings():
+            plain["flower"] = to_plain(self.flower)
         made: dict[str, Any] = json.loads(json.dumps(plain))
         return made
 
@@ -334,10 +348,11 @@ class _Reader:
         seed = self.value(content.get("seed", 0), int, "seed")
         if not 0 <= seed < 2**63:
             raise InputError(f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}")
+        method = self.method(content.get("method", "fedavg"))
         return Experiment(
-            method=self.method(content.get("method", "fedavg")),
+            method=method,
             data=self.data(content["data"], seed),
-            model=self.model(content.get("model", "mlp")),
+            model=self.model(content.get("model", {}), method.usual_model),
             training=self.settings(
                 Training,
                 content,
@@ -350,6 +365,7 @@ class _Reader:
             evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune),
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
+            flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
             origins=self.origins,
         )
 
@@ -385,8 +401,8 @@ class _Reader:
             made: Any = data.make_partition(name, **checked)
         return {"name": name, **dataclasses.asdict(made)}
 
-    def model(self, given: Any) -> dict[str, Any]:
-        name, options = self.named(given, "model", "model", models.MODELS, default="mlp")
+    def model(self, given: Any, usual: str) -> dict[str, Any]:
+        name, options = self.named(given, "model", "model", models.MODELS, default=usual)
         build = getattr(import_module(models.MODELS[name]), name)
         return {"name": name, **models.defaults(name), **self.fields(options, _types(build), "model")}
 
@@ -405,6 +421,15 @@ class _Reader:
             options = self.fields(options, types, path)
         with self.origins.named("training"):
             return optimizer_from({"name": name, **_read_scientific(options)})
+
+    def privacy(self, given: Any, path: str) -> Any:
+        if given is None:
+            return None
+        checked = self.fields(given, _types(Privacy), path)
+        if "clip" not in checked:
+            raise InputError(f"{self.origins.of(path)}: {path} needs clip, the largest norm of an update")
+        with self.origins.named("flower"):
+            return Privacy(**checked)
 
     def schedule(self, given: Any, path: str) -> Any:
         fields = {"kind": given} if isinstance(given, str) else given

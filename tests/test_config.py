@@ -11,7 +11,7 @@ from equipoise import methods
 from equipoise.config import Override, experiment_from, load_experiment, read_yaml
 from equipoise.data.augment import Crop, Flip
 from equipoise.engine.optimizers import Adam, Schedule, Sgd, TorchOptimizer
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
 from equipoise.run.trainer import Evaluation
 
@@ -282,3 +282,15 @@ def test_broken_files_are_refused(tmp_path, content, message):
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match=r"^cannot read nowhere\.yaml: No such file"):
         load_experiment("nowhere.yaml")
+
+
+def test_fine_tuning_is_read_from_a_mapping():
+    given = {"data": "digits", "evaluation": {"fine_tune": {"steps": 3, "move": "head"}, "average_kept": True}}
+    evaluation = experiment_from(given).evaluation
+    assert evaluation.fine_tune == FineTune(steps=3, move="head")
+    assert evaluation.average_kept
+    assert experiment_from({**given, "evaluation": {"fine_tune": None}}).evaluation.fine_tune is None
+    with pytest.raises(InputError, match=r"a\.yaml: evaluation\.fine_tune\.epochs must be a whole number, got 'all'"):
+        experiment_from({"data": "digits", "evaluation": {"fine_tune": {"epochs": "all"}}}, "a.yaml")
+    with pytest.raises(InputError, match=r"unknown key 'evaluation\.fine_tune\.epoch' .*evaluation\.fine_tune\.epochs"):
+        experiment_from({"data": "digits", "evaluation": {"fine_tune": {"epoch": 1}}})

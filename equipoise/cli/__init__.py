@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from equipoise.cli.flower import flower
 from equipoise.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+
+app.add_typer(flower, name="flower")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -136,6 +139,9 @@ def data(
         Path | None,
         typer.Option(help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"),
     ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Get the files of mnist, emnist or cifar if they are not there.")
+    ] = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -146,6 +152,7 @@ def data(
 
         overrides = [Override("data", name, "NAME"), Override("data.seed", seed, "--seed")]
         overrides += [Override.parse(text, below="data") for text in set_ or ()]
+        overrides += [Override("data.download", True, "--download")] if download else []
         federation = experiment_from({}, "", overrides).federation()
         # A script that wants only the numbers gets only the numbers.
         where = picture or (None if json_ else RUNS / f"{name}.png")
@@ -168,6 +175,9 @@ def compare(
         str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
+    ] = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -180,8 +190,8 @@ def compare(
         from equipoise.cli import show
         from equipoise.study import load_study
 
-        planned = load_study(study, metrics=metrics.split(",") if metrics else None)
-        directory = out or RUNS / study.stem
+        planned = load_study(study, metrics=metrics.split(",") if metrics else None, tune=tune)
+        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         try:
             with show.runs(len(planned.jobs)) as watch:
                 results = planned.run(directory, jobs=jobs, watch=watch)

@@ -70,7 +70,7 @@ def train(
     federation: Federation,
     *,
     method: str | Mapping[str, Any] | Method = "fedavg",
-    model: str | Mapping[str, Any] | nn.Module = "mlp",
+    model: str | Mapping[str, Any] | nn.Module | None = None,
     training: Training | None = None,
     machine: Machine | None = None,
     evaluation: Evaluation | None = None,
@@ -91,8 +91,9 @@ def train(
         The clients and their data.
     method : str, mapping or Method
         What is federated: a name, a mapping with ``name`` and hyper-parameters, or a method.
-    model : str, mapping or nn.Module
-        A name, a mapping with ``name`` and options, or a module with ``features`` and ``head``.
+    model : str, mapping or nn.Module, optional
+        A name, a mapping with ``name`` and options, or a module with ``features`` and ``head``; by default ``mlp``,
+        or what the method asks for.
     training : Training, optional
         How clients train.
     machine : Machine, optional
@@ -136,7 +137,7 @@ def train(
     if isinstance(model, nn.Module):
         module, model_config = model, {"name": f"custom:{type(model).__name__}"}
     else:
-        model_config = _named(model, "model")
+        model_config = _named(model or made.usual_model, "model")
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise InputError(f"checkpoint_every must be a whole number of at least 1, got {checkpoint_every!r}")

@@ -141,20 +141,17 @@ class Trainer:
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
         self.engine = engine(federation, model, training, machine, seed, self.view)
-        # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
-        self._registered = registered = self.view.seen
-        pooled = self.view is not federation
-        if pooled and evaluation.fine_tune:
+        if self.view is not federation and evaluation.fine_tune:
             raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
-        self._cohort_size = len(registered) if pooled else training.cohort_size(len(registered))
-        self._train_sizes = self.view.split("train").sizes[registered]
+        self._register()
         self.layout = Layout(method.local, self.engine.network.initial())
         keeps_shared = any(not name.startswith(PERSONAL) for name in self.layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
         # Where clients keep parts of the shared model, nobody has it as a whole.
         self._has_global = bool(self.layout.shared) and (not keeps_shared or evaluation.average_kept)
         self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
-        self._has_personal = method.personal or bool(self._fine_tune)
+        self._adapts = bool(method.local.adapt() or self._fine_tune)
+        self._has_personal = method.personal or self._adapts
         self.state = State(0, self.engine.network.initial())
         self._everyone: RoundCohort | None = None
         self.metrics, self.rounds, self.timings = (
@@ -166,6 +163,13 @@ class Trainer:
         self._best_models: Models | None = None
         self._stale = 0
         self._latest: dict[str, Any] = {}
+
+    def _register(self) -> None:
+        # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
+        self._registered = registered = self.view.seen
+        pooled = self.view is not self.federation
+        self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
+        self._train_sizes = self.view.split("train").sizes[registered]
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -187,6 +191,15 @@ class Trainer:
         with exact_arithmetic(self.engine.machine):
             self.state = aggregation.begin(self.state, self._everyone)
 
+    def _take_in(self) -> None:
+        """Take clients in that have come since the last round."""
+        if not self.engine.newcomers():
+            return
+        self._register()
+        aggregation = self.method.aggregation
+        if (self.state.round or self._everyone) and type(aggregation).begin is not Aggregation.begin:
+            self.state = aggregation.admit(self.state, self.engine.cohort(self.method, self._registered, 0))
+
     def _out_of_patience(self) -> bool:
         return self.evaluation.patience is not None and self._stale >= self.evaluation.patience
 
@@ -195,6 +208,7 @@ class Trainer:
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
+        self._take_in()
         cohort = self._select()
         if due and self.view is self.federation and self._has_global:
             cohort.wanted_reports.add("val_loss_after")
@@ -212,10 +226,12 @@ class Trainer:
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
         if cohort.left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
-        self.rounds.append([row | moved])
         if due:
             self._evaluate(updates, cohort)
             clock.lap("evaluate")
+            if self.engine.absent:
+                row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+        self.rounds.append([row | moved])
         self.timings.append([{"round": number, **clock.laps}])
         if self.directory and (last or number % self.checkpoint_every == 0 or self._out_of_patience()):
             self.save_checkpoint()
@@ -278,11 +294,11 @@ class Trainer:
             rows += self._rows(everyone, measured["test"], "global", "test")
         if self._has_personal:
             # Without a way to make a model its own, a client held out of training has the global one and no other.
-            adapts = self.method.local.adapt() or self._fine_tune
-            clients = everyone if adapts else self.federation.seen
+            clients = everyone if self._adapts else self.federation.seen
             measured = self.engine.evaluate(self._sent_out, clients, personal=self._personal)
             for split in ("val", "test"):
                 rows += self._rows(clients, measured[split], "personal", split)
+        rows = [row for row in rows if row["client"] not in self.engine.absent]
         for row in rows:
             if not np.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
@@ -348,6 +364,7 @@ class Trainer:
 
     def _keep_best(self) -> None:
         self._best_models = best = self._models()
+        self.engine.keep()
         if self.directory:
             tensors = {f"global/{n}": t for n, t in best.shared.items()} | {f"own/{n}": t for n, t in best.own.items()}
             save_tensors(self.directory / BEST, tensors, {"round": best.round, "clients": best.clients})
@@ -355,7 +372,8 @@ class Trainer:
     def _models(self) -> Models:
         clients: list[int] = []
         if self._has_personal:
-            clients = self.engine.remembering if self.layout.kept else self.federation.seen.tolist()
+            # Who cannot adapt has a model of its own only once it has taken part.
+            clients = self.federation.seen.tolist() if self._adapts else self.engine.remembering
         own = self.personal_models(np.array(clients))[1] if clients else {}
         return Models(self.state.round, dict(self.global_model), clients, own)
 

@@ -1,0 +1,69 @@
+"""``equipoise flower``: the same methods across machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from equipoise.errors import InputError
+
+flower = typer.Typer(
+    help="Run across machines, on Flower.",
+    epilog="Example: equipoise flower new my-app --experiment experiment.yaml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@flower.command(epilog="Example: equipoise flower new my-app --experiment experiment.yaml && cd my-app")
+def new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the app.")],
+    experiment: Annotated[Path, typer.Option(help="The YAML file of the experiment.")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write a Flower app for an experiment."""
+    from equipoise.cli import _errors
+
+    with _errors(debug):
+        from equipoise.flower.new import new_app
+
+        for path in new_app(directory, experiment):
+            typer.echo(path)
+
+
+@flower.command(context_settings=_PASSED_ON)
+def run(context: typer.Context) -> None:
+    """Start a run: Flower's `flwr run`, without telemetry and update check."""
+    _become("flwr", "run", *context.args)
+
+
+@flower.command(context_settings=_PASSED_ON)
+def superlink(context: typer.Context) -> None:
+    """Start the server: Flower's `flower-superlink`, without telemetry, update check and installation of packages."""
+    _become("flower-superlink", *context.args)
+
+
+@flower.command(context_settings=_PASSED_ON)
+def supernode(context: typer.Context) -> None:
+    """Start a client's node: Flower's `flower-supernode`, without telemetry and update check."""
+    _become("flower-supernode", *context.args)
+
+
+def _become(command: str, *arguments: str) -> NoReturn:
+    """Go on as one of Flower's own commands, so that signals and exit codes are its own."""
+    from equipoise.cli import _errors
+    from equipoise.flower import QUIET
+
+    with _errors(debug=False):
+        # Flower starts further commands by name, so they must be found where this one is.
+        folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        found = shutil.which(command, path=folders)
+        if found is None:
+            raise InputError(f"{command} is not installed; pip install 'equipoise[flower]'")
+        os.execve(found, [command, *arguments], {**QUIET, **os.environ, "PATH": folders})

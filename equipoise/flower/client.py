@@ -1,0 +1,240 @@
+"""The client's half of a run on Flower: answers with the same local code as in one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+from torch import Tensor
+
+from equipoise.engine.cohort import KEPT, Layout, StackedCohort, exact_arithmetic
+from equipoise.engine.contract import Personal
+from equipoise.errors import RunError
+from equipoise.flower.memory import Versions
+from equipoise.flower.settings import Privacy
+from equipoise.flower.silo import OwnData, Silo, open_silo
+from equipoise.flower.wire import digest, from_record, pack, settings_of, to_metrics, to_record, unpack
+from equipoise.method import Updates
+from equipoise.methods import make_part
+from equipoise.tree import PERSONAL, Tree
+
+log = logging.getLogger("flwr.equipoise")
+
+Answer = Callable[[Silo, RecordDict], RecordDict]
+
+# What a mod is to look at: one record of parameters, one of settings.
+_MODEL, _SETTINGS = "model", "settings"
+
+
+def client_app(experiment: str | Path, *, data: OwnData | None = None) -> ClientApp:
+    """Make the ``ClientApp`` of an experiment.
+
+    Parameters
+    ----------
+    experiment : path
+        The experiment's file.
+    data : callable, optional
+        Makes the client's own federation, of one client, from its node's configuration. Without it a node's ``data``
+        names a directory (see `equipoise.data.silos`), or all nodes read the experiment's source and take their client.
+
+    Returns
+    -------
+    ClientApp
+        Answers ``train``, ``evaluate`` and ``query`` messages of :func:`equipoise.flower.server.server_app`.
+
+    Examples
+    --------
+    >>> type(client_app("experiment.yaml")).__name__
+    'ClientApp'
+    """
+    app, path = ClientApp(), Path(experiment)
+
+    def answering(answer: Answer) -> Callable[[Message, Context], Message]:
+        def handle(message: Message, context: Context) -> Message:
+            silo = open_silo(path, context.run_config, context.node_config, data)
+            with exact_arithmetic(silo.engine.machine):
+                content = answer(silo, message.content)
+            asked = settings_of(message.content)
+            content["note"] = ConfigRecord({"client": silo.client, "round": asked.get("round", 0)})
+            return Message(content, reply_to=message)
+
+        return handle
+
+    app.train()(answering(train))
+    app.evaluate()(answering(evaluate))
+    app.evaluate("models")(answering(evaluate_models))
+    app.query("describe")(answering(describe))
+    app.query("ask")(answering(ask))
+    app.query("kept")(answering(kept))
+    app.query("adopt")(answering(adopt))
+    return app
+
+
+def describe(silo: Silo, content: RecordDict) -> RecordDict:
+    """Say which client this is, and what its data ask of a model."""
+    return RecordDict({"about": ConfigRecord({"text": silo.describe().text()})})
+
+
+def train(silo: Silo, content: RecordDict) -> RecordDict:
+    """Train, remember, and send what the method shares."""
+    asked = settings_of(content)
+    memory = silo.memory(str(asked["run"]))
+    cohort = _cohort(silo, content, memory)
+    cohort.wanted_reports = set(json.loads(str(asked["reports"])))
+    local = make_part(json.loads(str(asked["local"])), "local") if "local" in asked else silo.experiment.method.local
+    model = _model(silo, content)
+    shared = {_MODEL: model} | {
+        name.removeprefix("sent."): _on_device(silo, from_record(record))
+        for name, record in content.array_records.items()
+        if name.startswith("sent.")
+    }
+    each = {name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()}
+    updates = cohort.train(shared, each, local)
+    silo.engine.memory.commit()
+    version = int(asked["round"]) + 1
+    if remembered := silo.engine.memory.export():
+        memory.write(version, remembered)
+    memory.prune(int(asked["oldest"]), version)
+    return _answer(silo, model, updates)
+
+
+def evaluate(silo: Silo, content: RecordDict) -> RecordDict:
+    """Report loss and metrics of a model on one of the client's own splits."""
+    cohort = _cohort(silo, content)
+    measured = cohort.evaluate(_model(silo, content), str(settings_of(content)["split"]))
+    return RecordDict({"reports": to_metrics(measured)})
+
+
+def evaluate_models(silo: Silo, content: RecordDict) -> RecordDict:
+    """Report what the global and the personal model are worth on the client's validation and test splits."""
+    _cohort(silo, content)
+    asked, model = settings_of(content), _model(silo, content)
+    reports: dict[str, Any] = {}
+    for kind in str(asked["models"]).split():
+        personal = _personal(silo, int(asked["round"])) if kind == "personal" else None
+        for split, measured in silo.engine.evaluate(model, silo.ids, personal=personal).items():
+            values = {name: torch.from_numpy(numbers) for name, numbers in measured.items()}
+            reports[f"{kind}.{split}"] = to_metrics(values)
+    return RecordDict(reports)
+
+
+def ask(silo: Silo, content: RecordDict) -> RecordDict:
+    """Answer a question of the local rule."""
+    asked = settings_of(content)
+    cohort = _cohort(silo, content)
+    tensors = _on_device(silo, from_record(content.array_records["arguments"]))
+    answer = cohort.ask(str(asked["question"]), *unpack(str(asked["arguments"]), tensors))
+    text, parts = pack(answer)
+    return RecordDict({"answer": to_record(parts), "form": ConfigRecord({"text": text})})
+
+
+def kept(silo: Silo, content: RecordDict) -> RecordDict:
+    """Send what the client keeps of the shared model, for an average that somebody has asked for."""
+    _cohort(silo, content)
+    rule, model = silo.experiment.method.local, _model(silo, content)
+    memory, _ = silo.engine.memory.read(silo.ids, Layout(rule, model).first_memory(rule, model))
+    own = {name: rows[0] for name, rows in memory[KEPT].items() if not name.startswith(PERSONAL)}
+    return RecordDict({"kept": to_record(own)})
+
+
+def adopt(silo: Silo, content: RecordDict) -> RecordDict:
+    """Keep the model the client ends up with on its own disk: its personal model, or the global one."""
+    asked = settings_of(content)
+    memory = silo.memory(str(asked["run"]))
+    _cohort(silo, content, memory)
+    model = _model(silo, content)
+    if asked["personal"]:
+        still, own = silo.engine.personal_models(model, _personal(silo, int(asked["round"])), silo.ids)
+        rows = {name: stack[0] for name, stack in own.items()}
+        model = {name: rows.get(name, still.get(name)) for name in model}  # type: ignore[misc]
+    path = memory.adopt(model, int(asked["round"]))
+    return RecordDict({"kept": ConfigRecord({"path": str(path)})})
+
+
+def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> StackedCohort:
+    """Gather the one client there is, remembering exactly the version that counts."""
+    asked, engine, method = settings_of(content), silo.engine, silo.experiment.method
+    memory = memory or silo.memory(str(asked["run"]))
+    initial = engine.network.initial()
+    remembers = bool(Layout(method.local, initial).first_memory(method.local, initial))
+    if remembers and asked["version"] and not memory.folder.exists():
+        log.warning("nothing of this run is in %s: client %d begins anew", memory.folder.parent, silo.client)
+        remembers = False
+    engine.restore(memory.read(int(asked["version"])) if remembers else {})
+    return engine.cohort(method, silo.ids, int(asked["round"]))
+
+
+def _model(silo: Silo, content: RecordDict) -> Tree:
+    """Complete the model with what was not sent: parts that never move, and those this client has of its own."""
+    received = _on_device(silo, from_record(content.array_records[_MODEL]))
+    initial = silo.engine.network.initial()
+    if strays := sorted(set(received) - set(initial)):
+        raise RunError(f"the server sent {strays[0]}, which the model here does not have; do the experiments differ?")
+    held = {name: tensor for name, tensor in initial.items() if name not in received}
+    if digest(held) != settings_of(content)["held"]:
+        raise RunError(f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch differ?")
+    return {name: received.get(name, tensor) for name, tensor in initial.items()}
+
+
+def _on_device(silo: Silo, tree: Mapping[str, Tensor]) -> Tree:
+    return {name: tensor.to(silo.engine.network.device) for name, tensor in tree.items()}
+
+
+def _personal(silo: Silo, round_: int) -> Personal:
+    experiment = silo.experiment
+    tuned = experiment.evaluation.fine_tune
+    phases = (tuned.phase(experiment.training.optimizer),) if tuned else ()
+    return Personal(experiment.method, phases, round_)
+
+
+def _answer(silo: Silo, model: Tree, updates: Updates) -> RecordDict:
+    update = {name: rows[0] for name, rows in {**updates.params, **updates.buffers}.items()}
+    if silo.experiment.flower.privacy and update:
+        update = protected(update, {name: model[name] for name in update}, silo.experiment.flower.privacy)
+    content: dict[str, Any] = {"update": to_record(update), "reports": to_metrics(updates.reports)}
+    for tree, values in updates.uploads.items():
+        content[f"upload.{tree}"] = to_record({name: rows[0] for name, rows in values.items()})
+    return RecordDict(content)
+
+
+def protected(update: Tree, received: Tree, privacy: Privacy) -> Tree:
+    """Have Flower's mods clip an update, and add noise to it if asked.
+
+    Parameters
+    ----------
+    update, received : Tree
+        The parameters as trained and as received, under the same names.
+    privacy : Privacy
+        How.
+
+    Returns
+    -------
+    Tree
+        What may leave the client.
+
+    Examples
+    --------
+    >>> protected({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, Privacy(clip=1.0))
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    mod: Any = fixedclipping_mod
+    if privacy.epsilon is not None:
+        mod = LocalDpMod(privacy.clip, privacy.sensitivity or privacy.clip, privacy.epsilon, privacy.delta)
+    settings = ConfigRecord({"clipping_norm": privacy.clip})
+    metadata = Metadata(0, "", 0, 0, "", "", time.time(), DEFAULT_TTL, "train")
+    sent = make_message(metadata, RecordDict({_MODEL: to_record(received), _SETTINGS: settings}))
+    context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
+    answer = mod(sent, context, lambda message, _: Message(RecordDict({_MODEL: to_record(update)}), reply_to=message))
+    if answer.has_error():
+        raise RunError(f"the update could not be protected: {answer.error.reason}")
+    made = from_record(answer.content.array_records[_MODEL])
+    return {name: made[name].to(tensor.device) for name, tensor in update.items()}

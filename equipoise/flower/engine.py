@@ -1,0 +1,527 @@
+"""The engine across machines: a cohort that answers by messages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from equipoise.engine.cohort import Layout
+from equipoise.engine.contract import ClientsLost, Personal
+from equipoise.engine.evaluation import Measured
+from equipoise.engine.network import Network
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.task import Task
+from equipoise.errors import InputError, RunError
+from equipoise.flower.nodes import Answers, Nodes, reasons
+from equipoise.flower.roster import Roster
+from equipoise.flower.wire import bytes_of, digest, from_record, numbers_of, pack, settings_of, to_record, unpack
+from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
+from equipoise.tree import PERSONAL, Tree
+
+SPLITS = ("val", "test")
+
+
+@dataclass
+class Ledger:
+    """Which round's memory counts for each client: the last one in which its answer did.
+
+    Attributes
+    ----------
+    now, saved, best : dict
+        For each client, the round: as it is, as the latest checkpoint has it, and as it was in the best round so far.
+    durable : bool
+        Whether there are checkpoints to go back to.
+    """
+
+    durable: bool = True
+    now: dict[int, int] = field(default_factory=dict)
+    saved: dict[int, int] = field(default_factory=dict)
+    best: dict[int, int] = field(default_factory=dict)
+
+    def oldest(self, client: int) -> int:
+        """Give the oldest version of a client's memory that can still be asked for."""
+        candidates = [self.saved.get(client, 0) if self.durable else self.now.get(client, 0)]
+        candidates += [self.best.get(client, 0)] if self.best else []
+        return min(candidates)
+
+
+class FlowerEngine:
+    """Carries methods out across machines; see :class:`equipoise.engine.contract.Engine`.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        The way to the clients.
+    run : callable
+        Gives the run's own name, under which clients keep their memories.
+    method : Method
+        What is federated.
+    roster : Roster
+        The registered clients.
+    model : nn.Module
+        With ``features`` and ``head``.
+    training : Training
+        How clients train; they have it from the experiment.
+    machine : Machine
+        Where the server combines, and in which arithmetic.
+    seed : int
+        Of all random numbers.
+    durable : bool
+        Whether the run has checkpoints.
+    both : bool
+        Whether clients evaluate their personal models along with the global one, in one exchange.
+    """
+
+    chunk = 1
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        run: Callable[[], str],
+        method: Method,
+        roster: Roster,
+        model: nn.Module,
+        training: Training,
+        machine: Machine,
+        seed: int = 0,
+        *,
+        durable: bool = True,
+        both: bool = False,
+    ) -> None:
+        self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
+        self.settings = nodes.settings
+        self.network = Network(model, Task(roster.task), machine.torch_device, machine.dtype, machine.autocast)
+        self.layout = Layout(method.local, self.network.initial())
+        self.ledger = Ledger(durable)
+        self._finished = 0
+        self.absent: dict[int, str] = {}
+        self.bytes_up = self.bytes_down = 0
+        self._measured: tuple[Tree, Answers] | None = None
+        self._averaged: tuple[dict[int, int], Tree] | None = None
+
+    def newcomers(self) -> list[int]:
+        """Admit clients that have come since the last time."""
+        return self.nodes.newcomers()
+
+    def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> FlowerCohort:
+        """Gather clients for a round (counted from 0)."""
+        return FlowerCohort(self, method, np.sort(clients), round_)
+
+    def evaluate(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> dict[str, Measured]:
+        """Have clients evaluate the global model, or the personal models they make of it.
+
+        Clients that do not answer, or answer with NaN, are named in ``absent``.
+        """
+        kind = "personal" if personal else "global"
+        if personal and self._measured and _same(self._measured[0], model):
+            answers = self._measured[1]
+        else:
+            answers = self._ask_for_metrics(model, clients, personal)
+        self._measured = (model, answers) if self.both and not personal else None
+        measured: dict[str, Measured] = {split: {} for split in SPLITS}
+        for position, client in enumerate(clients.tolist()):
+            if client not in answers.answered:
+                continue
+            for split in SPLITS:
+                for name, value in numbers_of(answers.answered[client], f"{kind}.{split}").items():
+                    column = measured[split].setdefault(name, np.full(len(clients), np.nan))
+                    column[position] = value
+        for columns in measured.values():
+            columns.setdefault("loss", np.full(len(clients), np.nan))
+        return measured
+
+    def _ask_for_metrics(self, model: Tree, clients: NDArray[np.int64], personal: Personal | None) -> Answers:
+        kinds = "personal" if personal else "global personal" if self.both else "global"
+        asked = [client for client in clients.tolist() if client in self.roster.known]
+        contents = self.messages(asked, self._finished, model, models=kinds)
+        requests = {client: ("evaluate.models", content) for client, content in contents.items()}
+
+        def wrong(client: int, content: RecordDict) -> str | None:
+            for kind in kinds.split():
+                for split in SPLITS:
+                    loss = numbers_of(content, f"{kind}.{split}").get("loss")
+                    if loss is None:
+                        return "answered without metrics"
+                    if self.roster.known[client].sizes[split] and not np.isfinite(loss):
+                        return f"answered with {loss} as {split} loss of the {kind} model"
+            return None
+
+        answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
+        self.count(requests, answers)
+        self.absent = dict(answers.failed)
+        return answers
+
+    def averaged_kept(self, method: Method, model: Tree) -> Tree:
+        """Ask clients for what they keep of the shared model, and average it."""
+        if self._averaged is None or self._averaged[0] != self.ledger.now:
+            contents = self.messages(self.ledger.now, self._finished, model)
+            requests = {client: ("query.kept", content) for client, content in contents.items()}
+            names = [name for name in Layout(method.local, model).kept if not name.startswith(PERSONAL)]
+            expected = {name: model[name] for name in names}
+            trees: dict[int, Tree] = {}
+
+            def wrong(client: int, content: RecordDict) -> str | None:
+                try:
+                    trees[client] = _fitting(content.array_records.get("kept"), expected)
+                except _Misfit as error:
+                    return str(error)
+                return None
+
+            answers = self.nodes.insist(requests, self._finished, wrong, 1)
+            self.count(requests, answers)
+            if not trees:
+                raise RunError(f"nobody sent what it keeps of the model ({reasons(answers.failed)})")
+            ids = sorted(trees)
+            prior = self.cohort(method, np.array(ids), 0).prior
+            self._averaged = dict(self.ledger.now), mix_tree(self.stacked([trees[c] for c in ids], names), prior)
+        return self._averaged[1]
+
+    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Give nothing of personal models: they stay with the clients; see :meth:`hand_out`."""
+        return dict(model), {}
+
+    @property
+    def remembering(self) -> list[int]:
+        """Nobody: memories are on the clients' disks."""
+        return []
+
+    def hand_out(self, model: Tree, round_: int, *, personal: bool, best: bool) -> dict[int, str]:
+        """Have every client keep the model it ends up with; gives the reasons of those that could not be told.
+
+        Parameters
+        ----------
+        model : Tree
+            The global model of the round that counts.
+        round_ : int
+            That round.
+        personal : bool
+            Whether clients make personal models of it.
+        best : bool
+            Whether the round is the best one rather than the last.
+        """
+        versions = self.ledger.best if best else self.ledger.now
+        contents = self.messages(self.roster.known, round_, model, versions, personal=personal)
+        requests = {client: ("query.adopt", content) for client, content in contents.items()}
+        answers = self.nodes.insist(requests, round_, lambda *_: None, len(requests))
+        self.count(requests, answers)
+        return answers.failed
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def commit(self, cohort: FlowerCohort) -> None:
+        """Let what the clients of a cohort wrote in its round be their newest memory."""
+        self._finished = cohort.round + 1
+        self.ledger.now |= {int(client): self._finished for client in cohort.ids}
+
+    def keep(self) -> None:
+        """Have clients hold on to their memories of this round, which may be the one that counts."""
+        self.ledger.best = dict(self.ledger.now)
+
+    def export(self) -> Tree:
+        """Give which memory of each client counts."""
+        self.ledger.saved = dict(self.ledger.now)
+        clients = sorted(self.ledger.now)
+        rounds = {"now": self.ledger.now, "best": self.ledger.best}
+        columns = {name: [of.get(client, 0) for client in clients] for name, of in rounds.items()}
+        return {
+            name: torch.tensor(values, dtype=torch.int64) for name, values in {"clients": clients, **columns}.items()
+        }
+
+    def restore(self, tensors: Tree) -> None:
+        """Take back what :meth:`export` gave."""
+        if tensors:
+            clients, now, best = (tensors[name].tolist() for name in ("clients", "now", "best"))
+            self.ledger.now = dict(zip(clients, now, strict=True))
+            self.ledger.saved = dict(self.ledger.now)
+            self.ledger.best = {c: version for c, version in zip(clients, best, strict=True) if version}
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def messages(
+        self,
+        clients: Iterable[int],
+        round_: int,
+        model: Tree,
+        versions: Mapping[int, int] | None = None,
+        **settings: Any,
+    ) -> dict[int, RecordDict]:
+        """Make the contents of messages to clients: a model, and settings that include which memory counts.
+
+        What no client ever changes for the others is in the model both sides begin with. It is not sent, unless it has
+        become another on the way; a hash sees to it that both have the same.
+        """
+        versions = self.ledger.now if versions is None else versions
+        initial = self.network.initial()
+        held = {n for n, t in model.items() if n not in self.layout.shared and torch.equal(t, initial[n])}
+        record = to_record({name: tensor for name, tensor in model.items() if name not in held})
+        settings |= {"run": self.run(), "round": round_, "held": digest({name: initial[name] for name in held})}
+        contents = {}
+        for client in clients:
+            memory = {"version": versions.get(client, 0), "oldest": self.ledger.oldest(client)}
+            contents[client] = RecordDict({"model": record, "settings": ConfigRecord(settings | memory)})
+        return contents
+
+    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers) -> tuple[int, int]:
+        """Count the bytes of an exchange, down and up."""
+        down = sum(bytes_of(content) for _, content in requests.values())
+        up = sum(bytes_of(content) for content in answers.answered.values())
+        self.bytes_down += down
+        self.bytes_up += up
+        return down, up
+
+    def stacked(self, rows: list[Tree], names: Iterable[str]) -> Tree:
+        """Stack clients' tensors, on the server's device."""
+        return {name: torch.stack([row[name] for row in rows]).to(self.network.device) for name in names}
+
+
+class FlowerCohort:
+    """The clients of one round, asked by messages; see :class:`equipoise.engine.contract.RoundCohort`.
+
+    Once clients have trained, ``ids`` and all that goes with it are of those whose answers count; ``left_out`` names
+    the others. A client that fails a later question is lost, and what it sent counts no more.
+    """
+
+    def __init__(self, engine: FlowerEngine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
+        self.engine, self.method, self.round = engine, method, round_
+        self.wanted_reports = set(method.aggregation.needs)
+        self.left_out: dict[int, str] = {}
+        self.bytes_down = self.bytes_up = 0
+        self._gather(clients)
+
+    def _gather(self, clients: NDArray[np.int64]) -> None:
+        self.ids = clients
+        self.sizes = self.engine.roster.split("train").sizes[clients]
+        self.groups = self.engine.roster.groups[clients]
+        counts = torch.from_numpy(self.sizes.astype(np.float64))
+        by_size = self.method.weights == "size"
+        self.prior = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
+
+    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+        """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        model = shared["model"]
+        self._refuse_unprotected(local)
+        settings: dict[str, Any] = {"reports": json.dumps(sorted(self.wanted_reports))}
+        if local != self.method.local:
+            settings["local"] = json.dumps({"name": local.name, **dataclasses.asdict(local)})  # type: ignore[call-overload]
+        more = {f"sent.{name}": to_record(tree) for name, tree in shared.items() if name != "model"}
+        contents = self.engine.messages(self.ids.tolist(), self.round, model, **settings)
+        for row, content in enumerate(contents.values()):
+            content.update(more)
+            content["each"] = to_record({name: rows[row] for name, rows in each.items()})
+        expected = {name: model[name] for name in Layout(local, model).shared}
+        trees: dict[int, Tree] = {}
+
+        def wrong(client: int, content: RecordDict) -> str | None:
+            try:
+                trees[client] = _fitting(content.array_records.get("update"), expected)
+            except _Misfit as error:
+                return str(error)
+            return (
+                self._stale(client, content)
+                or self._unreported(client, content)
+                or _wrong_uploads(content, local.uploads)
+            )
+
+        answers = self._insist("train", contents, wrong)
+        self.left_out |= answers.failed
+        kept = _alike(answers.answered, local.uploads)
+        self.left_out |= {
+            client: "answered with uploads of other shapes" for client in set(answers.answered) - set(kept)
+        }
+        self._require(len(kept))
+        self._gather(np.array(sorted(kept)))
+        rows = [kept[client] for client in sorted(kept)]
+        stack = self.engine.stacked([trees[client] for client in sorted(kept)], expected)
+        buffers = self.engine.network.buffers
+        return Updates(
+            params={n: t for n, t in stack.items() if n not in buffers},
+            buffers={n: t for n, t in stack.items() if n in buffers},
+            uploads={tree: self._uploads(rows, f"upload.{tree}") for tree in local.uploads},
+            reports=_reports(rows),
+        )
+
+    def evaluate(self, params: Tree, split: str) -> Reports:
+        """Ask for loss and metrics of a model on the clients' own split."""
+
+        def wrong(client: int, content: RecordDict) -> str | None:
+            loss = numbers_of(content).get("loss")
+            if loss is None:
+                return "answered without a loss"
+            finite = np.isfinite(loss) or not self.engine.roster.known[client].sizes[split]
+            return self._stale(client, content) or (None if finite else f"answered with {loss} as {split} loss")
+
+        contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
+        return _reports(self._all("evaluate", contents, wrong))
+
+    def ask(self, question: str, *args: Any) -> Any:
+        """Ask every client a question of the local rule; answers are stacked."""
+        text, tensors = pack(list(args))
+        contents = self.engine.messages(self.ids.tolist(), self.round, {}, question=question, arguments=text)
+        record = to_record(tensors)
+        for content in contents.values():
+            content["arguments"] = record
+
+        def wrong(client: int, content: RecordDict) -> str | None:
+            if "answer" not in content.array_records or "form" not in content.config_records:
+                return "did not answer the question"
+            return self._stale(client, content) or _not_finite(from_record(content.array_records["answer"]))
+
+        answers = self._all("query.ask", contents, wrong)
+        parts = [from_record(content.array_records["answer"]) for content in answers]
+        device = self.engine.network.device
+        joined = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
+        return unpack(str(answers[0].config_records["form"]["text"]), joined)
+
+    def without(self, ids: Iterable[int]) -> FlowerCohort:
+        """Give the cohort less the clients that were lost after training."""
+        lost = set(ids)
+        rest = copy.copy(self)
+        rest.left_out = {**{client: "lost after training" for client in lost}, **self.left_out}
+        rest._require(len(self.ids) - len(lost))
+        rest._gather(np.setdiff1d(self.ids, list(lost)))
+        return rest
+
+    def _insist(
+        self, kind: str, contents: Mapping[int, RecordDict], wrong: Callable[[int, RecordDict], str | None]
+    ) -> Answers:
+        requests = {client: (kind, content) for client, content in contents.items()}
+        answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough)
+        down, up = self.engine.count(requests, answers)
+        self.bytes_down += down
+        self.bytes_up += up
+        return answers
+
+    def _all(
+        self, kind: str, contents: Mapping[int, RecordDict], wrong: Callable[[int, RecordDict], str | None]
+    ) -> list[RecordDict]:
+        answers = self._insist(kind, contents, wrong)
+        if answers.failed:
+            self.left_out |= answers.failed
+            self._require(len(answers.answered))
+            raise ClientsLost(answers.failed)
+        return [answers.answered[client] for client in sorted(answers.answered)]
+
+    @property
+    def _enough(self) -> int:
+        return min(self.engine.settings.min_clients, len(self.ids))
+
+    def _require(self, count: int) -> None:
+        wanted = self.engine.settings.min_clients
+        if count < wanted:
+            raise RunError(
+                f"round {self.round + 1}: {count} of {count + len(self.left_out)} clients answered, and "
+                f"flower.min_clients is {wanted} ({reasons(self.left_out)}); the last checkpoint is intact"
+            )
+
+    def _stale(self, client: int, content: RecordDict) -> str | None:
+        note = settings_of(content, "note")
+        if note.get("client") != client:
+            return f"answered as client {note.get('client')}"
+        if note.get("round") != self.round:
+            return f"answered for round {note.get('round')}, counted from 0, instead of {self.round}"
+        return None
+
+    def _unreported(self, client: int, content: RecordDict) -> str | None:
+        reports = numbers_of(content)
+        sizes = self.engine.roster.known[client].sizes
+        for name in ("train_loss", "steps", *sorted(self.wanted_reports)):
+            if name not in reports:
+                return f"answered without the report {name}"
+            # The loss on a split without samples is no number, and nobody reads it.
+            empty = not sizes["val" if name.startswith("val_") else "train"]
+            if not np.isfinite(reports[name]) and not empty:
+                return f"answered with {reports[name]} as {name}"
+        return None
+
+    def _uploads(self, rows: list[RecordDict], record: str) -> Tree:
+        trees = [from_record(row.array_records[record]) for row in rows]
+        return self.engine.stacked(trees, trees[0])
+
+    def _refuse_unprotected(self, local: LocalRule) -> None:
+        """Refuse differential privacy where more leaves a client than what is clipped and noised."""
+        if self.engine.settings.privacy is None:
+            return
+        if local.uploads:
+            raise InputError(
+                f"flower.privacy protects parameters, but {type(local).__name__} also uploads "
+                f"{', '.join(local.uploads)}; choose another method or leave flower.privacy out"
+            )
+        if self.engine.network.buffers:
+            raise InputError(
+                "flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm"
+            )
+
+
+def _reports(rows: list[RecordDict]) -> Reports:
+    reports = [numbers_of(row) for row in rows]
+    return {name: torch.tensor([report[name] for report in reports], dtype=torch.float64) for name in reports[0]}
+
+
+class _Misfit(ValueError):
+    """An answer that cannot be used; says why."""
+
+
+def _fitting(record: ArrayRecord | None, expected: Mapping[str, Tensor]) -> Tree:
+    """Read an answer's tensors, refusing what differs from those expected."""
+    if record is None:
+        raise _Misfit("answered without parameters")
+    if set(record) != set(expected):
+        raise _Misfit(f"answered with other parameters: {', '.join(sorted(set(record) ^ set(expected))[:3])}")
+    try:
+        tree = from_record(record)
+    except ValueError as error:
+        raise _Misfit(f"answered with parameters that cannot be read: {error}") from error
+    for name, tensor in expected.items():
+        if tree[name].shape != tensor.shape or tree[name].dtype != tensor.dtype:
+            there, here = ((tuple(t.shape), t.dtype) for t in (tree[name], tensor))
+            raise _Misfit(f"answered with {name} of {there[0]} {there[1]} instead of {here[0]} {here[1]}")
+    if wrong := _not_finite(tree):
+        raise _Misfit(wrong)
+    return tree
+
+
+def _not_finite(tree: Tree) -> str | None:
+    for name, tensor in tree.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"answered with NaN or infinity in {name}"
+    return None
+
+
+def _wrong_uploads(content: RecordDict, names: Iterable[str]) -> str | None:
+    for name in names:
+        if f"upload.{name}" not in content.array_records:
+            return f"answered without {name}"
+        if wrong := _not_finite(from_record(content.array_records[f"upload.{name}"])):
+            return wrong
+    return None
+
+
+def _alike(answers: Mapping[int, RecordDict], uploads: Iterable[str]) -> dict[int, RecordDict]:
+    """Keep the answers whose uploads have the names and shapes that most of them have."""
+    forms = {
+        client: tuple(
+            (record, name, array.shape, array.dtype)
+            for record in uploads
+            for name, array in content.array_records[f"upload.{record}"].items()
+        )
+        for client, content in answers.items()
+    }
+    found = list(forms.values())
+    usual = max(found, key=found.count, default=())
+    return {client: content for client, content in answers.items() if forms[client] == usual}
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    return a.keys() == b.keys() and all(tensor is b[name] for name, tensor in a.items())

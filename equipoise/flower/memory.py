@@ -1,0 +1,113 @@
+"""A client's memory on its own disk, one file a round."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from equipoise.errors import RunError
+from equipoise.run.files import load_tensors, save_tensors, write_atomically
+from equipoise.tree import Tree
+
+_HOME = "EQUIPOISE_MEMORY"
+_SUFFIX = ".safetensors"
+
+
+def memory_root(given: str | None = None) -> Path:
+    """Say where memories are: what the node's configuration says, else ``EQUIPOISE_MEMORY``, else ``~/.equipoise``.
+
+    Examples
+    --------
+    >>> memory_root("/srv/memory").name
+    'memory'
+    """
+    return Path(given or os.environ.get(_HOME) or Path.home() / ".equipoise").expanduser()
+
+
+def home_of(root: Path) -> str:
+    """Give the name of a disk, making one up the first time.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> root = Path(tempfile.mkdtemp())
+    >>> home_of(root) == home_of(root)
+    True
+    """
+    path = root / "home"
+    if not path.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, uuid.uuid4().hex.encode())
+    return path.read_text()
+
+
+class Versions:
+    """What one client remembers of one run, version by version.
+
+    A version is the number of the round that wrote it; 0 is a client that has not taken part. The server says which
+    version counts, so an answer that came too late, a repeated round or a resumed run never applies anything twice.
+
+    Parameters
+    ----------
+    root : Path
+        Where memories are.
+    run : str
+        The run's own name.
+    client : int
+        Whose memory.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> memory = Versions(Path(tempfile.mkdtemp()), "digits-1", 3)
+    >>> memory.write(1, {"kept/head": torch.ones(1)})
+    >>> memory.read(1), memory.read(0), memory.versions
+    ({'kept/head': tensor([1.])}, {}, [1])
+    """
+
+    def __init__(self, root: Path, run: str, client: int) -> None:
+        self.folder = root / "runs" / run / f"client-{client}"
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions there are, in rising order."""
+        names = (path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"round-*{_SUFFIX}"))
+        return sorted(int(name.removeprefix("round-")) for name in names)
+
+    def read(self, version: int) -> Tree:
+        """Read one version; empty for version 0.
+
+        Raises
+        ------
+        RunError
+            If the version is not there.
+        """
+        if version == 0:
+            return {}
+        path = self._path(version)
+        if not path.exists():
+            held = ", ".join(map(str, self.versions)) or "none"
+            raise RunError(f"the memory of round {version} is not in {self.folder} (versions there: {held})")
+        return load_tensors(path)[0]
+
+    def write(self, version: int, memory: Tree) -> None:
+        """Write one version."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(self._path(version), memory, {"round": version})
+
+    def prune(self, oldest: int, newest: int) -> None:
+        """Drop versions before the oldest that can still be asked for, and those a resumed run has gone back behind."""
+        for version in self.versions:
+            if version < oldest or version > newest:
+                self._path(version).unlink(missing_ok=True)
+
+    def adopt(self, model: Tree, round_: int) -> Path:
+        """Keep the model the client ends up with; gives its file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"model{_SUFFIX}"
+        save_tensors(path, model, {"round": round_})
+        return path
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"round-{version}{_SUFFIX}"

@@ -1,0 +1,146 @@
+"""A small Flower app for an experiment."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+
+from equipoise.config import Experiment, load_experiment, read_yaml
+from equipoise.errors import InputError
+from equipoise.method import Sees
+
+EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml", "README.md"
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
+
+_APP = '''"""Both halves of the run, made from experiment.yaml."""
+
+from pathlib import Path
+
+from equipoise.flower import client_app, server_app
+
+EXPERIMENT = Path(__file__).with_name("experiment.yaml")
+
+server = server_app(EXPERIMENT)
+
+# A silo whose data are neither in a directory of arrays nor in a source of Equipoise can make its own federation of one
+# client: client_app(EXPERIMENT, data=my_federation), where my_federation(node_config) returns it.
+client = client_app(EXPERIMENT)
+'''
+
+_PROJECT = Template(
+    """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "$name"
+version = "1.0.0"
+description = "$method on $data, with Equipoise"
+license = "Apache-2.0"
+dependencies = ["equipoise[flower]>=$version"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "equipoise"
+
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+
+[tool.flwr.app.config]
+# The run directory, on the machine of the SuperLink; one that holds this run is gone on with.
+out = "~/.equipoise/results/$name"
+# What to change of the experiment: flwr run . --run-config 'set="training.rounds=5; seed=1"'
+set = ""
+"""
+)
+
+_README = Template(
+    """# $name
+
+`$method` on `$data`, as `experiment.yaml` says. All machines need `pip install 'equipoise[flower]'`.
+
+    equipoise flower run .                      # simulated on this machine; pip install 'equipoise[simulation]'
+    equipoise flower run . my-superlink         # on a SuperLink named in ~/.flwr/config.toml
+
+The SuperLink and the SuperNodes are started with
+
+    equipoise flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+    equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt --node-config 'client=0'
+
+one SuperNode for each client, each with a number of its own. These are Flower's own commands (`flwr run`,
+`flower-superlink`, `flower-supernode`), with its telemetry, update check and installation of dependencies turned off.
+Equipoise's `docs/flower.md` goes through a deployment step by step.
+"""
+)
+
+
+def new_app(directory: Path, experiment: Path) -> list[Path]:
+    r"""Write a Flower app that ``flwr run`` accepts as it is.
+
+    Parameters
+    ----------
+    directory : Path
+        Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names hold.
+    experiment : Path
+        The experiment's file; the app gets a copy.
+
+    Returns
+    -------
+    list of Path
+        The files.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "experiment.yaml").write_text("method: ditto\ndata: digits\n")
+    >>> [path.name for path in new_app(folder / "app", folder / "experiment.yaml")]
+    ['app.py', 'experiment.yaml', 'pyproject.toml', 'README.md']
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InputError(f"{directory} exists and is not empty; choose another directory for the app")
+    name = directory.resolve().name
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"{name!r} is no name for a Flower app; it must begin with a letter and hold up to 32 letters, digits and "
+            "hyphens"
+        )
+    read = load_experiment(experiment)
+    if read.method.sees is Sees.DATA:
+        raise InputError(
+            f"{experiment}: method {read.method.name!r} puts all data in one place, "
+            "but on Flower they stay with the clients; choose another method"
+        )
+    facts = {
+        "name": name,
+        "method": read.method.name,
+        "data": read.data["name"],
+        "version": version("equipoise"),
+    }
+    contents = {
+        APP: _APP,
+        EXPERIMENT: experiment.read_text(encoding="utf-8") + _flower_section(read, experiment),
+        PROJECT: _PROJECT.substitute(facts),
+        README: _README.substitute(facts),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, content in contents.items():
+        (directory / file).write_text(content, encoding="utf-8")
+    return [directory / file for file in contents]
+
+
+def _flower_section(experiment: Experiment, path: Path) -> str:
+    """Say how many clients to wait for, where the experiment does not."""
+    if "flower" in read_yaml(path):
+        return ""
+    try:
+        clients = experiment.federation().clients
+    except InputError:
+        clients = experiment.flower.clients
+    return f"\nflower:\n  clients: {clients}  # that must have registered before round 1\n"

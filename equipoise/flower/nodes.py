@@ -1,0 +1,271 @@
+"""Who can be reached through Flower's grid, and asking them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from equipoise.errors import InputError, RunError
+from equipoise.flower.roster import Description, Roster
+from equipoise.flower.settings import FlowerSettings
+
+log = logging.getLogger("flwr.equipoise")
+
+# Flower's own waiting looks for answers every three seconds; a look costs one short request.
+_LOOK_FOR_ANSWERS = 0.1
+_LOOK_FOR_NODES = 2.0
+_LONGEST_REASON = 300
+
+Request = tuple[str, RecordDict]
+
+
+@dataclass
+class Answers:
+    """What came back: the answers, and why the others have none."""
+
+    answered: dict[int, RecordDict] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class Nodes:
+    """The nodes behind a grid, by the stable numbers of the clients they stand for.
+
+    Flower gives a SuperNode a new random number whenever it starts. A client that comes back under another node is the
+    same client if its memory is on the same disk; two nodes that stand for one client at once are refused.
+
+    Parameters
+    ----------
+    grid : Grid
+        Flower's way to the nodes.
+    roster : Roster
+        The registered clients; those that come are added.
+    settings : FlowerSettings
+        How long to wait.
+    """
+
+    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings) -> None:
+        self.grid, self.roster, self.settings = grid, roster, settings
+        self.node_of: dict[int, int] = {}
+        self.refused: dict[int, str] = {}
+        self._client_of: dict[int, int] = {}
+        self._asked: dict[str, int] = {}
+        self._looked = float("-inf")
+        self._home: dict[int, str] = {}
+        self._arrived: dict[int, Description] = {}
+
+    def gather(self) -> None:
+        """Wait until as many clients as the settings ask for have registered.
+
+        Raises
+        ------
+        InputError
+            If two nodes stand for one client, or clients do not fit together.
+        RunError
+            If they do not come in time, naming the nodes that were refused and why.
+        """
+        wanted, deadline = self.settings.clients, time.monotonic() + self.settings.wait
+        while len(self.node_of) < wanted:
+            self.look(strict=True)
+            self.newcomers(strict=True)
+            if time.monotonic() > deadline:
+                why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
+                raise RunError(
+                    f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
+                    f"(flower.clients, flower.wait){why}"
+                )
+            time.sleep(_LOOK_FOR_ANSWERS)
+
+    def newcomers(self, *, strict: bool = False) -> list[int]:
+        """Admit the clients that have come since the last time; does not wait.
+
+        In between, the roster stays as it is, so that a round has the same clients from its beginning to its end.
+        """
+        self.look()
+        admitted = []
+        for client, said in sorted(self._arrived.items()):
+            try:
+                self.roster.admit([said])
+            except InputError as error:
+                if strict:
+                    raise
+                self._refuse(self.node_of.pop(client), str(error))
+            else:
+                admitted.append(client)
+        self._arrived.clear()
+        return admitted
+
+    def look(self, *, strict: bool = False) -> None:
+        """See which nodes are there, ask new ones who they are, and take note of what those asked before have said."""
+        if time.monotonic() - self._looked > _LOOK_FOR_NODES:
+            self._looked = time.monotonic()
+            online = set(self.grid.get_node_ids())
+            for node in [node for node in self._client_of if node not in online]:
+                client = self._client_of.pop(node)
+                if self.node_of.get(client) == node:
+                    log.warning("client %d: its node %d is offline", client, node)
+                    del self.node_of[client]
+            strangers = online - set(self._client_of) - set(self._asked.values()) - set(self.refused)
+            messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
+            pushed = list(self.grid.push_messages(messages)) if messages else []
+            self._asked |= {id_: node for id_, node in zip(pushed, sorted(strangers), strict=True) if id_}
+        if self._asked:
+            replies = sorted(self.grid.pull_messages(list(self._asked)), key=lambda m: m.metadata.src_node_id)
+            for reply in replies:
+                self._register(self._asked.pop(reply.metadata.reply_to_message_id), reply, strict)
+
+    def _register(self, node: int, reply: Message, strict: bool) -> None:
+        if reply.has_error():
+            self._refuse(node, _reason(reply.error.reason))
+            return
+        said = Description.read(str(reply.content.config_records["about"]["text"]))
+        other = self.node_of.get(said.client)
+        if other is not None and self._home.get(said.client) != said.home:
+            twice = (
+                f"nodes {other} and {node} both say they are client {said.client} ({said.name}); "
+                "give each SuperNode a number of its own: --node-config 'client=N'"
+            )
+            if strict:
+                raise InputError(twice)
+            self._refuse(node, twice)
+            return
+        self.node_of[said.client], self._client_of[node] = node, said.client
+        self._home[said.client] = said.home
+        if said.client not in self.roster.known:
+            self._arrived[said.client] = said
+        log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
+
+    def _refuse(self, node: int, why: str) -> None:
+        self.refused[node] = why
+        self._client_of.pop(node, None)
+        log.warning("node %d cannot take part: %s", node, why)
+
+    def ask(self, requests: Mapping[int, Request], round_: int) -> Answers:
+        """Send each client its request, and wait for the answers.
+
+        Parameters
+        ----------
+        requests : mapping
+            For each client, the kind of message and its content.
+        round_ : int
+            The round, counted from 0.
+
+        Returns
+        -------
+        Answers
+            Of those that answered in time, and the reasons of the others.
+        """
+        answers = Answers()
+        waiting: dict[str, int] = {}
+        sent_to: dict[int, int] = {}
+
+        def send(clients: Iterable[int]) -> None:
+            reachable = [client for client in clients if client in self.node_of]
+            answers.failed |= {client: "not connected" for client in clients if client not in self.node_of}
+            messages = [self._message(self.node_of[c], *requests[c], round_) for c in reachable]
+            pushed = list(self.grid.push_messages(messages)) if messages else []
+            for client, id_ in zip(reachable, pushed, strict=True):
+                sent_to[client] = self.node_of[client]
+                if id_:
+                    waiting[id_] = client
+                else:
+                    answers.failed[client] = "the message could not be sent"
+
+        self.look()
+        send(sorted(requests))
+        deadline = time.monotonic() + self.settings.timeout
+        while waiting and time.monotonic() < deadline:
+            for reply in self.grid.pull_messages(list(waiting)):
+                client = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if client is None:
+                    continue
+                if reply.has_error():
+                    answers.failed[client] = _reason(reply.error.reason)
+                else:
+                    answers.answered[client] = reply.content
+            if not waiting:
+                break
+            time.sleep(_LOOK_FOR_ANSWERS)
+            self.look()
+            # A SuperNode that was started again does not know what the one before it was asked.
+            moved = {id_: c for id_, c in waiting.items() if self.node_of.get(c, sent_to[c]) != sent_to[c]}
+            for id_ in moved:
+                del waiting[id_]
+            send(sorted(moved.values()))
+            for id_, client in [(id_, c) for id_, c in waiting.items() if c not in self.node_of]:
+                del waiting[id_]
+                answers.failed[client] = "its node went offline"
+        answers.failed |= {client: f"no answer within {self.settings.timeout:g} s" for client in waiting.values()}
+        return answers
+
+    def insist(
+        self,
+        requests: Mapping[int, Request],
+        round_: int,
+        accept: Callable[[int, RecordDict], str | None],
+        enough: int,
+    ) -> Answers:
+        """Ask until enough clients have answered acceptably, or the retries are used up.
+
+        Parameters
+        ----------
+        requests, round_
+            As in :meth:`ask`.
+        accept : callable
+            Says what is wrong with a client's answer, or ``None``.
+        enough : int
+            How many answers it takes.
+
+        Returns
+        -------
+        Answers
+            Acceptable ones, and the latest reasons of the others.
+        """
+        kept = Answers()
+        for attempt in range(self.settings.retries + 1):
+            open_ = {client: request for client, request in requests.items() if client not in kept.answered}
+            if attempt:
+                log.warning("round %d: %s; asking again", round_ + 1, reasons(kept.failed))
+                self._wait_for(open_, enough - len(kept.answered))
+            answers = self.ask(open_, round_)
+            kept.failed = dict(answers.failed)
+            for client, content in answers.answered.items():
+                wrong = accept(client, content)
+                if wrong is None:
+                    kept.answered[client] = content
+                else:
+                    kept.failed[client] = wrong
+            if len(kept.answered) >= enough:
+                break
+        return kept
+
+    def _wait_for(self, clients: Iterable[int], count: int) -> None:
+        """Give clients that are not connected as long to come back as they have to answer."""
+        deadline = time.monotonic() + self.settings.timeout
+        while sum(client in self.node_of for client in clients) < count and time.monotonic() < deadline:
+            time.sleep(_LOOK_FOR_ANSWERS)
+            self.look()
+
+    def _message(self, node: int, kind: str, content: RecordDict, round_: int) -> Message:
+        content.setdefault("settings", ConfigRecord())
+        return Message(content, node, kind, ttl=self.settings.timeout + 60, group_id=str(round_ + 1))
+
+
+def reasons(failed: Mapping[int, str]) -> str:
+    """Say in one line why clients are left out.
+
+    Examples
+    --------
+    >>> reasons({3: "not connected", 1: "answered with NaN in head.bias"})
+    'client 1: answered with NaN in head.bias, client 3: not connected'
+    """
+    return ", ".join(f"client {client}: {reason}" for client, reason in sorted(failed.items()))
+
+
+def _reason(text: str | None) -> str:
+    line = " ".join((text or "an error without a reason").split())
+    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."

@@ -1,0 +1,145 @@
+"""The server's half of a run on Flower: the ordinary round loop, its checkpoints and its metrics."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from equipoise.config import Experiment
+from equipoise.engine.settings import Machine, Training
+from equipoise.flower.engine import FlowerEngine
+from equipoise.flower.nodes import Nodes, reasons
+from equipoise.flower.roster import Roster, read_roster
+from equipoise.flower.silo import read_experiment
+from equipoise.run.api import CONFIG, SUMMARY, Run
+from equipoise.run.trainer import Progress
+
+log = logging.getLogger("flwr.equipoise")
+
+CLIENTS = "clients.json"
+
+
+def server_app(experiment: str | Path) -> ServerApp:
+    """Make the ``ServerApp`` of an experiment.
+
+    Parameters
+    ----------
+    experiment : path
+        The experiment's file. The run configuration may set over it (``set``) and say where the run directory is
+        (``out``); a directory that holds this very run is gone on with.
+
+    Returns
+    -------
+    ServerApp
+        Talks to :func:`equipoise.flower.client.client_app`.
+
+    Examples
+    --------
+    >>> type(server_app("experiment.yaml")).__name__
+    'ServerApp'
+    """
+    app, path = ServerApp(), Path(experiment)
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(grid, read_experiment(path, context.run_config), context.run_config.get("out"))
+
+    return app
+
+
+def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
+    """Run an experiment with the clients behind a grid.
+
+    Parameters
+    ----------
+    grid : Grid
+        Flower's way to the clients.
+    experiment : Experiment
+        What to train.
+    out : path, optional
+        The run directory.
+
+    Returns
+    -------
+    Run
+        Finished. The clients' personal models are on their own disks.
+    """
+    directory = Path(out).expanduser() if out else None
+    identity = Identity(directory, experiment)
+    nodes = Nodes(grid, identity.roster, experiment.flower)
+    resume = directory is not None and (directory / CONFIG).exists()
+    if not (directory is not None and (directory / SUMMARY).exists()):
+        nodes.gather()
+    evaluation, method = experiment.evaluation, experiment.method
+
+    def engine(
+        federation: Any, model: nn.Module, training: Training, machine: Machine, seed: int, view: Any
+    ) -> FlowerEngine:
+        return FlowerEngine(
+            nodes,
+            identity.name,
+            method,
+            federation,
+            model,
+            training,
+            machine,
+            seed,
+            durable=directory is not None,
+            both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
+        )
+
+    roster: Any = identity.roster
+    run = experiment.run(directory, resume=resume, on_round=_tell, federation=roster, engine=engine)
+    trainer: Any = run.trainer
+    chosen = trainer.selected()
+    if untold := trainer.engine.hand_out(
+        chosen.shared,
+        chosen.round,
+        personal=method.personal or evaluation.fine_tune is not None,
+        best=evaluation.select == "best",
+    ):
+        log.warning("these clients do not have the model they end up with: %s", reasons(untold))
+    return run
+
+
+class Identity:
+    """Who a run is to its clients, and who they are to it, as the run directory remembers.
+
+    Parameters
+    ----------
+    directory : Path, optional
+        The run directory.
+    experiment : Experiment
+        What is trained.
+    """
+
+    def __init__(self, directory: Path | None, experiment: Experiment) -> None:
+        self._path = directory / CLIENTS if directory else None
+        self._saved = 0
+        name = f"{experiment.data['name']}-{experiment.method.name}-seed{experiment.seed}"
+        more: Mapping[str, Any] = {}
+        self.roster = Roster(str(experiment.data["name"]))
+        if self._path and self._path.exists():
+            self.roster, more = read_roster(self._path)
+            self._saved = len(self.roster.known)
+        self._name = str(more.get("run", f"{name}-{uuid.uuid4().hex[:12]}"))
+
+    def name(self) -> str:
+        """Give the name under which clients keep their memories of this run, having written it down."""
+        # The directory is made when everything has been checked, so there may be none while clients are only asked.
+        if self._path and self._path.parent.exists() and len(self.roster.known) != self._saved:
+            self.roster.save(self._path, run=self._name)
+            self._saved = len(self.roster.known)
+        return self._name
+
+
+def _tell(progress: Progress) -> None:
+    scores = "" if progress.mean is None else f", mean {progress.mean:.4f}, worst client {progress.worst:.4f}"
+    log.info("round %d of %d: loss %.4f%s", progress.round, progress.rounds, progress.train_loss, scores)

@@ -1,0 +1,100 @@
+"""What a run across machines needs to know besides the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from equipoise.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    """What Flower's differential-privacy mods do to an update before it leaves a client.
+
+    Parameters
+    ----------
+    clip : float
+        Largest L2 norm of the difference between the parameters a client sends and those it received.
+    epsilon : float, optional
+        Privacy budget of one update: Gaussian noise is added on the client. Without it updates are only clipped.
+    delta : float
+        Failure probability of the noise.
+    sensitivity : float, optional
+        By how much one client can change what is sent; ``clip`` by default.
+
+    Examples
+    --------
+    >>> round(Privacy(clip=1.0, epsilon=8.0, delta=1e-5).noise, 4)
+    0.6056
+    """
+
+    clip: float
+    epsilon: float | None = None
+    delta: float = 1e-5
+    sensitivity: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that protect nothing."""
+        for name in ("clip", "epsilon", "sensitivity"):
+            value = getattr(self, name)
+            if not (value is None and name != "clip") and not 0 < value < inf:
+                raise InputError(f"flower.privacy.{name} must be above 0 and finite, got {value!r}")
+        if not 0 < self.delta < 1:
+            raise InputError(f"flower.privacy.delta must be between 0 and 1, got {self.delta!r}")
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise on every number of an update."""
+        if self.epsilon is None:
+            return 0.0
+        from math import log, sqrt
+
+        return (self.sensitivity or self.clip) * sqrt(2 * log(1.25 / self.delta)) / self.epsilon
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowerSettings:
+    """How a run on Flower treats clients that are late, silent or broken.
+
+    Parameters
+    ----------
+    clients : int
+        How many clients must have registered before round 1.
+    wait : float
+        Seconds to wait for them.
+    min_clients : int
+        How many of a cohort must answer for a round to count.
+    timeout : float
+        Seconds a client may take to answer.
+    retries : int
+        How often those that did not answer are asked again before the run stops.
+    privacy : Privacy, optional
+        Clipping and noise on the clients' side.
+
+    Examples
+    --------
+    >>> FlowerSettings(clients=4, min_clients=3).timeout
+    600.0
+    """
+
+    clients: int = 2
+    wait: float = 600.0
+    min_clients: int = 1
+    timeout: float = 600.0
+    retries: int = 2
+    privacy: Privacy | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be carried out."""
+        for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"flower.{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("wait", "timeout"):
+            if not 0 < getattr(self, name) < inf:
+                raise InputError(f"flower.{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+        if self.min_clients > self.clients:
+            raise InputError(
+                f"flower.min_clients is {self.min_clients}, more than the flower.clients={self.clients} waited for"
+            )

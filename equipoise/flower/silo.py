@@ -1,0 +1,208 @@
+"""What a client's side of a run is made of: the experiment, its own number, its own data, its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from equipoise import models
+from equipoise.config import Experiment, load_experiment
+from equipoise.data.silos import silo_federation
+from equipoise.engine.cohort import StackedEngine
+from equipoise.errors import InputError
+from equipoise.federation import Federation, Split
+from equipoise.flower.memory import Versions, home_of, memory_root
+from equipoise.flower.roster import Description
+
+NodeConfig = Mapping[str, Any]
+OwnData = Callable[[NodeConfig], Federation]
+
+
+@dataclass(frozen=True)
+class Silo:
+    """One client and all it needs to answer.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        What is trained.
+    client : int
+        The client's stable number.
+    engine : StackedEngine
+        The engine that trains in this process, over a federation in which the client has its number.
+    unseen : bool
+        Whether the client is held out of training.
+    root : Path
+        Where its memory is.
+    """
+
+    experiment: Experiment
+    client: int
+    engine: StackedEngine
+    unseen: bool
+    root: Path
+
+    @property
+    def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The client's number, as a cohort of one."""
+        return np.array([self.client])
+
+    def describe(self) -> Description:
+        """Say what the server may know."""
+        return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home_of(self.root))
+
+    def memory(self, run: str) -> Versions:
+        """Find the client's memory of a run."""
+        return Versions(self.root, run, self.client)
+
+
+def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
+    """Read the experiment of a Flower app, with what ``--run-config 'set="key=value; key=value"'`` sets over it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "experiment.yaml"
+    >>> _ = file.write_text("data: digits")
+    >>> read_experiment(file, {"set": "training.rounds=7; seed=2"}).training.rounds
+    7
+    """
+    overrides = [text.strip() for text in str(run_config.get("set", "")).split(";")]
+    return load_experiment(path, [text for text in overrides if text])
+
+
+def client_number(node: NodeConfig) -> int:
+    """Find a client's stable number in its node's configuration.
+
+    It is ``client``; else, in a simulation, ``partition-id``; else the number at the end of the data directory's name.
+
+    Examples
+    --------
+    >>> client_number({"client": 3}), client_number({"data": "/srv/clinic-12"})
+    (3, 12)
+    """
+    for key in ("client", "partition-id"):
+        if key in node:
+            number = node[key]
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise InputError(f"{key} in the node's configuration must be a whole number from 0, got {number!r}")
+            return number
+    if named := re.search(r"(\d+)$", Path(str(node.get("data", ""))).name):
+        return int(named[1])
+    raise InputError(
+        f"the node's configuration {dict(node)!r} does not say which client this is; "
+        "start the SuperNode with --node-config 'client=3', or a data directory whose name ends in the number"
+    )
+
+
+def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig, own: OwnData | None = None) -> Silo:
+    """Open a client's side of a run.
+
+    Parameters
+    ----------
+    experiment : Path
+        The experiment's file.
+    run_config, node : mapping
+        Flower's run and node configurations. A node may say ``client``, ``data`` (a directory of its own), ``memory``,
+        ``device`` and ``unseen``.
+    own : callable, optional
+        Makes the client's own federation, of one client, from the node's configuration.
+
+    Returns
+    -------
+    Silo
+        Ready to answer.
+    """
+    client = client_number(node)
+    # A process that answers many messages reads the file, the data and the model once, unless the file changes.
+    asked = Asked(experiment, experiment.stat().st_mtime_ns, str(run_config.get("set", "")))
+    if own is not None or "data" in node:
+        engine = _own_engine(asked, client, own, tuple(sorted(node.items())))
+    else:
+        engine = _shared_engine(asked, str(node.get("device", "")))
+    if client >= engine.federation.clients:
+        raise InputError(
+            f"client {client} does not exist in data {engine.federation.name!r}; "
+            f"valid: 0 to {engine.federation.clients - 1}"
+        )
+    root = memory_root(node.get("memory"))
+    return Silo(_experiment(asked), client, engine, bool(node.get("unseen", False)), root)
+
+
+class Asked(NamedTuple):
+    """An experiment as messages name it: its file, when that was last written, and what is set over it."""
+
+    path: Path
+    written: int
+    settings: str
+
+
+@lru_cache(maxsize=8)
+def _experiment(asked: Asked) -> Experiment:
+    return read_experiment(asked.path, {"set": asked.settings})
+
+
+@lru_cache(maxsize=1)
+def _shared_engine(asked: Asked, device: str) -> StackedEngine:
+    """Make an engine over the experiment's own source: clients simulated in one process share its tensors."""
+    return _engine(_experiment(asked), _experiment(asked).federation(), device)
+
+
+@lru_cache(maxsize=8)
+def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tuple[str, Any], ...]) -> StackedEngine:
+    """Make an engine over what this client alone holds."""
+    experiment, config = _experiment(asked), dict(node)
+    federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
+    return _engine(experiment, placed(federation, client), config.get("device", ""))
+
+
+def _engine(experiment: Experiment, federation: Federation, device: str) -> StackedEngine:
+    machine = dataclasses.replace(experiment.machine, chunk=1, device=device or experiment.machine.device)
+    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
+    return StackedEngine(federation, module, experiment.training, machine, experiment.seed)
+
+
+def _silo_options(experiment: Experiment) -> dict[str, Any]:
+    if experiment.data["name"] != "silos":
+        raise InputError(
+            f"the node names a data directory of its own, but the experiment's data are "
+            f"{experiment.data['name']!r}; write data: silos"
+        )
+    return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
+
+
+def placed(federation: Federation, client: int) -> Federation:
+    """Give a federation of one client its stable number; the clients before it are empty.
+
+    Random numbers depend on a client's number, so with its own it trains as it would among all others.
+
+    Examples
+    --------
+    >>> one = Federation.from_arrays(np.zeros((4, 1)), [0, 1, 0, 1], clients=["ann"] * 4)
+    >>> placed(one, 2).train.sizes.tolist(), placed(one, 2).client_name(2)
+    ([0, 0, 2], 'ann')
+    """
+    if federation.clients != 1:
+        raise InputError(
+            f"a node's own data must hold one client, its own; federation {federation.name!r} has {federation.clients}"
+        )
+
+    def moved(split: Split) -> Split:
+        return Split(split.indices, np.concatenate([np.zeros(client, np.int64), split.offsets]))
+
+    return dataclasses.replace(
+        federation,
+        train=moved(federation.train),
+        val=moved(federation.val),
+        test=moved(federation.test),
+        groups=np.concatenate([np.zeros(client, np.int64), federation.groups]),
+        unseen=np.concatenate([np.ones(client, bool), federation.unseen]),
+        client_names=(*(f"client {before}" for before in range(client)), federation.client_name(0)),
+    )

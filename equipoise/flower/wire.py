@@ -1,0 +1,191 @@
+"""Trees and plain values as Flower's records, and back, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.lib import format as npy
+from torch import Tensor
+
+from equipoise.tree import Tree
+
+# Types that numpy does not have travel as whole numbers of the same width.
+_AS_WHOLE_NUMBERS = {
+    dtype: whole
+    for name, whole in (
+        ("bfloat16", torch.int16),
+        ("float8_e4m3fn", torch.uint8),
+        ("float8_e5m2", torch.uint8),
+        ("float8_e4m3fnuz", torch.uint8),
+        ("float8_e5m2fnuz", torch.uint8),
+    )
+    if (dtype := getattr(torch, name, None)) is not None
+}
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMBERS}
+_NUMPY = "numpy.ndarray"
+
+
+def to_record(tree: Mapping[str, Tensor]) -> ArrayRecord:
+    """Write tensors as an ``ArrayRecord``; whatever their type, the bytes are theirs.
+
+    Examples
+    --------
+    >>> record = to_record({"w": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)})
+    >>> from_record(record)
+    {'w': tensor([1.5000, 2.5000], dtype=torch.bfloat16)}
+    """
+    return ArrayRecord({name: _to_array(tensor) for name, tensor in tree.items()})
+
+
+def from_record(record: ArrayRecord) -> Tree:
+    """Read what :func:`to_record` wrote, on the CPU.
+
+    Examples
+    --------
+    >>> from_record(to_record({"steps": torch.tensor(3)}))
+    {'steps': tensor(3)}
+    """
+    return {name: _to_tensor(array) for name, array in record.items()}
+
+
+def _to_array(tensor: Tensor) -> Array:
+    tensor = tensor.detach().cpu().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    values = tensor.view(_AS_WHOLE_NUMBERS.get(tensor.dtype, tensor.dtype)).numpy()
+    head = BytesIO()
+    npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
+    # The form that Flower's own mods read, put together with a single copy of the numbers.
+    data = b"".join([head.getvalue(), values.reshape(-1).view(np.uint8).data])
+    return Array(name, tuple(values.shape), _NUMPY, data)
+
+
+def _to_tensor(array: Array) -> Tensor:
+    file = BytesIO(array.data)
+    if npy.read_magic(file) != (1, 0):
+        values = array.numpy()
+    else:
+        shape, fortran, dtype = npy.read_array_header_1_0(file)
+        flat = np.frombuffer(array.data, dtype, offset=file.tell()).copy()
+        values = flat.reshape(shape, order="F" if fortran else "C")
+    tensor = torch.from_numpy(np.ascontiguousarray(values).reshape(values.shape))
+    return tensor.view(_BY_NAME[array.dtype]) if array.dtype in _BY_NAME else tensor
+
+
+def to_metrics(reports: Mapping[str, Tensor], row: int = 0) -> MetricRecord:
+    """Write one client's reports as a ``MetricRecord``.
+
+    Examples
+    --------
+    >>> to_metrics({"loss": torch.tensor([0.5], dtype=torch.float64)})["loss"]
+    0.5
+    """
+    return MetricRecord({name: float(values[row]) for name, values in reports.items()})
+
+
+def pack(value: Any) -> tuple[str, Tree]:
+    """Take nested dictionaries, lists and tuples apart into text and tensors.
+
+    Parameters
+    ----------
+    value : object
+        Made of tensors, numbers, text, booleans and ``None``.
+
+    Returns
+    -------
+    tuple
+        JSON in which tensors are numbered, and the tensors by number.
+
+    Examples
+    --------
+    >>> text, tensors = pack([{"w": torch.ones(1)}, 0.5, (1, 2)])
+    >>> unpack(text, tensors)
+    [{'w': tensor([1.])}, 0.5, (1, 2)]
+    """
+    tensors: Tree = {}
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            tensors[str(len(tensors))] = item
+            return {"tensor": str(len(tensors) - 1)}
+        if isinstance(item, Mapping):
+            return {"mapping": [[key, plain(inner)] for key, inner in item.items()]}
+        if isinstance(item, list | tuple):
+            return {type(item).__name__: [plain(inner) for inner in item]}
+        return {"value": item}
+
+    return json.dumps(plain(value)), tensors
+
+
+def unpack(text: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Put together what :func:`pack` took apart."""
+
+    def built(item: dict[str, Any]) -> Any:
+        ((kind, content),) = item.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "mapping":
+            return {key: built(inner) for key, inner in content}
+        if kind in ("list", "tuple"):
+            made = [built(inner) for inner in content]
+            return tuple(made) if kind == "tuple" else made
+        return content
+
+    return built(json.loads(text))
+
+
+def bytes_of(content: RecordDict) -> int:
+    """Count the bytes of a message's content: its arrays as they are written, and its numbers and settings.
+
+    Examples
+    --------
+    >>> bytes_of(RecordDict({"model": to_record({"w": torch.zeros(1000)})})) - 4000
+    129
+    """
+    total = 0
+    for record in content.values():
+        for name, value in record.items():
+            total += len(name) + _bytes_of_value(value)
+    return total
+
+
+def _bytes_of_value(value: Any) -> int:
+    if isinstance(value, Array):
+        return len(value.data)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Iterable):
+        return sum(_bytes_of_value(item) for item in value)
+    return 8
+
+
+def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:
+    """Give the settings of a message, empty if it has none."""
+    return dict(content.config_records.get(name, ConfigRecord()))
+
+
+def numbers_of(content: RecordDict, name: str = "reports") -> dict[str, float]:
+    """Give the numbers a message reports, empty if it has none."""
+    return {key: float(value) for key, value in content.metric_records.get(name, MetricRecord()).items()}  # type: ignore[arg-type]
+
+
+def digest(tree: Mapping[str, Tensor]) -> str:
+    """Hash tensors, their names and their types.
+
+    Examples
+    --------
+    >>> digest({"w": torch.zeros(1)}) == digest({"w": torch.zeros(1)}), digest({}) == digest({"w": torch.zeros(1)})
+    (True, False)
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tree.items()):
+        hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        if tensor.numel():
+            hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

@@ -1,0 +1,43 @@
+"""What the page about Flower says of methods, commands and settings is true."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from equipoise import methods
+from equipoise.config import experiment_from
+from equipoise.flower import QUIET
+from equipoise.flower.settings import FlowerSettings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "flower.md").read_text()
+
+
+def test_every_method_is_listed_under_what_the_server_sees():
+    table = PAGE.partition("| server sees | methods |")[2].partition("\n\n")[0]
+    listed = {
+        name: line.split("|")[1].strip()
+        for line in table.splitlines()[2:]
+        for name in re.findall("`(.*?)`", line.split("|")[2])
+    }
+    assert listed == {name: methods.build(name).sees.words for name in methods.names()}
+
+
+def test_the_settings_shown_are_the_defaults_there_are():
+    shown = yaml.safe_load(re.search(r"```yaml\n(flower:\n  clients.*?)```", PAGE, re.DOTALL)[1])["flower"]
+    assert set(shown) == {item.name for item in fields(FlowerSettings)} - {"privacy"}
+    assert experiment_from({"data": "digits", "flower": shown}).flower.min_clients == 3
+
+
+def test_the_privacy_shown_is_accepted():
+    shown = yaml.safe_load(re.search(r"```yaml\n(flower:\n  privacy.*?)```", PAGE, re.DOTALL)[1])
+    assert experiment_from({"data": "digits", **shown}).flower.privacy.epsilon == 8.0
+
+
+def test_what_is_turned_off_is_named():
+    for name, value in QUIET.items():
+        assert f"{name}={value}" in PAGE

@@ -1,0 +1,427 @@
+"""Faults are ordinary: who fails is left out by name, and the round goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Error, Message, MetricRecord
+
+from equipoise.config import load_experiment
+from equipoise.errors import InputError, RunError
+from equipoise.flower.client import client_app
+from equipoise.flower.memory import Versions
+from equipoise.flower.nodes import Nodes
+from equipoise.flower.roster import Roster
+from equipoise.flower.server import serve
+from equipoise.flower.settings import FlowerSettings
+from equipoise.flower.wire import from_record, settings_of, to_record
+from equipoise.run.files import load_tensors
+from tests.flower.loop import FIRST_NODE, LoopGrid, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.run.small import promised
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory):
+    return write_silos(tmp_path_factory.mktemp("faults") / "silos")
+
+
+@pytest.fixture
+def folder(tmp_path, silos):
+    (tmp_path / "silos").symlink_to(silos)
+    return tmp_path
+
+
+def number_of(node):
+    return int(node["data"][-1])
+
+
+def misbehaving(client, kind, round_, wrong):
+    """Have one client answer one kind of message in one round wrongly; ``wrong`` makes the answer."""
+
+    def tamper(node, message, reply):
+        hit = (number_of(node), message.metadata.message_type) == (client, kind)
+        return wrong(message, reply) if hit and settings_of(message.content)["round"] == round_ else reply
+
+    return tamper
+
+
+def silence(message, reply):
+    return None
+
+
+def error(message, reply):
+    return Message(Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message)
+
+
+def changed(change):
+    def wrong(message, reply):
+        tree = from_record(reply.content.array_records["update"])
+        change(tree)
+        reply.content["update"] = to_record(tree)
+        return reply
+
+    return wrong
+
+
+def put_nan(tree):
+    tree["head.bias"][3] = float("nan")
+
+
+def put_other_shape(tree):
+    tree["head.bias"] = tree["head.bias"][:-1]
+
+
+def put_other_type(tree):
+    tree["head.bias"] = tree["head.bias"].float()
+
+
+def forget_one(tree):
+    del tree["head.bias"]
+
+
+def stale(message, reply):
+    reply.content["note"] = ConfigRecord({"client": reply.content["note"]["client"], "round": 0})
+    return reply
+
+
+def impostor(message, reply):
+    reply.content["note"] = ConfigRecord({"client": 3, "round": reply.content["note"]["round"]})
+    return reply
+
+
+def infinite_loss(message, reply):
+    reply.content["reports"] = MetricRecord({**reply.content["reports"], "train_loss": float("inf")})
+    return reply
+
+
+WRONG_ANSWERS = {
+    "silence": (silence, "no answer within 0.3 s"),
+    "error": (error, "<class 'MemoryError'>:<'out of memory'>"),
+    "NaN": (changed(put_nan), "answered with NaN or infinity in head.bias"),
+    "shape": (changed(put_other_shape), r"answered with head.bias of \(9,\) torch.float64 instead of \(10,\)"),
+    "type": (changed(put_other_type), "answered with head.bias of .* torch.float32 instead of .* torch.float64"),
+    "missing": (changed(forget_one), "answered with other parameters: head.bias"),
+    "stale": (stale, "answered for round 0, counted from 0, instead of 1"),
+    "impostor": (impostor, "answered as client 3"),
+    "loss": (infinite_loss, "answered with inf as train_loss"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ANSWERS)
+def test_a_wrong_answer_is_left_out_by_name_and_the_round_goes_on(what, folder):
+    wrong, reason = WRONG_ANSWERS[what]
+    path = write_experiment(folder, method="ditto", flower={"timeout": 0.3})
+    run, _ = run_on_loop(path, own_nodes(folder), folder / "out", tamper=misbehaving(1, "train", 1, wrong))
+    rows = list(run.trainer.rounds)
+    assert [row["cohort"] for row in rows] == [4, 3, 4]
+    assert list(rows[1]["left_out"]) == ["1"]
+    assert re.search(reason, rows[1]["left_out"]["1"])
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
+    # What client 1 wrote in the round that did not count for it is never read: round 3 goes on from round 1.
+    assert run.trainer.engine.ledger.now == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+def test_who_is_left_out_has_no_weight_in_the_round(folder):
+    path = write_experiment(folder, training={"rounds": 1}, flower={"timeout": 0.3})
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, error))
+    without, _ = run_on_loop(
+        write_experiment(folder, training={"rounds": 1}, flower={"clients": 3}), own_nodes(folder, [0, 2, 3])
+    )
+    for name, tensor in run.trainer.state.model.items():
+        assert torch.equal(tensor, without.trainer.state.model[name])
+
+
+def test_memory_of_a_round_that_did_not_count_is_not_used(folder):
+    """Client 1's answer of round 2 is lost; what it remembers in round 3 is what it wrote in round 1."""
+    path = write_experiment(folder, method="ditto")
+    seen = {}
+
+    def watch(node, message, reply):
+        asked = settings_of(message.content)
+        if number_of(node) == 1 and message.metadata.message_type == "train":
+            seen[asked["round"]] = asked["version"]
+            if asked["round"] == 1:
+                return error(message, reply)
+        return reply
+
+    run, _ = run_on_loop(path, own_nodes(folder), folder / "out", tamper=watch)
+    assert seen == {0: 0, 1: 1, 2: 1}
+    memory = Versions(folder / "memory" / "1", run.trainer.engine.run(), 1)
+    assert 2 not in memory.versions or memory.versions[-1] == 3
+
+
+def test_too_few_answers_are_asked_for_again_and_then_the_run_stops(folder):
+    path = write_experiment(folder, flower={"min_clients": 4, "retries": 2})
+    asked = []
+
+    def tamper(node, message, reply):
+        if message.metadata.message_type == "train" and settings_of(message.content)["round"] == 1:
+            asked.append(number_of(node))
+            if number_of(node) == 2:
+                return error(message, reply)
+        return reply
+
+    with pytest.raises(RunError, match=r"round 2: 3 of 4 clients answered, and flower.min_clients is 4 \(client 2: "):
+        run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
+    # Those that had answered are not asked again.
+    assert sorted(asked) == [0, 1, 2, 2, 2, 3]
+    _, note = load_tensors(folder / "out" / "checkpoint.safetensors")
+    assert note["round"] == 1
+    resumed, _ = run_on_loop(path, own_nodes(folder), folder / "out")
+    run_on_loop(path, own_nodes(folder), folder / "alone")
+    assert resumed.summary["rounds"] == 3
+    assert promised(folder / "out") == promised(folder / "alone")
+
+
+def test_a_retry_that_succeeds_changes_nothing(folder):
+    path = write_experiment(folder, method="scaffold", flower={"min_clients": 4, "retries": 1})
+    failures = iter([True])
+
+    def tamper(node, message, reply):
+        once = number_of(node) == 2 and message.metadata.message_type == "train"
+        return error(message, reply) if once and next(failures, False) else reply
+
+    run, _ = run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
+    run_on_loop(path, own_nodes(folder), folder / "alone")
+    assert (folder / "out/model.safetensors").read_bytes() == (folder / "alone/model.safetensors").read_bytes()
+    assert (folder / "out/metrics.jsonl").read_bytes() == (folder / "alone/metrics.jsonl").read_bytes()
+    assert "left_out" not in next(iter(run.trainer.rounds))
+
+
+@pytest.mark.parametrize(("name", "checkpoint_every"), [("scaffold", 1), ("ditto", 2), ("gifair", 1)])
+def test_a_server_stopped_anywhere_resumes_to_the_same_bytes(name, checkpoint_every, folder):
+    path = write_experiment(folder, method=name, training={"rounds": 5, "cohort": 3}, checkpoint_every=checkpoint_every)
+    alone, _ = run_on_loop(path, own_nodes(folder), folder / "alone")
+
+    class Killed(BaseException):
+        pass
+
+    stops = iter([(0, "train"), (3, "train"), (4, "evaluate.models")])
+    stop = next(stops)
+
+    def tamper(node, message, reply):
+        if (settings_of(message.content).get("round"), message.metadata.message_type) == stop:
+            raise Killed
+        return reply
+
+    for _ in range(3):
+        with pytest.raises(Killed):
+            run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
+        stop = next(stops, (None, None))
+    resumed, _ = run_on_loop(path, own_nodes(folder), folder / "out")
+    assert promised(folder / "out") == promised(folder / "alone")
+    assert [row["round"] for row in resumed.trainer.rounds] == [1, 2, 3, 4, 5]
+    for client in range(4):
+        files = [
+            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}/model.safetensors"
+            for run in (alone, resumed)
+        ]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_client_lost_while_updates_are_combined_counts_no_more(folder):
+    path = write_experiment(folder, method={"name": "gifair", "exact": True}, training={"rounds": 2})
+    wrong = misbehaving(2, "evaluate", 1, error)
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=wrong)
+    rows = list(run.trainer.rounds)
+    assert [row["cohort"] for row in rows] == [4, 3]
+    assert list(rows[1]["left_out"]) == ["2"]
+    assert run.trainer.engine.ledger.now == {0: 2, 1: 2, 2: 1, 3: 2}
+    also, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(2, "train", 1, error))
+    for name, tensor in run.trainer.state.model.items():
+        assert torch.equal(tensor, also.trainer.state.model[name])
+
+
+def test_who_is_not_evaluated_is_named_and_has_no_row(folder):
+    path = write_experiment(folder, training={"rounds": 2})
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(0, "evaluate.models", 2, error))
+    assert [row.get("not_evaluated") for row in run.trainer.rounds] == [
+        None,
+        {"0": "<class 'MemoryError'>:<'out of memory'>"},
+    ]
+    assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == {0, 1, 2, 3}
+    assert {row["client"] for row in run.trainer.metrics if row["round"] == 2} == {1, 2, 3}
+
+
+class Growing(LoopGrid):
+    """A grid that some nodes join after so many messages of a kind, and others leave."""
+
+    def __init__(self, *args, join=(), leave=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.join, self.leave = dict(join), dict(leave)
+
+    def push_messages(self, messages):
+        pushed = super().push_messages(messages)
+        trained = self.kinds.count("train")
+        for moment in [moment for moment in self.join if trained >= moment]:
+            self.nodes[FIRST_NODE + 1000 + moment] = self.join.pop(moment)
+        for moment in [moment for moment in self.leave if trained >= moment]:
+            self.nodes.pop(FIRST_NODE + 7 * self.leave.pop(moment))
+        return pushed
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Look for nodes whenever there is an occasion, instead of every other second."""
+    monkeypatch.setattr("equipoise.flower.nodes._LOOK_FOR_NODES", 0.0)
+
+
+def run_on(grid, path, out=None):
+    return serve(grid, load_experiment(path), out)
+
+
+def growing(folder, path, clients, **changes):
+    return Growing(client_app(path), own_nodes(folder, clients), **changes)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gifair", "afl"])
+def test_a_late_joiner_is_taken_in(name, folder, at_once):
+    path = write_experiment(folder, method=name, training={"rounds": 5}, flower={"clients": 3})
+    grid = growing(folder, path, [0, 1, 3], join={6: own_nodes(folder, [2])[0]})
+    run = run_on(grid, path, folder / "out")
+    sizes = [row["cohort"] for row in run.trainer.rounds]
+    assert sizes[:2] == [3, 3]
+    assert sizes[-1] == 4
+    assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == {0, 1, 3}
+    assert {row["client"] for row in run.trainer.metrics if row["round"] == 5} == {0, 1, 2, 3}
+    assert {said["client"] for said in json.loads((folder / "out/clients.json").read_text())["clients"]} == {0, 1, 2, 3}
+    clients = run.trainer.state.kept.get("clients", {})
+    if "ids" in clients:
+        assert clients["ids"].tolist() == [0, 1, 2, 3]
+    if "weight" in clients:
+        assert float(clients["weight"].sum()) == pytest.approx(1)
+    # A run with a newcomer can be resumed like any other.
+    assert run_on(growing(folder, path, [0, 1, 2, 3]), path, folder / "out").summary == run.summary
+
+
+def test_a_client_that_leaves_is_not_connected_and_one_that_comes_back_is_the_same(folder, at_once):
+    path = write_experiment(folder, method="ditto", training={"rounds": 6}, flower={"timeout": 0.3})
+    grid = growing(folder, path, range(4), leave={4: 1}, join={14: own_nodes(folder, [1])[0]})
+    run = run_on(grid, path)
+    rows = list(run.trainer.rounds)
+    assert rows[1]["left_out"] == {"1": "not connected"}
+    assert "left_out" not in rows[-1]
+    # It came back with its memory of the last round that counted for it, under another node.
+    assert run.trainer.engine.ledger.now == {0: 6, 1: 6, 2: 6, 3: 6}
+
+
+def test_two_nodes_with_one_number_are_refused_by_name(folder):
+    path = write_experiment(folder)
+    nodes = own_nodes(folder)
+    nodes[3] = {**nodes[3], "client": 2}
+    with pytest.raises(InputError, match=rf"nodes {FIRST_NODE + 14} and {FIRST_NODE + 21} both say they are client 2"):
+        run_on_loop(path, nodes)
+
+
+def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
+    path = write_experiment(folder, flower={"wait": 0.3})
+    with pytest.raises(
+        RunError, match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: .*nowhere"
+    ):
+        run_on_loop(path, [*own_nodes(folder, range(3)), {"client": 3, "data": "/nowhere"}])
+
+
+def test_a_restarted_node_is_asked_again_in_the_same_round(folder, at_once):
+    """The old node hangs; the one started in its place, with the same disk, gets the question and answers."""
+    path = write_experiment(folder, training={"rounds": 2}, flower={"timeout": 20})
+    experiment = load_experiment(path)
+
+    class Restarting(Growing):
+        def _answer(self, message):
+            old = message.metadata.dst_node_id == FIRST_NODE + 7
+            if old and message.metadata.message_type == "train":
+                self.nodes[FIRST_NODE + 500] = own_nodes(folder, [1])[0]
+                return None
+            return super()._answer(message)
+
+    run = run_on(Restarting(client_app(path), own_nodes(folder)), path)
+    assert [row["cohort"] for row in run.trainer.rounds] == [4, 4]
+    undisturbed, _ = run_on_loop(path, own_nodes(folder))
+    assert experiment.training.rounds == 2
+    for name, tensor in run.trainer.state.model.items():
+        assert torch.equal(tensor, undisturbed.trainer.state.model[name])
+
+
+def test_a_client_whose_disk_is_gone_begins_anew(folder):
+    path = write_experiment(folder, method="ditto", training={"rounds": 2})
+
+    def tamper(node, message, reply):
+        if message.metadata.message_type == "evaluate.models" and number_of(node) == 0:
+            shutil.rmtree(folder / "memory" / "0" / "runs", ignore_errors=True)
+        return reply
+
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=tamper)
+    assert [row["cohort"] for row in run.trainer.rounds] == [4, 4]
+
+
+def test_one_missing_version_is_an_error_and_not_a_new_beginning(folder):
+    path = write_experiment(folder, method="ditto", training={"rounds": 2})
+
+    def tamper(node, message, reply):
+        if message.metadata.message_type == "evaluate.models" and number_of(node) == 0:
+            for version in (folder / "memory" / "0").rglob("round-*.safetensors"):
+                version.unlink()
+        return reply
+
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=tamper)
+    assert "the memory of round 1 is not in" in list(run.trainer.rounds)[1]["left_out"]["0"]
+
+
+def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_factory):
+    """Another seed makes another model to begin with: the parts that are not sent would not be the server's."""
+    path = write_experiment(folder, method="fedper", flower={"min_clients": 4, "retries": 0})
+    other = write_experiment(
+        tmp_path_factory.mktemp("other"), method="fedper", seed=8, data={"root": str(folder / "silos")}
+    )
+    grid = LoopGrid(client_app(other), own_nodes(folder))
+    with pytest.raises(RunError, match=r"head\.\w+.* differ here from the server's"):
+        run_on(grid, path)
+
+
+def test_uploads_of_another_shape_are_left_out(folder):
+    path = write_experiment(folder, method="scaffold", training={"rounds": 1})
+
+    def wrong(message, reply):
+        tree = from_record(reply.content.array_records["upload.control_change"])
+        tree["head.bias"] = tree["head.bias"][:2]
+        reply.content["upload.control_change"] = to_record(tree)
+        return reply
+
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(3, "train", 0, wrong))
+    assert next(iter(run.trainer.rounds))["left_out"] == {"3": "answered with uploads of other shapes"}
+
+
+def test_settings_are_checked():
+    with pytest.raises(InputError, match="flower.min_clients is 3, more than the flower.clients=2"):
+        FlowerSettings(min_clients=3)
+    with pytest.raises(InputError, match="flower.timeout must be a number of seconds above 0, got 0"):
+        FlowerSettings(timeout=0)
+    with pytest.raises(InputError, match="flower.clients must be a whole number of at least 1, got True"):
+        FlowerSettings(clients=True)
+
+
+def test_nobody_there_is_an_error_after_the_wait():
+    class Empty(LoopGrid):
+        def __init__(self):
+            super().__init__(None, [])
+
+    nodes = Nodes(Empty(), Roster("x"), FlowerSettings(wait=0.2))
+    with pytest.raises(RunError, match=r"0 of 2 clients have registered within 0.2 s \(flower.clients, flower.wait\)"):
+        nodes.gather()
+
+
+def test_bytes_are_counted_up_and_down(folder):
+    path = write_experiment(folder, training={"rounds": 1})
+    run, grid = run_on_loop(path, own_nodes(folder))
+    row = next(iter(run.trainer.rounds))
+    own = 4 * sum(t.numel() * 8 for t in run.trainer.state.model.values())
+    assert own < row["bytes_down"] < 1.05 * own
+    assert own < row["bytes_up"] < 1.05 * own
+    trained = [size for kind, size in zip(grid.kinds, grid.bytes, strict=True) if kind == "train"]
+    assert sum(trained) == pytest.approx(row["bytes_down"], rel=0.1)
+    assert np.isfinite(row["train_loss"])

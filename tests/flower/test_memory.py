@@ -1,0 +1,64 @@
+"""Memories on disk: the version that counts, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from equipoise.errors import RunError
+from equipoise.flower.memory import Versions, home_of, memory_root
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return Versions(tmp_path, "run", 3)
+
+
+def tree(value):
+    return {"clients": torch.tensor([3]), "kept/head": torch.full((1, 2), float(value))}
+
+
+def test_versions_stand_beside_each_other(memory):
+    for version in (1, 4, 10):
+        memory.write(version, tree(version))
+    assert memory.versions == [1, 4, 10]
+    assert memory.read(4)["kept/head"].tolist() == [[4.0, 4.0]]
+    assert memory.read(0) == {}
+
+
+def test_a_version_that_is_not_there_is_an_error_that_names_those_that_are(memory):
+    memory.write(2, tree(2))
+    with pytest.raises(RunError, match=r"round 5 is not in .*client-3 \(versions there: 2\)"):
+        memory.read(5)
+
+
+def test_a_repeated_round_writes_the_same_version_again(memory):
+    memory.write(1, tree(1))
+    memory.write(1, tree(7))
+    assert memory.read(1)["kept/head"].tolist() == [[7.0, 7.0]]
+    assert memory.versions == [1]
+
+
+def test_pruning_keeps_what_can_still_be_asked_for(memory):
+    for version in range(1, 7):
+        memory.write(version, tree(version))
+    memory.prune(oldest=3, newest=5)
+    assert memory.versions == [3, 4, 5]
+
+
+def test_runs_and_clients_do_not_mix(tmp_path):
+    Versions(tmp_path, "run", 1).write(1, tree(1))
+    assert Versions(tmp_path, "run", 2).versions == []
+    assert Versions(tmp_path, "other", 1).versions == []
+
+
+def test_where_memories_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("EQUIPOISE_MEMORY", "/somewhere")
+    assert str(memory_root()) == "/somewhere"
+    assert str(memory_root("/here")) == "/here"
+    monkeypatch.delenv("EQUIPOISE_MEMORY")
+    assert memory_root().name == ".equipoise"
+
+
+def test_a_disk_keeps_its_name(tmp_path):
+    assert home_of(tmp_path / "a") == home_of(tmp_path / "a") != home_of(tmp_path / "b")

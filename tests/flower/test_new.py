@@ -1,0 +1,125 @@
+"""The app that is written is one that Flower accepts as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.config_utils import load_and_validate
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from typer.testing import CliRunner
+
+from equipoise.cli import app
+from equipoise.config import load_experiment
+from equipoise.errors import InputError
+from equipoise.flower import QUIET
+from equipoise.flower.new import new_app
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("# a remark\nmethod: {name: ditto, lam: 0.5}\ndata: digits\n")
+    return path
+
+
+# Flower itself uses what the library has deprecated.
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+def test_flower_accepts_the_app(experiment, tmp_path, monkeypatch):
+    new_app(tmp_path / "my-app", experiment)
+    monkeypatch.chdir(tmp_path)
+    config, warnings = load_and_validate(tmp_path / "my-app" / "pyproject.toml")
+    assert warnings == []
+    assert config["tool"]["flwr"]["app"]["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
+    assert set(config["tool"]["flwr"]["app"]["config"]) == {"out", "set"}
+    assert len(build_fab_from_disk(tmp_path / "my-app")) > 500
+
+
+def test_the_app_holds_both_halves(experiment, tmp_path):
+    new_app(tmp_path / "my-app", experiment)
+    found: dict = {"__file__": str(tmp_path / "my-app" / "app.py")}
+    exec((tmp_path / "my-app" / "app.py").read_text(), found)
+    assert isinstance(found["server"], ServerApp)
+    assert isinstance(found["client"], ClientApp)
+
+
+def test_the_experiment_is_copied_and_says_how_many_clients_there_are(experiment, tmp_path):
+    new_app(tmp_path / "my-app", experiment)
+    text = (tmp_path / "my-app" / "experiment.yaml").read_text()
+    assert text.startswith(experiment.read_text())
+    made = load_experiment(tmp_path / "my-app" / "experiment.yaml")
+    assert made.flower.clients == 22
+    assert made.method.local.lam == 0.5
+
+
+def test_what_the_experiment_says_of_flower_stands(experiment, tmp_path):
+    experiment.write_text(experiment.read_text() + "flower: {clients: 3}\n")
+    new_app(tmp_path / "my-app", experiment)
+    assert load_experiment(tmp_path / "my-app" / "experiment.yaml").flower.clients == 3
+
+
+def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
+    experiment.write_text("data: {name: silos, root: /nowhere, classes: 2}\n")
+    new_app(tmp_path / "my-app", experiment)
+    assert load_experiment(tmp_path / "my-app" / "experiment.yaml").flower.clients == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("my_app", "data: digits", "'my_app' is no name for a Flower app"),
+        ("a" * 33, "data: digits", "is no name for a Flower app"),
+        ("my-app", "data: digits\nmethod: central", "method 'central' puts all data in one place"),
+        ("my-app", "data: digist", "unknown data 'digist'"),
+    ],
+)
+def test_what_cannot_become_an_app_is_refused(name, content, says, experiment, tmp_path):
+    experiment.write_text(content)
+    with pytest.raises(InputError, match=says):
+        new_app(tmp_path / name, experiment)
+    assert not (tmp_path / name).exists()
+
+
+def test_nothing_is_written_over(experiment, tmp_path):
+    new_app(tmp_path / "my-app", experiment)
+    with pytest.raises(InputError, match="exists and is not empty"):
+        new_app(tmp_path / "my-app", experiment)
+
+
+def test_the_command_writes_and_names_the_files(experiment, tmp_path):
+    result = CliRunner().invoke(app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)])
+    assert result.exit_code == 0
+    names = ["app.py", "experiment.yaml", "pyproject.toml", "README.md"]
+    assert [Path(line).name for line in result.stdout.split()] == names
+    tomllib.loads((tmp_path / "my-app" / "pyproject.toml").read_text())
+    again = CliRunner().invoke(app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)])
+    assert again.exit_code == 2
+
+
+def test_flowers_own_commands_run_without_telemetry_update_check_and_installation(tmp_path):
+    """The command becomes Flower's: what it prints of its environment is what Flower sees."""
+    (tmp_path / "flower-superlink").write_text("#!/bin/sh\nenv; echo $@\n")
+    (tmp_path / "flower-superlink").chmod(0o755)
+    program = (
+        "import sys; sys.executable = sys.argv.pop(1) + '/python'; "
+        "from equipoise.cli import app; app(prog_name='equipoise')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), "flower", "superlink", "--insecure", "--help", "--port", "1"],
+        capture_output=True, text=True, check=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert {f"{name}={value}" for name, value in QUIET.items()} <= set(lines)
+    assert lines[-1] == "--insecure --help --port 1"
+
+
+def test_who_wants_telemetry_can_have_it(tmp_path):
+    program = "import os; os.environ['FLWR_TELEMETRY_ENABLED'] = '1'; import equipoise.flower; print(os.environ['FLWR_TELEMETRY_ENABLED'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"

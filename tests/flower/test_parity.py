@@ -1,0 +1,135 @@
+"""The same method, seed and data give the same numbers in one process and by messages."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+
+from equipoise import methods
+from equipoise.config import load_experiment
+from equipoise.data import load
+from equipoise.run.files import load_tensors
+from tests.flower import own_methods as their_methods
+from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
+
+TOLERANCE = 1e-9
+
+
+def with_clients():
+    """The registered methods whose clients train on their own data."""
+    digits = load("digits")
+    return [name for name in methods.names() if methods.build(name).view.of(digits) is digits]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four clients' directories."""
+    folder = tmp_path_factory.mktemp("parity")
+    write_silos(folder / "silos")
+    return folder
+
+
+def differ(one, other):
+    """The relative difference of two trees."""
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).norm() / one[n].norm().clamp_min(1e-30)) for n in one)
+
+
+def assert_same_rows(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            same = math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE) if key in METRICS else None
+            assert value == other[key] if same is None else same, (key, one, other)
+
+
+METRICS = ("loss", "accuracy", "gap")
+
+
+def compare(path, folder):
+    """Run an experiment both ways and compare everything; gives both runs."""
+    alone = load_experiment(path).run()
+    run, grid = run_on_loop(path, own_nodes(folder))
+    here, there = alone.trainer.selected(), run.trainer.selected()
+    assert here.round == there.round
+    assert differ(here.shared, there.shared) <= TOLERANCE
+    assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics))
+    for one, other in zip(alone.trainer.rounds, run.trainer.rounds, strict=True):
+        assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=TOLERANCE)
+    for client in range(4):
+        ends_up_with, note = load_tensors(
+            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}/model.safetensors"
+        )
+        module = alone.model(client if here.own and client in here.clients else None)
+        expected = {name: tensor for name, tensor in module.state_dict().items() if name in ends_up_with}
+        assert differ(expected, ends_up_with) <= TOLERANCE
+        assert note["round"] == here.round
+    return alone, run, grid
+
+
+@pytest.mark.parametrize("name", with_clients())
+def test_every_method_gives_the_same_models_and_metrics(name, folder):
+    # Three of four clients a round: some have no memory yet, and the sampler has something to choose.
+    path = write_experiment(folder, method=name, training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}})
+    _, run, _ = compare(path, folder)
+    assert all(torch.isfinite(tensor).all() for tensor in run.trainer.state.model.values())
+
+
+def test_the_best_round_is_the_same_and_clients_keep_its_memory(folder):
+    path = write_experiment(
+        folder,
+        method="ditto",
+        training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 3.0}},
+        evaluation={"select": "best"},
+        seed=1,
+    )
+    alone, _, _ = compare(path, folder)
+    assert alone.trainer.selected().round < 3
+
+
+def test_fine_tuned_and_averaged_models_are_the_same(folder):
+    path = write_experiment(folder, method="fedper", evaluation={"fine_tune": {"epochs": 1}, "average_kept": True})
+    compare(path, folder)
+
+
+def test_batch_statistics_and_augmentation_are_the_same(folder):
+    path = write_experiment(
+        folder,
+        method="fedprox",
+        model={"name": "resnet18", "width": 4, "norm": "batch"},
+        training={"rounds": 2, "augment": [{"name": "crop", "padding": 1}]},
+    )
+    compare(path, folder)
+
+
+OWN = {
+    "ask": {"name": "fedavg", "local": "asking", "aggregation": "asking"},
+    "frozen backbone": {"name": "fedavg", "local": "headonly"},
+    "sampler with state": {"name": "scaffold", "sampling": "turns"},
+}
+
+
+@pytest.fixture
+def own_methods(monkeypatch):
+    """Methods of the user's own, known to both sides."""
+    monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
+    importlib.reload(their_methods)
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_methods_of_the_users_own_give_the_same(what, folder, own_methods):
+    path = write_experiment(folder, method=OWN[what], training={"rounds": 3, "cohort": 2, "optimizer": {"lr": 0.1}})
+    _, run, grid = compare(path, folder)
+    assert ("query.ask" in grid.kinds) == (what == "ask")
+    if what == "frozen backbone":
+        # What never moves is not sent: both sides have it.
+        head = sum(t.numel() * 8 for n, t in run.trainer.state.model.items() if n.startswith("head."))
+        whole = sum(t.numel() * 8 for t in run.trainer.state.model.values())
+        row = next(iter(run.trainer.rounds))
+        assert 2 * head < row["bytes_down"] < 2 * head + 2000 < whole
+        assert 2 * head < row["bytes_up"] < 2 * head + 2000
