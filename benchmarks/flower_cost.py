@@ -24,7 +24,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import Machine
 from equipoise.flower.engine import FlowerEngine
 from equipoise.flower.nodes import Nodes
 from equipoise.flower.roster import Description, Roster
@@ -117,7 +117,7 @@ def measure(hidden: list[int], rounds: int) -> dict[str, Any]:
     nodes.gather()
     method = build_method("fedavg")
     module = build_model("mlp", shape=(1, 28, 28), classes=10, hidden=hidden)
-    engine = FlowerEngine(nodes, lambda: "cost", method, roster, module, Training(), Machine(device="cpu"))
+    engine = FlowerEngine(nodes, lambda: "cost", method, roster, module, Machine(device="cpu"))
     state = State(0, engine.network.initial())
     seconds: dict[str, list[float]] = {"serialise": [], "combine": [], "client": [], "flower": []}
     for round_ in range(rounds + 1):

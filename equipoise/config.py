@@ -163,6 +163,7 @@ class Experiment:
         >>> experiment_from({"data": "digits", "training": {"rounds": 1}}).run().summary["rounds"]
         1
         """
+        protects = engine is not StackedEngine and self.flower.privacy is not None
         federation = self.federation() if federation is None else federation
         with self.origins.named():
             return train(
@@ -177,6 +178,8 @@ class Experiment:
                 resume=resume,
                 checkpoint_every=self.checkpoint_every,
                 data=self.data,
+                # In one process nothing leaves a client that would need protection.
+                sections={"flower": {"privacy": to_plain(self.flower.privacy)}} if protects else None,
                 on_round=on_round,
                 engine=engine,
             )

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from equipoise.engine.data import DeviceData
-from equipoise.engine.local import rows, tree_rows
 from equipoise.engine.network import Network
+from equipoise.engine.stack import passes, rows, tree_rows
 from equipoise.federation import Split
 from equipoise.models.layers import Forward
 from equipoise.tree import Tree
@@ -128,13 +128,8 @@ def _sums_of_chunk(
         return network.task.metrics(output, y)
 
     sums: dict[str, Tensor] = {}
-    begin = 0
-    while begin < int(sizes[0]):
-        active = int(np.searchsorted(-sizes, -begin, side="left"))
-        # The fewer clients are left, the more samples of each fit into a pass.
-        slots = begin + np.arange(min(max(1, _SAMPLES // active), int(sizes[0]) - begin))
-        inside = slots < sizes[:active, None]
-        positions = split.indices[split.offsets[clients[:active], None] + np.where(inside, slots, 0)]
+    for active, slots, inside in passes(sizes, _SAMPLES):
+        positions = split.indices[split.offsets[clients[:active], None] + slots]
         x, y = data.fetch(torch.from_numpy(positions))
         of_all = of_one_client if active == 1 else vmap(of_one_client)
         measured = of_all(tree_rows(params, active), rows(x, active), rows(y, active))
@@ -142,5 +137,4 @@ def _sums_of_chunk(
             total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
             kept = torch.from_numpy(inside).to(network.device)
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)
-        begin += len(slots)
     return sums

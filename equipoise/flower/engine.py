@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from equipoise.engine.cohort import Layout
 from equipoise.engine.contract import ClientsLost, Personal
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.network import Network
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import Machine
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
@@ -27,6 +28,8 @@ from equipoise.flower.roster import Roster
 from equipoise.flower.wire import bytes_of, digest, from_record, numbers_of, pack, settings_of, to_record, unpack
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.tree import PERSONAL, Tree
+
+log = logging.getLogger("flwr.equipoise")
 
 SPLITS = ("val", "test")
 
@@ -70,12 +73,8 @@ class FlowerEngine:
         The registered clients.
     model : nn.Module
         With ``features`` and ``head``.
-    training : Training
-        How clients train; they have it from the experiment.
     machine : Machine
         Where the server combines, and in which arithmetic.
-    seed : int
-        Of all random numbers.
     durable : bool
         Whether the run has checkpoints.
     both : bool
@@ -91,9 +90,7 @@ class FlowerEngine:
         method: Method,
         roster: Roster,
         model: nn.Module,
-        training: Training,
         machine: Machine,
-        seed: int = 0,
         *,
         durable: bool = True,
         both: bool = False,
@@ -214,7 +211,7 @@ class FlowerEngine:
         versions = self.ledger.best if best else self.ledger.now
         contents = self.messages(self.roster.known, round_, model, versions, personal=personal)
         requests = {client: ("query.adopt", content) for client, content in contents.items()}
-        answers = self.nodes.insist(requests, round_, lambda *_: None, len(requests))
+        answers = self.nodes.ask(requests, round_)
         self.count(requests, answers)
         return answers.failed
 
@@ -245,6 +242,7 @@ class FlowerEngine:
             clients, now, best = (tensors[name].tolist() for name in ("clients", "now", "best"))
             self.ledger.now = dict(zip(clients, now, strict=True))
             self.ledger.saved = dict(self.ledger.now)
+            self._finished = max(now, default=0)
             self.ledger.best = {c: version for c, version in zip(clients, best, strict=True) if version}
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -341,6 +339,8 @@ class FlowerCohort:
             client: "answered with uploads of other shapes" for client in set(answers.answered) - set(kept)
         }
         self._require(len(kept))
+        if self.left_out:
+            log.warning("round %d goes on without %s", self.round + 1, reasons(self.left_out))
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
         stack = self.engine.stacked([trees[client] for client in sorted(kept)], expected)

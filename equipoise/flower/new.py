@@ -65,8 +65,11 @@ _README = Template(
 
 `$method` on `$data`, as `experiment.yaml` says. All machines need `pip install 'equipoise[flower]'`.
 
-    equipoise flower run .                      # simulated on this machine; pip install 'equipoise[simulation]'
-    equipoise flower run . my-superlink         # on a SuperLink named in ~/.flwr/config.toml
+    # simulated on this machine, which needs pip install 'equipoise[simulation]'
+    equipoise flower run . --stream --federation-config 'num-supernodes=$clients client-resources-num-cpus=1'
+
+    # on a SuperLink named in ~/.flwr/config.toml
+    equipoise flower run . my-superlink --stream
 
 The SuperLink and the SuperNodes are started with
 
@@ -117,15 +120,19 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
             f"{experiment}: method {read.method.name!r} puts all data in one place, "
             "but on Flower they stay with the clients; choose another method"
         )
+    said = "flower" in read_yaml(experiment)
+    clients = read.flower.clients if said else _count_clients(read)
+    section = "" if said else f"\nflower:\n  clients: {clients}  # that must have registered before round 1\n"
     facts = {
         "name": name,
         "method": read.method.name,
         "data": read.data["name"],
         "version": version("equipoise"),
+        "clients": clients,
     }
     contents = {
         APP: _APP,
-        EXPERIMENT: experiment.read_text(encoding="utf-8") + _flower_section(read, experiment),
+        EXPERIMENT: experiment.read_text(encoding="utf-8") + section,
         PROJECT: _PROJECT.substitute(facts),
         README: _README.substitute(facts),
     }
@@ -135,12 +142,9 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     return [directory / file for file in contents]
 
 
-def _flower_section(experiment: Experiment, path: Path) -> str:
-    """Say how many clients to wait for, where the experiment does not."""
-    if "flower" in read_yaml(path):
-        return ""
+def _count_clients(experiment: Experiment) -> int:
+    """Count the clients, if their data can be read here."""
     try:
-        clients = experiment.federation().clients
+        return experiment.federation().clients
     except InputError:
-        clients = experiment.flower.clients
-    return f"\nflower:\n  clients: {clients}  # that must have registered before round 1\n"
+        return experiment.flower.clients

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from equipoise.errors import InputError, RunError
@@ -35,8 +36,9 @@ class Answers:
 class Nodes:
     """The nodes behind a grid, by the stable numbers of the clients they stand for.
 
-    Flower gives a SuperNode a new random number whenever it starts. A client that comes back under another node is the
-    same client if its memory is on the same disk; two nodes that stand for one client at once are refused.
+    Flower gives a SuperNode a new random number whenever it starts. While a run goes on, a client that comes back under
+    another node is the same client if its memory is on the same disk; otherwise two nodes that stand for one client are
+    refused.
 
     Parameters
     ----------
@@ -76,7 +78,8 @@ class Nodes:
                 why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
-                    f"(flower.clients, flower.wait){why}"
+                    f"(flower.clients, flower.wait; Flower simulates as many as --federation-config "
+                    f"'num-supernodes=N' says){why}"
                 )
             time.sleep(_LOOK_FOR_ANSWERS)
 
@@ -104,15 +107,12 @@ class Nodes:
         if time.monotonic() - self._looked > _LOOK_FOR_NODES:
             self._looked = time.monotonic()
             online = set(self.grid.get_node_ids())
-            for node in [node for node in self._client_of if node not in online]:
-                client = self._client_of.pop(node)
-                if self.node_of.get(client) == node:
-                    log.warning("client %d: its node %d is offline", client, node)
-                    del self.node_of[client]
+            for node, client in list(self._client_of.items()):
+                if node not in online:
+                    self._forget(client, node)
             strangers = online - set(self._client_of) - set(self._asked.values()) - set(self.refused)
             messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
-            pushed = list(self.grid.push_messages(messages)) if messages else []
-            self._asked |= {id_: node for id_, node in zip(pushed, sorted(strangers), strict=True) if id_}
+            self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
             replies = sorted(self.grid.pull_messages(list(self._asked)), key=lambda m: m.metadata.src_node_id)
             for reply in replies:
@@ -120,11 +120,14 @@ class Nodes:
 
     def _register(self, node: int, reply: Message, strict: bool) -> None:
         if reply.has_error():
-            self._refuse(node, _reason(reply.error.reason))
+            # A node that is offline may come back, and is asked again then.
+            if not _unavailable(reply):
+                self._refuse(node, _reason(reply.error.reason))
             return
         said = Description.read(str(reply.content.config_records["about"]["text"]))
         other = self.node_of.get(said.client)
-        if other is not None and self._home.get(said.client) != said.home:
+        # Before round 1 both have just answered; later the other may be the same client before it was started again.
+        if other is not None and (strict or self._home.get(said.client) != said.home):
             twice = (
                 f"nodes {other} and {node} both say they are client {said.client} ({said.name}); "
                 "give each SuperNode a number of its own: --node-config 'client=N'"
@@ -138,6 +141,13 @@ class Nodes:
         if said.client not in self.roster.known:
             self._arrived[said.client] = said
         log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
+
+    def _forget(self, client: int, node: int) -> None:
+        """Take note that a node cannot be reached; if it can again, it is asked who it is."""
+        self._client_of.pop(node, None)
+        if self.node_of.get(client) == node:
+            log.warning("client %d: its node %d is offline", client, node)
+            del self.node_of[client]
 
     def _refuse(self, node: int, why: str) -> None:
         self.refused[node] = why
@@ -162,13 +172,12 @@ class Nodes:
         answers = Answers()
         waiting: dict[str, int] = {}
         sent_to: dict[int, int] = {}
+        out_of_reach: dict[int, str] = {}
 
         def send(clients: Iterable[int]) -> None:
             reachable = [client for client in clients if client in self.node_of]
-            answers.failed |= {client: "not connected" for client in clients if client not in self.node_of}
             messages = [self._message(self.node_of[c], *requests[c], round_) for c in reachable]
-            pushed = list(self.grid.push_messages(messages)) if messages else []
-            for client, id_ in zip(reachable, pushed, strict=True):
+            for client, id_ in zip(reachable, self._push(messages), strict=True):
                 sent_to[client] = self.node_of[client]
                 if id_:
                     waiting[id_] = client
@@ -176,29 +185,32 @@ class Nodes:
                     answers.failed[client] = "the message could not be sent"
 
         self.look()
+        out_of_reach |= {client: "not connected" for client in requests if client not in self.node_of}
         send(sorted(requests))
         deadline = time.monotonic() + self.settings.timeout
         while waiting and time.monotonic() < deadline:
             for reply in self.grid.pull_messages(list(waiting)):
-                client = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if client is None:
-                    continue
-                if reply.has_error():
-                    answers.failed[client] = _reason(reply.error.reason)
-                else:
+                client = waiting.pop(reply.metadata.reply_to_message_id)
+                if not reply.has_error():
                     answers.answered[client] = reply.content
+                elif _unavailable(reply):
+                    self._forget(client, sent_to[client])
+                    out_of_reach[client] = "its node went offline"
+                else:
+                    answers.failed[client] = _reason(reply.error.reason)
             if not waiting:
                 break
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
+            for id_, client in [(id_, c) for id_, c in waiting.items() if self.node_of.get(c) != sent_to[c]]:
+                del waiting[id_]
+                out_of_reach[client] = "its node went offline"
             # A SuperNode that was started again does not know what the one before it was asked.
-            moved = {id_: c for id_, c in waiting.items() if self.node_of.get(c, sent_to[c]) != sent_to[c]}
-            for id_ in moved:
-                del waiting[id_]
-            send(sorted(moved.values()))
-            for id_, client in [(id_, c) for id_, c in waiting.items() if c not in self.node_of]:
-                del waiting[id_]
-                answers.failed[client] = "its node went offline"
+            back = [client for client in out_of_reach if client in self.node_of]
+            for client in back:
+                del out_of_reach[client]
+            send(sorted(back))
+        answers.failed |= out_of_reach
         answers.failed |= {client: f"no answer within {self.settings.timeout:g} s" for client in waiting.values()}
         return answers
 
@@ -250,6 +262,11 @@ class Nodes:
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
 
+    def _push(self, messages: list[Message]) -> list[str | None]:
+        """Send messages; gives ``None`` for those Flower did not take."""
+        pushed: list[str | None] = list(self.grid.push_messages(messages)) if messages else []
+        return pushed or [None] * len(messages)
+
     def _message(self, node: int, kind: str, content: RecordDict, round_: int) -> Message:
         content.setdefault("settings", ConfigRecord())
         return Message(content, node, kind, ttl=self.settings.timeout + 60, group_id=str(round_ + 1))
@@ -264,6 +281,10 @@ def reasons(failed: Mapping[int, str]) -> str:
     'client 1: answered with NaN in head.bias, client 3: not connected'
     """
     return ", ".join(f"client {client}: {reason}" for client, reason in sorted(failed.items()))
+
+
+def _unavailable(reply: Message) -> bool:
+    return reply.error.code == ErrorCode.NODE_UNAVAILABLE
 
 
 def _reason(text: str | None) -> str:

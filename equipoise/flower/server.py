@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from equipoise.flower.engine import FlowerEngine
 from equipoise.flower.nodes import Nodes, reasons
 from equipoise.flower.roster import Roster, read_roster
 from equipoise.flower.silo import read_experiment
-from equipoise.run.api import CONFIG, SUMMARY, Run
+from equipoise.run.api import CONFIG, Run
 from equipoise.run.trainer import Progress
 
 log = logging.getLogger("flwr.equipoise")
@@ -72,25 +73,22 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
         Finished. The clients' personal models are on their own disks.
     """
     directory = Path(out).expanduser() if out else None
+    # Clients are not stacked here, so there is no chunk size to measure.
+    experiment = dataclasses.replace(experiment, machine=dataclasses.replace(experiment.machine, chunk=1))
     identity = Identity(directory, experiment)
     nodes = Nodes(grid, identity.roster, experiment.flower)
     resume = directory is not None and (directory / CONFIG).exists()
-    if not (directory is not None and (directory / SUMMARY).exists()):
-        nodes.gather()
+    nodes.gather()
     evaluation, method = experiment.evaluation, experiment.method
 
-    def engine(
-        federation: Any, model: nn.Module, training: Training, machine: Machine, seed: int, view: Any
-    ) -> FlowerEngine:
+    def engine(federation: Any, model: nn.Module, training: Training, machine: Machine, *_: Any) -> FlowerEngine:
         return FlowerEngine(
             nodes,
             identity.name,
             method,
             federation,
             model,
-            training,
             machine,
-            seed,
             durable=directory is not None,
             both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
         )

@@ -122,11 +122,14 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
     """
     client = client_number(node)
     # A process that answers many messages reads the file, the data and the model once, unless the file changes.
-    asked = Asked(experiment, experiment.stat().st_mtime_ns, str(run_config.get("set", "")))
+    settings = str(run_config.get("set", ""))
+    if "device" in node:
+        settings += f"; machine.device={node['device']}"
+    asked = Asked(experiment, experiment.stat().st_mtime_ns, settings)
     if own is not None or "data" in node:
         engine = _own_engine(asked, client, own, tuple(sorted(node.items())))
     else:
-        engine = _shared_engine(asked, str(node.get("device", "")))
+        engine = _shared_engine(asked)
     if client >= engine.federation.clients:
         raise InputError(
             f"client {client} does not exist in data {engine.federation.name!r}; "
@@ -150,9 +153,9 @@ def _experiment(asked: Asked) -> Experiment:
 
 
 @lru_cache(maxsize=1)
-def _shared_engine(asked: Asked, device: str) -> StackedEngine:
+def _shared_engine(asked: Asked) -> StackedEngine:
     """Make an engine over the experiment's own source: clients simulated in one process share its tensors."""
-    return _engine(_experiment(asked), _experiment(asked).federation(), device)
+    return _engine(_experiment(asked), _experiment(asked).federation())
 
 
 @lru_cache(maxsize=8)
@@ -160,11 +163,11 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
     """Make an engine over what this client alone holds."""
     experiment, config = _experiment(asked), dict(node)
     federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
-    return _engine(experiment, placed(federation, client), config.get("device", ""))
+    return _engine(experiment, placed(federation, client))
 
 
-def _engine(experiment: Experiment, federation: Federation, device: str) -> StackedEngine:
-    machine = dataclasses.replace(experiment.machine, chunk=1, device=device or experiment.machine.device)
+def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
+    machine = dataclasses.replace(experiment.machine, chunk=1)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
     return StackedEngine(federation, module, experiment.training, machine, experiment.seed)
 

@@ -79,6 +79,7 @@ def train(
     resume: bool = False,
     checkpoint_every: int = 1,
     data: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Any] | None = None,
     engine: MakeEngine = StackedEngine,
     on_round: Callable[[Progress], None] | None = None,
     **settings: Any,
@@ -110,6 +111,8 @@ def train(
         Rounds between checkpoints.
     data : mapping, optional
         How the federation was made, for the run's configuration.
+    sections : mapping, optional
+        Whatever else the run depends on, for its configuration.
     engine : callable
         Makes the engine that carries the method out; by default in this process.
     on_round : callable, optional
@@ -150,6 +153,7 @@ def train(
         "evaluation": to_plain(evaluation),
         "seed": seed,
         "checkpoint_every": checkpoint_every,
+        **(sections or {}),
     }
     directory = Path(out) if out is not None else None
     config, finished = _open(directory, config, federation, machine, resume)
@@ -284,6 +288,8 @@ def _open(
             raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
         found = read_config(directory)
         chunk = found["resolved"].pop("chunk", None)
+        # Where clients may not come and go, the fingerprint counts them too.
+        found["resolved"]["clients"] = resolved["clients"]
         if difference := _difference(found, json.loads(json.dumps(config))):
             raise InputError(f"{directory} holds another experiment: {difference}; choose another directory")
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()

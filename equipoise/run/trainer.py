@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from equipoise.engine.chunking import fastest
-from equipoise.engine.cohort import Layout, StackedEngine, exact_arithmetic
+from equipoise.engine.cohort import Adapting, FineTuning, Layout, StackedEngine, exact_arithmetic
 from equipoise.engine.contract import ClientsLost, Engine, Personal, RoundCohort
 from equipoise.engine.random import Purpose, fold
 from equipoise.engine.settings import FineTune, Machine, Training
@@ -150,7 +150,9 @@ class Trainer:
         # Where clients keep parts of the shared model, nobody has it as a whole.
         self._has_global = bool(self.layout.shared) and (not keeps_shared or evaluation.average_kept)
         self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
-        self._adapts = bool(method.local.adapt() or self._fine_tune)
+        # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
+        adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
+        self._adapts = bool([Layout(rule, self.engine.network.initial()) for rule in adaptations])
         self._has_personal = method.personal or self._adapts
         self.state = State(0, self.engine.network.initial())
         self._everyone: RoundCohort | None = None
@@ -377,9 +379,14 @@ class Trainer:
         own = self.personal_models(np.array(clients))[1] if clients else {}
         return Models(self.state.round, dict(self.global_model), clients, own)
 
+    @property
+    def _selected_round(self) -> int:
+        best = self.best_round if self.evaluation.select == "best" else None
+        return self.state.round if best is None else best
+
     def selected(self) -> Models:
         """Give the models of the round that counts."""
-        if self.evaluation.select != "best" or self.best_round is None:
+        if self._selected_round == self.state.round:
             return self._models()
         if self._best_models is None and self.directory:
             tensors, note = load_tensors(self.directory / BEST)
@@ -390,7 +397,7 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""
-        number = self.selected().round
+        number = self._selected_round
         rows = [row for row in self.metrics if row["round"] == number]
         task = self.engine.network.task
         return {

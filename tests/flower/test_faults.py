@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, MetricRecord
+from flwr.common.constant import ErrorCode
 
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
@@ -279,15 +281,16 @@ def growing(folder, path, clients, **changes):
     return Growing(client_app(path), own_nodes(folder, clients), **changes)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "gifair", "afl"])
-def test_a_late_joiner_is_taken_in(name, folder, at_once):
+@pytest.mark.parametrize(("name", "late"), [("fedavg", 3), ("scaffold", 0), ("gifair", 2), ("afl", 3)])
+def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
     path = write_experiment(folder, method=name, training={"rounds": 5}, flower={"clients": 3})
-    grid = growing(folder, path, [0, 1, 3], join={6: own_nodes(folder, [2])[0]})
+    first = [client for client in range(4) if client != late]
+    grid = growing(folder, path, first, join={6: own_nodes(folder, [late])[0]})
     run = run_on(grid, path, folder / "out")
     sizes = [row["cohort"] for row in run.trainer.rounds]
     assert sizes[:2] == [3, 3]
     assert sizes[-1] == 4
-    assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == {0, 1, 3}
+    assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == set(first)
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 5} == {0, 1, 2, 3}
     assert {said["client"] for said in json.loads((folder / "out/clients.json").read_text())["clients"]} == {0, 1, 2, 3}
     clients = run.trainer.state.kept.get("clients", {})
@@ -310,10 +313,34 @@ def test_a_client_that_leaves_is_not_connected_and_one_that_comes_back_is_the_sa
     assert run.trainer.engine.ledger.now == {0: 6, 1: 6, 2: 6, 3: 6}
 
 
-def test_two_nodes_with_one_number_are_refused_by_name(folder):
+def unavailable(message):
+    return Message(Error(code=ErrorCode.NODE_UNAVAILABLE, reason="no heartbeat"), reply_to=message)
+
+
+def test_a_node_that_flower_calls_unavailable_is_asked_who_it_is_when_it_is_back(folder, at_once):
+    path = write_experiment(folder, training={"rounds": 4})
+    away = Counter(train=1)
+
+    def tamper(node, message, reply):
+        kind, asked = message.metadata.message_type, settings_of(message.content)
+        if number_of(node) != 1 or not away[kind] or (kind == "train" and asked["round"] != 1):
+            return reply
+        away[kind] -= 1
+        if kind == "train":
+            away["query.describe"] = 2
+        return unavailable(message)
+
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=tamper)
+    rows = list(run.trainer.rounds)
+    assert rows[1]["left_out"] == {"1": "its node went offline"}
+    assert rows[3]["cohort"] == 4
+
+
+@pytest.mark.parametrize("disk", ["3", "2"], ids=["another disk", "the same disk"])
+def test_two_nodes_with_one_number_are_refused_by_name(disk, folder):
     path = write_experiment(folder)
     nodes = own_nodes(folder)
-    nodes[3] = {**nodes[3], "client": 2}
+    nodes[3] = {**nodes[3], "client": 2, "memory": str(folder / "memory" / disk)}
     with pytest.raises(InputError, match=rf"nodes {FIRST_NODE + 14} and {FIRST_NODE + 21} both say they are client 2"):
         run_on_loop(path, nodes)
 
@@ -411,7 +438,7 @@ def test_nobody_there_is_an_error_after_the_wait():
             super().__init__(None, [])
 
     nodes = Nodes(Empty(), Roster("x"), FlowerSettings(wait=0.2))
-    with pytest.raises(RunError, match=r"0 of 2 clients have registered within 0.2 s \(flower.clients, flower.wait\)"):
+    with pytest.raises(RunError, match=r"0 of 2 clients have registered within 0.2 s \(flower.clients, flower.wait;"):
         nodes.gather()
 
 
@@ -425,3 +452,42 @@ def test_bytes_are_counted_up_and_down(folder):
     trained = [size for kind, size in zip(grid.kinds, grid.bytes, strict=True) if kind == "train"]
     assert sum(trained) == pytest.approx(row["bytes_down"], rel=0.1)
     assert np.isfinite(row["train_loss"])
+
+
+def test_an_unseen_client_is_evaluated_and_never_trains(folder):
+    path = write_experiment(folder, training={"rounds": 2})
+    nodes = own_nodes(folder)
+    nodes[2]["unseen"] = True
+    trained = set()
+
+    def watch(node, message, reply):
+        if message.metadata.message_type == "train":
+            trained.add(number_of(node))
+        return reply
+
+    run, _ = run_on_loop(path, nodes, tamper=watch)
+    assert trained == {0, 1, 3}
+    rows = [row for row in run.trainer.metrics if row["client"] == 2]
+    assert rows
+    assert all(row["unseen"] for row in rows)
+    assert run.summary["results"]["global"]["unseen"]["worst_client_id"] == 2
+
+
+def test_a_run_goes_on_only_with_the_same_protection(folder):
+    settings = {"rounds": 2}
+    path = write_experiment(folder, training=settings, flower={"privacy": {"clip": 1.0}})
+    run, _ = run_on_loop(path, own_nodes(folder), folder / "out")
+    assert run.config["flower"]["privacy"]["clip"] == 1.0
+    again = write_experiment(folder, training=settings, flower={"privacy": {"clip": 2.0}})
+    with pytest.raises(InputError, match="holds another experiment: flower.privacy.clip is 1.0 there and 2.0 here"):
+        run_on_loop(again, own_nodes(folder), folder / "out")
+    # How long to wait may change from one start to the next.
+    patient = write_experiment(folder, training=settings, flower={"privacy": {"clip": 1.0}, "timeout": 99})
+    assert run_on_loop(patient, own_nodes(folder), folder / "out")[0].summary == run.summary
+
+
+def test_a_chunk_size_is_not_measured_by_messages(folder):
+    path = write_experiment(folder, training={"rounds": 1}, machine={"chunk": "measure"})
+    run, grid = run_on_loop(path, own_nodes(folder))
+    assert grid.kinds.count("train") == 4
+    assert run.config["resolved"]["chunk"] == 1

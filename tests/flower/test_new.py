@@ -54,6 +54,7 @@ def test_the_experiment_is_copied_and_says_how_many_clients_there_are(experiment
     assert text.startswith(experiment.read_text())
     made = load_experiment(tmp_path / "my-app" / "experiment.yaml")
     assert made.flower.clients == 22
+    assert "num-supernodes=22 " in (tmp_path / "my-app" / "README.md").read_text()
     assert made.method.local.lam == 0.5
 
 

@@ -169,3 +169,10 @@ def test_settings_of_the_run_are_set_over_the_experiment(folder):
     assert silo.experiment.training.rounds == 9
     assert silo.experiment.method.local.mu == 0.5
     assert load_experiment(path).training.rounds == 3
+
+
+def test_a_node_says_its_own_device(folder):
+    path = write_experiment(folder, machine={"device": "auto"})
+    assert open_silo(path, {}, {**own_nodes(folder)[0], "device": "cpu"}).engine.machine.device == "cpu"
+    with pytest.raises(InputError, match="--set machine.device=gpu.*unknown device 'gpu'"):
+        open_silo(path, {}, {**own_nodes(folder)[0], "device": "gpu"})

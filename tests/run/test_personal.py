@@ -209,6 +209,16 @@ def test_bad_fine_tuning_is_refused(settings, named):
         FineTune(**settings)
 
 
+@pytest.mark.parametrize(
+    ("rule", "evaluation"),
+    [(build("fedbabu", tunes="neck").local, {}), (None, {"fine_tune": FineTune(move="neck")})],
+    ids=["adapt", "fine_tune"],
+)
+def test_a_part_that_is_not_there_is_refused_before_training(rule, evaluation):
+    with pytest.raises(InputError, match="unknown part 'neck'"):
+        trained(rule, rounds=1, **evaluation)
+
+
 def test_pooled_data_cannot_be_fine_tuned():
     with pytest.raises(InputError, match="pools their data"):
         trained(None, method="central", fine_tune=FineTune())

@@ -1,0 +1,63 @@
+"""Clients on a leading axis, ordered so that those still at it are always the first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.tree import Tree
+
+
+def rows(tensor: Tensor, count: int) -> Tensor:
+    """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> rows(torch.zeros(3, 2), 2).shape, rows(torch.zeros(3, 2), 1).shape
+    (torch.Size([2, 2]), torch.Size([2]))
+    """
+    return tensor[0] if count == 1 else tensor[:count]
+
+
+def tree_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
+    """Do what :func:`rows` does, for every tensor of a tree."""
+    return {name: rows(tensor, count) for name, tensor in tree.items()}
+
+
+def passes(
+    sizes: NDArray[np.int64], together: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+    """Go through all samples of clients, about ``together`` of all clients at a time.
+
+    Parameters
+    ----------
+    sizes : int array
+        How many samples each client holds, never rising.
+    together : int
+        How many samples to look at in a pass; the fewer clients are left, the more of each.
+
+    Yields
+    ------
+    tuple
+        How many clients have samples left, which of its own samples each looks at, ``[active, width]``, and which of
+        those are no padding. Padding repeats a client's first sample.
+
+    Examples
+    --------
+    >>> for active, slots, inside in passes(np.array([3, 1]), together=4):
+    ...     print(active, slots.tolist(), inside.tolist())
+    2 [[0, 1], [0, 0]] [[True, True], [True, False]]
+    1 [[2]] [[True]]
+    """
+    longest = int(sizes[0])
+    begin = 0
+    while begin < longest:
+        active = int(np.searchsorted(-sizes, -begin, side="left"))
+        slots = begin + np.arange(min(max(1, together // active), longest - begin))
+        inside = slots < sizes[:active, None]
+        yield active, np.where(inside, slots, 0), inside
+        begin += len(slots)
