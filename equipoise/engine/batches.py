@@ -21,6 +21,12 @@ class Batches:
     ----------
     positions : Tensor
         Positions in the federation's data, ``[clients, batches, batch_size]``; padding repeats a sample of the client.
+    held : Tensor
+        Positions of all samples the clients hold, one client after the other.
+    places : Tensor
+        Where in ``held`` the positions are.
+    sizes : int array
+        How many samples each client holds, ``[clients]``, never rising.
     counts : int array
         How many of the ``batch_size`` rows are samples, ``[clients, batches]``.
     steps : int array
@@ -32,6 +38,9 @@ class Batches:
     """
 
     positions: Tensor
+    held: Tensor
+    places: Tensor
+    sizes: NDArray[np.int64]
     counts: NDArray[np.int64]
     steps: NDArray[np.int64]
     keys: Tensor
@@ -106,7 +115,10 @@ def draw_batches(
     begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
 
-    on_device = {"sizes": sizes, "epoch": epoch, "begin": begin, "offset": split.offsets[clients]}
+    first = np.cumsum(sizes) - sizes
+    of_clients = np.arange(sizes.sum()) + np.repeat(split.offsets[clients] - first, sizes)
+
+    on_device = {"sizes": sizes, "epoch": epoch, "begin": begin, "first": first, "of_clients": of_clients}
     moved = {name: torch.from_numpy(array).to(device) for name, array in on_device.items()}
     slot = moved["begin"].unsqueeze(-1) + torch.arange(batch_size, device=device)
     slot = torch.where(slot < moved["sizes"].view(-1, 1, 1), slot, 0)
@@ -116,6 +128,7 @@ def draw_batches(
         order = permutations(epoch_keys, moved["sizes"].unsqueeze(1), int(sizes.max()))
         rows = torch.arange(len(clients), device=device).view(-1, 1, 1)
         slot = order[rows, moved["epoch"].unsqueeze(-1), slot]
-    positions = indices[moved["offset"].view(-1, 1, 1) + slot]
+    places = moved["first"].view(-1, 1, 1) + slot
     batch_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
-    return Batches(positions, counts, own_steps, batch_keys, a_step)
+    held = indices[moved["of_clients"]]
+    return Batches(held[places], held, places, sizes, counts, own_steps, batch_keys, a_step)

@@ -6,7 +6,7 @@ loops over clients, no ``.item()``, no branches on values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -18,6 +18,45 @@ from equipoise.tree import PERSONAL, Tree, squared_distance
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """A batch whose features rest.
+
+    Attributes
+    ----------
+    z : Tensor
+        What the features make of the batch.
+    fetch : callable
+        Gives the batch itself.
+    """
+
+    z: Tensor
+    fetch: Callable[[], Tensor]
+
+
+class Inputs:
+    """The field ``x`` of a client: a batch, or a frozen one, which is fetched when a loss looks at it.
+
+    Whatever replaces it, or takes it to another client (``dataclasses.replace``), gets and leaves an ordinary batch. So z
+    cannot outlive what it was made of.
+    """
+
+    def __get__(self, client: Client | None, owner: type[Client]) -> Tensor:
+        if client is None:
+            raise AttributeError("x has no default")
+        given = self.given(client)
+        return given.fetch() if isinstance(given, Frozen) else given
+
+    def __set__(self, client: Client, given: Tensor | Frozen) -> None:
+        vars(client)["x"] = given
+
+    @staticmethod
+    def given(client: Client) -> Tensor | Frozen:
+        """Give what the client was made with."""
+        given: Tensor | Frozen = vars(client)["x"]
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
 class Client:
     """What a loss may look at.
 
@@ -28,7 +67,7 @@ class Client:
     params : Tree
         The client's parameters and buffers as they are now, its kept parts included.
     x, y : Tensor
-        One batch.
+        One batch. Where the features rest, x is fetched only if the loss reads it: the model's methods know z.
     forward : Forward
         Mask and random key of the batch, and whether this is training.
     sent : mapping of Tree
@@ -43,7 +82,7 @@ class Client:
 
     network: Network
     params: Tree
-    x: Tensor
+    x: Inputs = Inputs()
     y: Tensor
     forward: Forward
     sent: Mapping[str, Tree]
@@ -84,11 +123,13 @@ class Client:
         Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout drops
         nothing. Statistics of those that move follow the first output computed with them in a step.
         """
-        return self._apply(self.x)
+        given = Inputs.given(self)
+        return self._apply(given.z, "head") if isinstance(given, Frozen) else self._apply(given)
 
     def features(self) -> Tensor:
         """Give z, what the model's features make of the batch, for losses that look at it more than once."""
-        return self._apply(self.x, "features")
+        given = Inputs.given(self)
+        return given.z.to(self.network.dtype) if isinstance(given, Frozen) else self._apply(given, "features")
 
     def head(self, z: Tensor) -> Tensor:
         """Give the model's output for features."""
@@ -112,7 +153,8 @@ class Client:
     def personal(self) -> Client:
         """Give the same client with its personal parts in place of the shared ones."""
         own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
-        return replace(self, params={**self.params, **own}, overlaid=frozenset(own))
+        # Batches are not frozen where clients have personal features, so z is theirs too.
+        return replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
 
     def distance_to_received(self) -> Tensor:
         """Give the squared L2 distance of the moving parameters from the received global model."""

@@ -24,11 +24,11 @@ from equipoise.engine.local import Chunk, Pace, Workshop, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, TorchOptimizer
-from equipoise.engine.random import Purpose, fold, fold_tensor
+from equipoise.engine.random import Purpose, choose, fold, fold_tensor
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation
+from equipoise.federation import Federation, Split
 from equipoise.method import LocalRule, Method, Phase, Reports, Updates, mix_tree
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Parts, Tree, select, size_in_bytes
@@ -417,13 +417,23 @@ class StackedCohort:
         engine = self.engine
         reports = {}
         for name in sorted(report for report in self.wanted_reports if report.endswith(when)):
-            split = engine.view.split(_REPORT_SPLITS[name])
+            split, clients = self._reported(engine.view.split(_REPORT_SPLITS[name]), self.ids[members])
             shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
             measured: Measured = evaluate_stacked(
-                engine.network, engine.data, shared, chunk.still, split, self.ids[members], len(members)
+                engine.network, engine.data, shared, chunk.still, split, clients, len(members)
             )
             reports[name] = torch.from_numpy(measured["loss"])
         return reports
+
+    def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
+        """Give the samples that clients' reports look at, and the clients' places among them."""
+        limit = self.engine.training.report_samples
+        if limit is None:
+            return split, clients
+        own = [split.of(int(client)) for client in clients]
+        keys = [fold(self.engine.seed, self.round, int(client), Purpose.REPORT) for client in clients]
+        drawn = [held[choose(key, len(held), min(limit, len(held)))] for key, held in zip(keys, own, strict=True)]
+        return Split.from_lists(drawn), np.arange(len(clients))
 
     def _count_down(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout, seen: Tensor) -> None:
         kept_here = {name.removeprefix(PERSONAL) for name in layout.kept if not name.startswith(PERSONAL)}

@@ -11,6 +11,19 @@ from equipoise.federation import Federation
 _LARGEST_SHARE = 0.4
 
 
+def at(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Give the rows of a tensor at positions of any shape.
+
+    Examples
+    --------
+    >>> at(torch.arange(10, 16).view(3, 2), torch.tensor([[2], [0]]))
+    tensor([[[14, 15]],
+    <BLANKLINE>
+            [[10, 11]]])
+    """
+    return tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:])
+
+
 class DeviceData:
     """All samples as whole tensors, indexed per client; on the device unless they are too large for it.
 
@@ -43,6 +56,9 @@ class DeviceData:
 
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Give the samples and targets at positions of any shape."""
-        flat = positions.flatten().to(self.x.device)
-        x, y = (t.index_select(0, flat).view(*positions.shape, *t.shape[1:]) for t in (self.x, self.y))
-        return x.to(self.device), y.to(self.device)
+        here = positions.to(self.x.device)
+        return at(self.x, here).to(self.device), at(self.y, here).to(self.device)
+
+    def inputs(self, positions: Tensor) -> Tensor:
+        """Give the samples at positions without their targets."""
+        return at(self.x, positions.to(self.x.device)).to(self.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,16 @@ from equipoise.data.augment import Augmentation
 from equipoise.engine.batches import Batches
 from equipoise.engine.client import Client, Finished
 from equipoise.engine.data import DeviceData
+from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.network import Network
 from equipoise.engine.optimizers import Column, Optimizer, OptimizerState
 from equipoise.engine.random import Purpose, fold_tensor
 from equipoise.engine.replay import Replay
+from equipoise.engine.stack import rows, tree_rows
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, select
-
-
-def rows(tensor: Tensor, count: int) -> Tensor:
-    """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
-
-    Examples
-    --------
-    >>> rows(torch.zeros(3, 2), 2).shape, rows(torch.zeros(3, 2), 1).shape
-    (torch.Size([2, 2]), torch.Size([2]))
-    """
-    return tensor[0] if count == 1 else tensor[:count]
-
-
-def tree_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
-    """Do what :func:`rows` does, for every tensor of a tree."""
-    return {name: rows(tensor, count) for name, tensor in tree.items()}
 
 
 @dataclass(frozen=True)
@@ -120,6 +107,7 @@ class PhaseRun:
         self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
         moving = select(chunk.params, phase.move)
         self.moving = frozenset(moving)
+        self.features_rest = features_rest(chunk, self.moving)
         self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
         self.names = [name for name in moving if name not in self.moving_buffers]
         self.params = [chunk.params[name] for name in self.names]
@@ -127,14 +115,18 @@ class PhaseRun:
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
         self._active = 0
 
-    def begin(self, batches: Batches) -> None:
-        """Start the phase over with new batches: fresh optimizer state, no losses yet."""
+    def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
+        """Start the phase over with new batches: fresh optimizer state, no losses yet.
+
+        With frozen features a step fetches z, and not x.
+        """
         if batches.a_step != self.phase.gradient.batches:
             raise InputError(
                 f"a Phase with batch='same' looks at {self.phase.gradient.batches} batches a step, "
                 f"and the phase before at {batches.a_step}; valid: the same number"
             )
-        self.batches = batches
+        self.batches = batches if frozen is None else replace(batches, positions=batches.places)
+        self._frozen = frozen
         self._counts = torch.from_numpy(batches.counts).to(self.losses)
         self.losses.zero_()
         if self.pace.optimizer.stacked:
@@ -167,7 +159,8 @@ class PhaseRun:
         if self.replay is None:
             self._advance(inputs, step + 1)
         else:
-            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None)
+            moves = None if self._frozen is None else self._frozen.moves
+            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves)
             self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
 
     def _inputs(self, step: int, active: int) -> StepInput:
@@ -202,16 +195,17 @@ class PhaseRun:
     def _value(self, batch: StepInput, recorded: Tree) -> Value:
         """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
         active = self._active
-        x, y = self.chunk.data.fetch(batch.positions)
+        x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
             x = self._augmented(x, batch.keys)
-        x, y, key = rows(x, active), rows(y, active), rows(batch.keys, active)
+        x, y, where, key = (rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
         mask = None if batch.mask is None else rows(batch.mask, active)
-        across = (0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
+        across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
         of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
 
         def value(moving: list[Tensor]) -> Tensor:
-            losses, buffers = of_all(moving, self._fixed_rows, x, y, mask, self._each, self._memory, self._seen, key)
+            given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
+            losses, buffers = of_all(moving, *given)
             # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
             if not recorded:
                 recorded.update(buffers)
@@ -225,6 +219,7 @@ class PhaseRun:
         fixed: Tree,
         x: Tensor,
         y: Tensor,
+        where: Tensor,
         mask: Tensor | None,
         each: Tree,
         memory: dict[str, Tree],
@@ -235,7 +230,7 @@ class PhaseRun:
         client = Client(
             network=self.chunk.network,
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
-            x=x,
+            x=x if self._frozen is None else self._frozen.batch(x, where),
             y=y,
             forward=Forward(train=True, mask=mask, key=key, stacked=self._active > 1),
             sent=self.chunk.sent,
@@ -275,12 +270,21 @@ class LocalTraining:
         Whose phases to run.
     paces : sequence of Pace
         One a phase.
+    frozen : FrozenFeatures
+        Where to keep z while features rest.
     replay : Replay, optional
         Where to record steps.
     """
 
-    def __init__(self, chunk: Chunk, rule: LocalRule, paces: Sequence[Pace], replay: Replay | None = None) -> None:
-        self.chunk, self.rule, self.paces = chunk, rule, paces
+    def __init__(
+        self,
+        chunk: Chunk,
+        rule: LocalRule,
+        paces: Sequence[Pace],
+        frozen: FrozenFeatures,
+        replay: Replay | None = None,
+    ) -> None:
+        self.chunk, self.rule, self.paces, self.frozen = chunk, rule, paces, frozen
         self.runs = [PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)]
 
     def run(self, batches: Sequence[Batches]) -> tuple[Tensor, Tensor]:
@@ -291,20 +295,33 @@ class LocalTraining:
         tuple
             Every client's mean training loss over all samples it saw, and the steps it made; ``[clients]``, float64.
         """
-        for run, own in zip(self.runs, batches, strict=True):
-            run.begin(own)
-        lengths = [int(own.steps[0]) for own in batches]
-        pairs = list(zip(self.runs, lengths, strict=True))
-        if self.rule.interleaved:
-            turns = [(run, step) for step in range(max(lengths)) for run, n in pairs if step < n]
-        else:
-            turns = [(run, step) for run, n in pairs for step in range(n)]
-        for run, step in turns:
-            run.step(step)
+        for stretch in self._stretches(list(zip(self.runs, batches, strict=True))):
+            frozen = self._frozen_during(stretch)
+            for run, own in stretch:
+                run.begin(own, frozen)
+            turns = [(step, turn) for turn, (_, own) in enumerate(stretch) for step in range(int(own.steps[0]))]
+            if self.rule.interleaved:
+                turns.sort()
+            for step, turn in turns:
+                stretch[turn][0].step(step)
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
         losses = torch.stack([run.losses for run in self.runs]).sum(0)
         return losses.cpu() / torch.from_numpy(samples), torch.from_numpy(steps)
+
+    def _stretches(self, runs: list[tuple[PhaseRun, Batches]]) -> list[list[tuple[PhaseRun, Batches]]]:
+        """Put phases together that follow each other and all move the features, or all leave them alone."""
+        if self.rule.interleaved:
+            return [runs]
+        return [list(alike) for _, alike in groupby(runs, key=lambda pair: pair[0].features_rest)]
+
+    def _frozen_during(self, stretch: list[tuple[PhaseRun, Batches]]) -> FrozenFeatures | None:
+        """Compute z of all samples as the features now are, if they rest for long enough."""
+        batches = [own for _, own in stretch]
+        if not all(run.features_rest for run, _ in stretch) or not self.frozen.serves(self.chunk, batches):
+            return None
+        self.frozen.fill(self.chunk, batches[0])
+        return self.frozen
 
     def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
         """Copy another chunk of the same shape into this one's memory."""
@@ -329,13 +346,14 @@ class Workshop:
     def __init__(self, *, replays: bool) -> None:
         self._kept: dict[Any, LocalTraining] = {}
         self._replay = Replay() if replays else None
+        self._frozen = FrozenFeatures()
 
     def train(
         self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
     ) -> tuple[Tensor, Tensor]:
         """Carry out a local rule for a chunk; its parameters are trained in place. See :meth:`LocalTraining.run`."""
         if self._replay is None or not all(pace.optimizer.replays for pace in paces):
-            return LocalTraining(chunk, rule, paces).run(batches)
+            return LocalTraining(chunk, rule, paces, self._frozen).run(batches)
         clients = len(chunk.seen)
         # A recorded step reads the learning rate from memory, so that a schedule can change it.
         paces = [replace(pace, lr=_as_column(pace.lr, clients, chunk.seen.device)) for pace in paces]
@@ -343,7 +361,7 @@ class Workshop:
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
         key = (rule, optimizers, clients, tuple(chunk.params), shapes)
         if key not in self._kept:
-            self._kept[key] = LocalTraining(*_copied(chunk, paces, rule), self._replay)
+            self._kept[key] = LocalTraining(*_copied(chunk, paces, rule), self._frozen, self._replay)
         training = self._kept[key]
         training.fill(chunk, paces)
         outcome = training.run(batches)

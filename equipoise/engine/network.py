@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.engine.task import Task
 from equipoise.errors import InputError
+from equipoise.models.base import Model
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass
 from equipoise.tree import Tree, in_parts
 
@@ -80,6 +82,20 @@ class Network:
         """Give the parameters and buffers the module came with."""
         return dict(self._initial)
 
+    @cached_property
+    def separable(self) -> bool:
+        """Whether an output is the head of z, and resting features make the same z of a sample whatever its batch.
+
+        A model with a ``forward`` of its own may do anything. Features without parameters cannot be said to rest. A
+        BatchNorm layer without running statistics looks at the batch even at rest.
+        """
+        norms = [layer for name, layer in self._norms if in_parts(name, "features")]
+        return (
+            getattr(self.module.forward, "__func__", None) is Model.forward
+            and any(in_parts(name, "features") for name in self._initial)
+            and all(layer.running_mean is not None for layer in norms)
+        )
+
     def blank(self) -> nn.Module:
         """Give a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
         for name, owner, leaf in self._slots:
@@ -108,16 +124,24 @@ class Network:
         tuple
             The output, and the buffers of what was applied as the pass leaves them.
         """
+        output = self._applied(params, x, forward, part)
+        applied = part or "all"
+        buffers = {n: owner[leaf] for n, owner, leaf in self._slots if n in self.buffers and in_parts(n, applied)}
+        return output.to(self.dtype), buffers
+
+    def resting_features(self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False) -> Tensor:
+        """Give z of a batch while the features rest, in the type in which the head gets it: autocast may lower it."""
+        return self._applied(params, x, Forward(train=False, stacked=stacked), "features")
+
+    def _applied(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None) -> Tensor:
         for name, owner, leaf in self._slots:
             owner[leaf] = params[name]
         lowered = torch.autocast(
             self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with forward_pass(forward), lowered:
-            output = self.module(x) if part is None else getattr(self.module, part)(x)
-        applied = part or "all"
-        buffers = {n: owner[leaf] for n, owner, leaf in self._slots if n in self.buffers and in_parts(n, applied)}
-        return output.to(self.dtype), buffers
+            output: Tensor = self.module(x) if part is None else getattr(self.module, part)(x)
+        return output
 
     def rest_unless(self, moves: Callable[[str], bool]) -> None:
         """Let only what moves behave as in training.

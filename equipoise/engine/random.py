@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     STEP = 3
     AUGMENT = 4
     ADAPT = 5
+    REPORT = 6
 
 
 def _signed(value: int) -> int:

@@ -13,10 +13,10 @@ from equipoise.method import Phase
 
 
 def _refuse_uncountable(settings: object, section: str, names: tuple[str, ...]) -> None:
-    """Refuse what is no number of times; only ``steps`` may be left open."""
+    """Refuse what is no number of times; what is open by default may stay open."""
     for name in names:
         value = getattr(settings, name)
-        if not (name == "steps" and value is None) and (
+        if not (value is None and name in ("steps", "report_samples")) and (
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise InputError(f"{section}.{name} must be a whole number of at least 1, got {value!r}")
@@ -51,6 +51,9 @@ class Training:
         Whether batches are drawn in a new order each epoch.
     augment : tuple of Augmentation
         Applied to every training batch.
+    report_samples : int, optional
+        How many of a client's samples, drawn anew each round, its loss reports look at; all by default. Reports on
+        whole splits cost large clients more than a few steps of training do.
 
     Examples
     --------
@@ -68,10 +71,11 @@ class Training:
     clip: float | None = None
     shuffle: bool = True
     augment: tuple[Augmentation, ...] = ()
+    report_samples: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        _refuse_uncountable(self, "training", ("rounds", "epochs", "batch_size", "steps"))
+        _refuse_uncountable(self, "training", ("rounds", "epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):

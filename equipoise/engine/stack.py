@@ -28,9 +28,7 @@ def tree_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
     return {name: rows(tensor, count) for name, tensor in tree.items()}
 
 
-def passes(
-    sizes: NDArray[np.int64], together: int
-) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
     """Go through all samples of clients, about ``together`` of all clients at a time.
 
     Parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -226,6 +227,23 @@ def test_reports_equal_an_independent_loop(how, chunk):
             else:
                 assert np.isnan(found)
     assert (updates.reports["loss_after"] != updates.reports["loss_before"]).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_reports_may_look_at_some_samples_drawn_anew_each_round(chunk):
+    data, limit, module = with_validation(), 3, Model(nn.Flatten(), nn.Linear(50, 4)).double()
+    how = {"chunk": chunk, "reports": ["loss_before"], "optimizer": Sgd(lr=0.0)}
+    played = play(build("fedavg"), data, module, [[0, 1, 2]] * 2, report_samples=limit, **how)
+    for client in range(3):
+        held = data.train.of(client)
+        # Every way to take so many of the client's samples; with a learning rate of zero the model stays the same.
+        ways = [loss_by_hand(module, data, np.array(some)) for some in combinations(held, min(limit, len(held)))]
+        found = [updates.reports["loss_before"][client].item() for updates in played.updates]
+        assert all(min(abs(way - loss) for way in ways) <= 1e-12 for loss in found)
+        assert len(held) <= limit or found[0] != found[1]
+    everything = play(build("fedavg"), data, module, [[0, 1, 2]], report_samples=10**6, **how).updates[0].reports
+    whole = play(build("fedavg"), data, module, [[0, 1, 2]], **how).updates[0].reports
+    assert everything["loss_before"].tolist() == pytest.approx(whole["loss_before"].tolist(), abs=1e-12)
 
 
 def test_only_the_reports_somebody_needs_are_made():

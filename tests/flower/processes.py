@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -23,6 +24,11 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def end_with_parent():
+    """Have the kernel end this process when the tests are killed; what Flower starts watches its parent itself."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def marked(mark):
@@ -97,6 +103,7 @@ class Flower:
             env=self.environment | environment,
             cwd=cwd or self.folder,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         log.close()
         return self.processes[name]

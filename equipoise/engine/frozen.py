@@ -1,0 +1,114 @@
+"""What is frozen is computed once: z of every sample of a chunk, for phases that leave the features alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from equipoise.engine.batches import Batches
+from equipoise.engine.client import Frozen
+from equipoise.engine.data import DeviceData, at
+from equipoise.engine.stack import passes, rows, tree_rows
+from equipoise.tree import PERSONAL, Tree, in_parts
+
+if TYPE_CHECKING:
+    from equipoise.engine.local import Chunk
+
+# Samples of a pass: enough to keep a device busy, few enough for a CPU's caches.
+_SAMPLES = {"cpu": 256, "cuda": 4096}
+# The most z may take, in bytes. That is all of CIFAR-10 with 4096 features, and little on any machine that trains such a
+# model. It is the same everywhere, so that the same run takes the same path everywhere.
+_LARGEST = 1 << 30
+
+
+def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
+    """Say whether z of a client's sample stays what it is while some of the chunk's parameters move.
+
+    Clients with personal features have two z of a sample, and augmented samples change all the time.
+    """
+    touched = (name.removeprefix(PERSONAL) for name in chunk.params if name in moving or name.startswith(PERSONAL))
+    return chunk.network.separable and not chunk.augment and not any(in_parts(name, "features") for name in touched)
+
+
+class FrozenFeatures:
+    """z and the targets of a chunk's samples, fetched as samples are; one chunk's at a time.
+
+    They stay where they are in memory until more room is needed; ``moves`` counts how often that was.
+    """
+
+    _data: DeviceData
+    _held: Tensor
+    _y: Tensor
+    _z: Tensor
+
+    def __init__(self) -> None:
+        self.moves = 0
+        self._room = 0
+        self._like: Tensor | None = None
+
+    def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
+        """Say whether computing z once is less work than in every step of these phases, and z not too large."""
+        samples = len(batches[0].held)
+        looks = sum(int(own.samples().sum()) for own in batches)
+        return looks > samples and _room(samples) * self._z_of_one(chunk, batches[0]).nbytes <= _LARGEST
+
+    @torch.no_grad()
+    def _z_of_one(self, chunk: Chunk, batches: Batches) -> Tensor:
+        """Give z of one sample, whose shape and type are those of all others."""
+        if self._like is None:
+            x = chunk.data.inputs(batches.held[:1])
+            self._like = chunk.network.resting_features(chunk.network.initial(), x)[0].clone()
+        return self._like
+
+    @torch.no_grad()
+    def fill(self, chunk: Chunk, batches: Batches) -> None:
+        """Compute z of all samples the clients hold, with their features as they are now."""
+        network, held, sizes = chunk.network, batches.held, batches.sizes
+        self._make_room(chunk, batches)
+        self._data = chunk.data
+        self._held[: len(held)] = held
+        self._y[: len(held)] = chunk.data.fetch(held)[1]
+        params = {name: tensor for name, tensor in chunk.params.items() if not name.startswith(PERSONAL)}
+        if not any(in_parts(name, "features") for name in params):
+            # All clients have the same features, and need not be told apart.
+            sizes = sizes.sum(keepdims=True)
+        first = np.cumsum(sizes) - sizes
+        active = len(sizes)
+
+        def of_one_client(own: Tree, x: Tensor) -> Tensor:
+            return network.resting_features({**chunk.still, **own}, x, stacked=active > 1)
+
+        for active, slots, inside in passes(sizes, _SAMPLES[network.device.type]):
+            places = torch.from_numpy(first[:active, None] + slots).to(network.device)
+            of_all = of_one_client if active == 1 else vmap(of_one_client)
+            z = of_all(tree_rows(params, active), rows(chunk.data.inputs(held[places]), active))
+            real = torch.from_numpy(np.flatnonzero(inside)).to(network.device)
+            self._z[places.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real]
+
+    def _make_room(self, chunk: Chunk, batches: Batches) -> None:
+        samples = len(batches.held)
+        if samples > self._room:
+            self._room = _room(samples)
+            self.moves += 1
+            held, y, z = batches.held, chunk.data.y, self._z_of_one(chunk, batches)
+            self._held = held.new_empty(self._room)
+            self._y = torch.empty(self._room, *y.shape[1:], dtype=y.dtype, device=held.device)
+            self._z = z.new_empty(self._room, *z.shape)
+
+    def fetch(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Give z and the targets of samples at places (see :class:`~equipoise.engine.batches.Batches`)."""
+        return at(self._z, places), at(self._y, places)
+
+    def batch(self, z: Tensor, places: Tensor) -> Frozen:
+        """Make the batch of one client, whose samples are fetched if somebody asks for them."""
+        return Frozen(z, lambda: self._data.inputs(at(self._held, places)))
+
+
+def _room(samples: int) -> int:
+    """Round up generously, because whatever was recorded for replaying is lost with every move."""
+    return 1 << (samples - 1).bit_length()
