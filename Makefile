@@ -27,7 +27,7 @@ test: $(READY) lint  ## check the code and run all quick tests and the examples 
 	$(PYTHON) -m pytest -n 2
 
 test-slow: $(READY)  ## run the tests that take long: processes that are killed and go on
-	$(PYTHON) -m pytest -n 2 -m slow
+	$(PYTHON) -m pytest -n 2 --dist loadgroup -m slow
 
 lint: $(READY)  ## check style and types
 	$(VENV)/bin/ruff check .

@@ -529,13 +529,14 @@ def exact_arithmetic(machine: Machine) -> Iterator[None]:
         (deterministic, "fill_uninitialized_memory", False),
     )
     found = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
-    mode = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    mode = torch.get_deterministic_debug_mode()
+    # As ``use_deterministic_algorithms(True)``, which would also import PyTorch's compiler: a second at every start.
+    torch.set_deterministic_debug_mode("error")
     for owner, name, value in wanted:
         setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode)
+        torch.set_deterministic_debug_mode(mode)
         for owner, name, value in found:
             setattr(owner, name, value)

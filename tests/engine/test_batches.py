@@ -47,6 +47,18 @@ def test_every_sample_is_seen_exactly_once_an_epoch(batch_size, shuffle):
                 assert seen == list(HELD[client])
 
 
+@pytest.mark.parametrize("a_step", [1, 2])
+def test_places_say_where_positions_are_among_the_samples_held(a_step):
+    batches = drawn(a_step=a_step)
+    assert batches.held.tolist() == [position for client in ORDERED for position in HELD[client]]
+    assert batches.sizes.tolist() == [12, 8, 7, 1]
+    found = [batches.held[place].item() for place in batches.places.flatten()]
+    assert found == batches.positions.flatten().tolist()
+    # Nobody is led to another client's samples, padding included.
+    for row, (first, end) in enumerate([(0, 12), (12, 20), (20, 27), (27, 28)]):
+        assert first <= int(batches.places[row].min()) <= int(batches.places[row].max()) < end
+
+
 def test_counts_and_steps_by_hand():
     batches = drawn(batch_size=5, epochs=1)
     assert batches.steps.tolist() == [3, 2, 2, 1]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from equipoise.engine import frozen
 from equipoise.engine.settings import Machine, Training
+from equipoise.method import Phase
 from equipoise.methods import build
 from equipoise.run.trainer import Evaluation, Trainer
 from tests.engine.test_cuda import OPTIMIZERS, SKIP, model
 from tests.engine.test_exactness import distance, images
+from tests.engine.test_frozen import Heads, by_first_pixel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
 
@@ -22,13 +25,21 @@ METHODS = {
 }
 
 
-def trained(device, chunk, replay, name):
+class OwnHeads(Heads):
+    keeps = "head"
+
+
+# A loss that reads the samples of a batch whose features are frozen.
+LOOKS = OwnHeads(Phase(move="head", loss=by_first_pixel))
+
+
+def trained(device, chunk, replay, name, precision="float64"):
     trainer = Trainer(
         images(),
-        build(name.partition("-")[0], **METHODS[name]),
+        build("fedavg", local=LOOKS) if name == "looks" else build(name.partition("-")[0], **METHODS[name]),
         model(),
         Training(rounds=6, cohort=6, batch_size=8, epochs=2, optimizer=OPTIMIZERS["momentum"]),
-        Machine(device=device, precision="float64", chunk=chunk, replay=replay),
+        Machine(device=device, precision=precision, chunk=chunk, replay=replay),
         Evaluation(every=0),
         seed=0,
     )
@@ -43,3 +54,19 @@ def test_a_gpu_gives_the_cpus_numbers(name, chunk, replay):
     wanted = trained("cpu", 1, False, name)
     for found, tree in zip(trained("cuda", chunk, replay, name), wanted, strict=True):
         assert distance(found, tree, SKIP) <= 1e-9
+
+
+@pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])
+@pytest.mark.parametrize("name", ["fedcrc", "fedrep", "looks"])
+def test_frozen_features_give_the_numbers_of_computing_them_in_every_step(name, chunk, replay, monkeypatch):
+    """Cohorts of unlike sizes in turn: recorded steps must notice when z moves to where there is more room."""
+    found = trained("cuda", chunk, replay, name)
+    monkeypatch.setattr(frozen, "_LARGEST", 0)
+    for tree, wanted in zip(found, trained("cuda", chunk, False, name), strict=True):
+        assert distance(tree, wanted, SKIP) <= 1e-9
+
+
+def test_frozen_features_give_the_same_bits_twice():
+    first, second = (trained("cuda", 10, True, "fedcrc", "bfloat16") for _ in range(2))
+    for tree, again in zip(first, second, strict=True):
+        assert all(torch.equal(tree[name], again[name]) for name in tree)
