@@ -26,8 +26,11 @@ demo: $(READY)  ## compare federated averaging with its two points of reference:
 test: $(READY) lint  ## check the code and run all quick tests and the examples of the documentation
 	$(PYTHON) -m pytest -n 2
 
+# Every message to a Flower client starts a process that loads PyTorch: two federations at once would be slower than one
+# after the other.
 test-slow: $(READY)  ## run the tests that take long: processes that are killed and go on
-	$(PYTHON) -m pytest -n 2 --dist loadgroup -m slow
+	$(PYTHON) -m pytest -n 2 -m slow --ignore tests/flower
+	$(PYTHON) -m pytest -m slow --durations 0 tests/flower
 
 lint: $(READY)  ## check style and types
 	$(VENV)/bin/ruff check .

@@ -56,9 +56,12 @@ class DeviceData:
 
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Give the samples and targets at positions of any shape."""
-        here = positions.to(self.x.device)
-        return at(self.x, here).to(self.device), at(self.y, here).to(self.device)
+        return self.inputs(positions), self.targets(positions)
 
     def inputs(self, positions: Tensor) -> Tensor:
-        """Give the samples at positions without their targets."""
+        """Give the samples alone."""
         return at(self.x, positions.to(self.x.device)).to(self.device)
+
+    def targets(self, positions: Tensor) -> Tensor:
+        """Give the targets alone."""
+        return at(self.y, positions.to(self.y.device)).to(self.device)

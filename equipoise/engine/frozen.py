@@ -45,6 +45,7 @@ class FrozenFeatures:
     _held: Tensor
     _y: Tensor
     _z: Tensor
+    _type: torch.dtype
 
     def __init__(self) -> None:
         self.moves = 0
@@ -59,10 +60,10 @@ class FrozenFeatures:
 
     @torch.no_grad()
     def _z_of_one(self, chunk: Chunk, batches: Batches) -> Tensor:
-        """Give z of one sample, whose shape and type are those of all others."""
+        """Give z of one sample, which has the shape of all others."""
         if self._like is None:
-            x = chunk.data.inputs(batches.held[:1])
-            self._like = chunk.network.resting_features(chunk.network.initial(), x)[0].clone()
+            network, x = chunk.network, chunk.data.inputs(batches.held[:1])
+            self._like = network.resting_features(network.initial(), x)[0].to(network.dtype)
         return self._like
 
     @torch.no_grad()
@@ -72,7 +73,7 @@ class FrozenFeatures:
         self._make_room(chunk, batches)
         self._data = chunk.data
         self._held[: len(held)] = held
-        self._y[: len(held)] = chunk.data.fetch(held)[1]
+        self._y[: len(held)] = chunk.data.targets(held)
         params = {name: tensor for name, tensor in chunk.params.items() if not name.startswith(PERSONAL)}
         if not any(in_parts(name, "features") for name in params):
             # All clients have the same features, and need not be told apart.
@@ -88,8 +89,10 @@ class FrozenFeatures:
             places = torch.from_numpy(first[:active, None] + slots).to(network.device)
             of_all = of_one_client if active == 1 else vmap(of_one_client)
             z = of_all(tree_rows(params, active), rows(chunk.data.inputs(held[places]), active))
+            if active == len(sizes):
+                self._type = z.dtype
             real = torch.from_numpy(np.flatnonzero(inside)).to(network.device)
-            self._z[places.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real]
+            self._z[places.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real].to(self._z.dtype)
 
     def _make_room(self, chunk: Chunk, batches: Batches) -> None:
         samples = len(batches.held)
@@ -103,7 +106,8 @@ class FrozenFeatures:
 
     def fetch(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Give z and the targets of samples at places (see :class:`~equipoise.engine.batches.Batches`)."""
-        return at(self._z, places), at(self._y, places)
+        # The head must get z in the type in which features give it. Autocast may lower it for a lone client only.
+        return at(self._z, places).to(self._type), at(self._y, places)
 
     def batch(self, z: Tensor, places: Tensor) -> Frozen:
         """Make the batch of one client, whose samples are fetched if somebody asks for them."""

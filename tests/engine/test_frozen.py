@@ -167,7 +167,8 @@ def test_several_batches_a_step(chunk, fills, uncached):
 def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncached):
     """The head begins where bfloat16 and float32 part: z must reach it in the type in which features give it.
 
-    Stacked passes sum in another order, so that now and then a z falls to the other side of a rounding edge.
+    Clients with the same features are not told apart while z is computed, so that theirs is lowered where that of stacked
+    clients need not be: the same up to a rounding of bfloat16.
     """
     torch.manual_seed(1)
     module = Model(

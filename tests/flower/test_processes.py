@@ -19,8 +19,7 @@ from tests.flower.processes import Flower, marked, send, wait_until
 from tests.flower.world import PATIENCE, TOLERANCE, assert_same_run, differ, world
 from tests.run.small import rows_of
 
-# One after the other: every message starts a process that loads PyTorch, and two federations at once take thrice as long.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
