@@ -17,16 +17,26 @@ from tests.run.small import promised, rows_of
 pytestmark = pytest.mark.slow
 
 KILLS = 20
-# Far more than twenty kills let through, at up to three rounds and a bit between two of them.
-ROUNDS = 160
+# A process that is going to be killed waits for it after so many rounds, however fast the machine is, so that the run cannot
+# end before the last kill.
+MOST_BETWEEN_KILLS = 7
+ROUNDS = KILLS * MOST_BETWEEN_KILLS + 5
 # A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills land there too.
 PROGRAM = f"""
-import sys
+import sys, time
 import torch
 from equipoise import Evaluation, train
 from equipoise.data import load
 
 torch.set_num_threads(1)
+rounds = []
+
+def told(progress):
+    rounds.append(progress.round)
+    print(progress.round, flush=True)
+    if len(rounds) == int(sys.argv[2]) < {ROUNDS}:
+        time.sleep(600)
+
 train(
     load("digits"),
     method="scaffold",
@@ -37,16 +47,21 @@ train(
     seed=1,
     out=sys.argv[1],
     resume=True,
-    on_round=lambda progress: print(progress.round, flush=True),
+    on_round=told,
 )
 """
 
 
-def start(directory):
+def start(directory, *, to_the_end=False):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    most = ROUNDS if to_the_end else MOST_BETWEEN_KILLS
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(directory)], stdout=subprocess.PIPE, env=environment, cwd=root, text=True
+        [sys.executable, "-c", PROGRAM, str(directory), str(most)],
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=root,
+        text=True,
     )
 
 
@@ -57,9 +72,10 @@ def some_rounds(process, directory, rounds):
 
 
 def checkpoint_half_written(process, directory, rounds):
-    """Wait until a process is writing a checkpoint (or has ended)."""
+    """Wait until a process is writing a checkpoint (or has no more to write)."""
     process.stdout.readline()
-    while process.poll() is None and not (directory / "checkpoint.safetensors.tmp").exists():
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (directory / "checkpoint.safetensors.tmp").exists():
         pass
 
 
@@ -74,7 +90,7 @@ def finish(process):
 
 def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
     began = time.monotonic()
-    alone = start(tmp_path / "alone")
+    alone = start(tmp_path / "alone", to_the_end=True)
     some_rounds(alone, tmp_path / "alone", 1)
     started = time.monotonic()
     assert finish(alone) == 0
@@ -93,7 +109,7 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
         killed += finish(process) == -signal.SIGKILL
         half_written += (directory / "checkpoint.safetensors.tmp").exists()
         lengths.append((directory / "rounds.jsonl").stat().st_size if (directory / "rounds.jsonl").exists() else 0)
-    assert finish(start(directory)) == 0
+    assert finish(start(directory, to_the_end=True)) == 0
 
     assert killed == KILLS, "the run ended before it was killed often enough"
     assert half_written, "no kill came while a checkpoint was being written"
