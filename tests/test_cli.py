@@ -332,7 +332,7 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     text = README.read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
-    assert commands == {"methods", "data", "run", "compare"}
+    assert commands == {"methods", "data", "run", "compare", "flower"}
 
 
 def test_the_demo_is_a_valid_study():
