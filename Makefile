@@ -23,13 +23,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## compare federated averaging with its two points of reference: who is left behind? (under a minute)
 	$(VENV)/bin/equipoise compare experiments/digits.yaml --jobs 2 --out runs/demo
 
+# One thread a worker: threads of two workers that wait for each other on two cores can take thrice as long.
 test: $(READY) lint  ## check the code and run all quick tests and the examples of the documentation
-	$(PYTHON) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2
 
 # Every message to a Flower client starts a process that loads PyTorch: two federations at once would be slower than one
 # after the other.
 test-slow: $(READY)  ## run the tests that take long: processes that are killed and go on
-	$(PYTHON) -m pytest -n 2 -m slow --ignore tests/flower
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m slow --ignore tests/flower
 	$(PYTHON) -m pytest -m slow --durations 0 tests/flower
 
 lint: $(READY)  ## check style and types
