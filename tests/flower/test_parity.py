@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
@@ -118,7 +117,7 @@ OWN = {
 def own_methods(monkeypatch):
     """Methods of the user's own, known to both sides."""
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
-    importlib.reload(their_methods)
+    their_methods.register_all()
 
 
 @pytest.mark.parametrize("what", OWN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -47,7 +46,7 @@ SIX = {
 @pytest.mark.parametrize("what", SIX)
 def test_six_methods_over_real_processes(what, running, monkeypatch):
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
-    importlib.reload(own_methods)
+    own_methods.register_all()
     settings = f"method={SIX[what]}; training.cohort=3"
     out = running.folder / "runs" / what.replace(" ", "-")
     log = running.flower.run(running.folder / "app", timeout=PATIENCE, name=out.name, out=str(out), set=settings)

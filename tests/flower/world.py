@@ -20,6 +20,7 @@ SABOTAGE = """
 import own_methods
 from equipoise.flower.wire import from_record, to_record
 
+own_methods.register_all()
 _train = client._registered_funcs["train.default"]
 
 
