@@ -81,8 +81,8 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Look up whole numbers of any shape; the vectors are along a new last axis."""
-        chosen = x.unsqueeze(-1) == torch.arange(self.weight.shape[0], device=x.device)
-        return chosen.to(self.weight.dtype) @ self.weight
+        chosen = x.flatten().unsqueeze(-1) == torch.arange(self.weight.shape[0], device=x.device)
+        return (chosen.to(self.weight.dtype) @ self.weight).unflatten(0, x.shape)
 
 
 class Lstm(nn.Module):
@@ -134,8 +134,9 @@ class Lstm(nn.Module):
         weight_ih, weight_hh, bias_ih, bias_hh = (
             getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
-        # What does not depend on the step before is one product for all steps.
-        driven = steps @ weight_ih.T + (bias_ih + bias_hh)
+        # What does not depend on the step before is one product for all steps; stacked clients make it one a client only
+        # where it has no axis of steps.
+        driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(0, steps.shape[:2])
         if driven.is_cuda and driven.dtype == weight_hh.dtype:
             made = FusedRecurrence.apply(driven.unsqueeze(1), weight_hh.unsqueeze(0), torch.is_grad_enabled())
             outputs: Tensor = made[0].squeeze(1)
@@ -216,11 +217,12 @@ class FusedRecurrence(torch.autograd.Function):
             # This gradient will be differentiated in turn, which the kernels cannot be.
             return (*torch.func.vjp(recurrence, driven, weight)[1](upper), None)
         steps, clients, samples, _ = outputs.shape
+        upper = upper.clone(memory_format=torch.contiguous_format)
         change = torch.zeros_like(gates[0])
         of_cell = torch.zeros_like(cells[0]).flatten(0, 1)
         changes = []
         for step in reversed(range(steps)):
-            of_output = torch.baddbmm(upper[step], change, weight)
+            of_output = upper[step].baddbmm_(change, weight)
             before, cell, gate = (tensor.flatten(0, 1) for tensor in (cells[step], cells[step + 1], gates[step]))
             flat, of_cell = fused_cell_gradient(of_output.flatten(0, 1), of_cell, before, cell, gate)
             change = flat.unflatten(0, (clients, samples))

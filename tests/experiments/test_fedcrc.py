@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,11 @@ import torch
 from equipoise import Federation
 from equipoise.models import build
 from equipoise.study import load_study
+from tests.experiments.scripts import load_script
 
 HOME = Path(__file__).parents[2] / "experiments" / "fedcrc"
 STUDIES = sorted(path.stem for path in HOME.glob("*.yaml"))
 BETAS = {"beta0.1": 0.1, "beta0.5": 0.5, "beta1": 1.0}
-
-
-def script(name):
-    spec = spec_from_file_location(name, HOME / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def study(name):
@@ -104,7 +97,7 @@ def test_figure_1_measures_heads_after_each_step():
         torch.tensor(x, dtype=torch.float32), y, clients=[0, 0, 0, 1, 1, 1], splits=(1.0, 0.0, 0.0)
     )
     model = build("logistic", shape=(4,), classes=3, seed=1)
-    measured = script("figure1").distances(federation, model, updates=2)
+    measured = load_script(HOME / "figure1.py").distances(federation, model, updates=2)
 
     start = np.column_stack([model.head.weight.detach().numpy(), model.head.bias.detach().numpy()]).astype(float)
     heads, wanted = [start.copy(), start.copy()], []
@@ -129,7 +122,7 @@ def test_figure_3_averages_clients_and_seeds_on_test_data(tmp_path):
         ]
         rows += [{**row, "split": "val", "accuracy": 0.0} for row in rows]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figure = script("figure3")
+    figure = load_script(HOME / "figure3.py")
     curves = figure.read(tmp_path)
     assert list(curves) == [("iid", "fedcrc", "global")]
     assert curves["iid", "fedcrc", "global"] == {7: pytest.approx(0.5)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from equipoise.study import load_study
+from tests.experiments.scripts import load_script
 
 HOME = Path(__file__).parents[2] / "experiments" / "gifair"
 TABLES = ["gender", "letters", "original", "shakespeare", "skewed", "threegroups"]
@@ -48,7 +50,7 @@ def test_images_are_trained_on_as_in_section_5_1_3(name):
 def test_text_is_trained_on_alike(name):
     for experiment in experiments(name).values():
         training = experiment.training
-        assert (training.cohort, training.steps, training.batch_size, training.rounds) == (10, 10, 10, 100)
+        assert (training.cohort, training.steps, training.batch_size, training.rounds) == (10, 30, 10, 100)
         assert training.optimizer.lr == 0.8
         # Clients are drawn by size and counted alike, as in algorithm 2.
         assert (experiment.method.sampler.name, experiment.method.weights) == ("size", "uniform")
@@ -100,3 +102,17 @@ def test_the_figure_goes_from_fedavg_to_the_largest_lambda():
     assert strengths == sorted(strengths)
     assert strengths[0] == 0
     assert strengths[-1] > 0.9
+
+
+def test_figure_4_reads_the_groups_of_every_strength_and_seed(tmp_path):
+    accuracies = {("0.0", 1): (0.4, 0.2), ("0.0", 2): (0.5, 0.3), ("0.9", 1): (0.35, 0.3)}
+    for (strength, seed), (male, female) in accuracies.items():
+        folder = tmp_path / "base" / strength / f"seed{seed}"
+        folder.mkdir(parents=True)
+        results = {"global": {"seen": {"groups": {"male": male, "female": female}}}}
+        (folder / "summary.json").write_text(json.dumps({"results": results}))
+    figure = load_script(HOME / "figure4.py")
+    found = figure.read(tmp_path)
+    assert found == {"male": {0.0: [0.4, 0.5], 0.9: [0.35]}, "female": {0.0: [0.2, 0.3], 0.9: [0.3]}}
+    figure.draw(found, tmp_path / "figure4.svg")
+    assert (tmp_path / "figure4.svg").stat().st_size > 1000

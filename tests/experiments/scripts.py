@@ -1,0 +1,13 @@
+"""Scripts of the experiments, which are no modules of the package."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+
+
+def load_script(path):
+    """Import a script by its path."""
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
