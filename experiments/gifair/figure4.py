@@ -35,7 +35,7 @@ def draw(accuracies: Accuracies, path: Path) -> None:
     for group, by_strength in accuracies.items():
         strengths = sorted(by_strength)
         values = [by_strength[strength] for strength in strengths]
-        spread = [np.std(of_seeds, ddof=1) if len(of_seeds) > 1 else 0.0 for of_seeds in values]
+        spread = [float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else 0.0 for of_seeds in values]
         axes.errorbar(strengths, [np.mean(of_seeds) for of_seeds in values], spread, label=group, capsize=3)
     axes.set(xlabel="λ as a fraction of λ_max", ylabel="test accuracy")
     axes.legend()
