@@ -1,14 +1,17 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm and Dropout layers by these. Outside the engine they behave exactly like the
-layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, Dropout, convolution and max-pooling layers by these. Outside the engine they
+behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -55,6 +58,20 @@ def forward_pass(forward: Forward) -> Iterator[None]:
         _current = before
 
 
+def _kernels(x: Tensor) -> Any:
+    """Give the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
+    if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
+        return None
+    kernels = _triton_kernels()
+    return kernels if kernels is not None and kernels.work_on(x.device) else None
+
+
+@cache
+def _triton_kernels() -> Any:
+    """Import the kernels when they are first needed: Triton takes its time, and builds of PyTorch for CPUs lack it."""
+    return None if find_spec("triton") is None else import_module("equipoise.models.kernels")
+
+
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the samples of one client: padding rows never enter its statistics.
 
@@ -90,17 +107,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             x = x.to(self.weight.dtype)
         if not (_current.train and self.moves):
             return self._with_running_statistics(x)
-        if _current.mask is None:
-            return self._whole(x)
-        return self._masked(x, _current.mask)
+        mask = _current.mask
+        if mask is None and x.numel() == x.shape[1]:
+            return self._with_running_statistics(x)
+        if (kernels := _kernels(x)) is not None:
+            return self._followed(kernels.norm, x, mask)
+        return self._whole(x) if mask is None else self._followed(masked_norm, x, mask)
 
     def _with_running_statistics(self, x: Tensor) -> Tensor:
         use_batch = self.running_mean is None
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps)
 
     def _whole(self, x: Tensor) -> Tensor:
-        if x.numel() == x.shape[1]:
-            return self._with_running_statistics(x)
         if self.running_mean is None or self.running_var is None:
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         mean, var = self.running_mean.clone(), self.running_var.clone()
@@ -108,26 +126,72 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_mean, self.running_var = mean, var
         return y
 
-    def _masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        across = [0, *range(2, x.dim())]
-        column = (1, -1) + (1,) * (x.dim() - 2)
-        rows = mask.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
-        positions = x.shape[2:].numel()
-        count = mask.sum().to(x.dtype) * positions
-        mean = (x * rows).sum(across) / count
-        centred = (x - mean.view(column)) * rows
-        var = centred.square().sum(across) / count
-        if self.running_mean is not None and self.running_var is not None:
-            enough = count > 1
-            blend = enough.to(x.dtype) * (self.momentum or 0.0)
-            unbiased = var.detach() * count / (count - 1).clamp(min=1)
-            old_mean, old_var = self.running_mean, self.running_var
-            self.running_mean = old_mean + blend * (mean.detach() - old_mean)
-            self.running_var = old_var + blend * (unbiased - old_var)
-            mean, var = torch.where(enough, mean, old_mean), torch.where(enough, var, old_var)
-        y = (x - mean.view(column)) * (var + self.eps).rsqrt().view(column)
-        y = y if self.weight is None else y * self.weight.view(column)
-        return y if self.bias is None else y + self.bias.view(column)
+    def _followed(self, normalise: Callable[..., tuple[Tensor, Any, Any]], x: Tensor, mask: Tensor | None) -> Tensor:
+        old = self.running_mean, self.running_var
+        y, *new = normalise(x, mask, self.weight, self.bias, *old, momentum=self.momentum or 0.0, eps=self.eps)
+        if self.running_mean is not None:
+            self.running_mean, self.running_var = new
+        return y
+
+
+def masked_norm(
+    x: Tensor,
+    mask: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise a batch by the statistics of the rows that are not padding.
+
+    Parameters
+    ----------
+    x : Tensor
+        A batch ``[samples, channels, ...]``.
+    mask : Tensor
+        Which rows are samples (one) and which padding (zero), ``[samples]``.
+    weight, bias : Tensor or None
+        ``[channels]``.
+    running_mean, running_var : Tensor or None
+        Running statistics, ``[channels]``, both or neither. They serve where a channel has a single value.
+    momentum : float
+        How far the running statistics move.
+    eps : float
+        What is added to the variance.
+
+    Returns
+    -------
+    tuple
+        The normalised batch and the new running statistics; without old ones those of the batch.
+
+    Examples
+    --------
+    >>> x, mask = torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([1.0, 1.0, 0.0])
+    >>> masked_norm(x, mask, None, None, None, None, momentum=0.1, eps=0.0)[0].flatten()
+    tensor([-1.,  1.,  7.])
+    """
+    across = [0, *range(2, x.dim())]
+    column = (1, -1) + (1,) * (x.dim() - 2)
+    rows = mask.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
+    positions = x.shape[2:].numel()
+    count = mask.sum().to(x.dtype) * positions
+    mean = (x * rows).sum(across) / count
+    centred = (x - mean.view(column)) * rows
+    var = centred.square().sum(across) / count
+    new_mean, new_var = mean.detach(), var.detach()
+    if running_mean is not None and running_var is not None:
+        enough = count > 1
+        blend = enough.to(x.dtype) * momentum
+        unbiased = new_var * count / (count - 1).clamp(min=1)
+        new_mean = running_mean + blend * (new_mean - running_mean)
+        new_var = running_var + blend * (unbiased - running_var)
+        mean, var = torch.where(enough, mean, running_mean), torch.where(enough, var, running_var)
+    y = (x - mean.view(column)) * (var + eps).rsqrt().view(column)
+    y = y if weight is None else y * weight.view(column)
+    return y if bias is None else y + bias.view(column), new_mean, new_var
 
 
 class Dropout(nn.Module):
@@ -277,8 +341,45 @@ def _cut(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> tuple[
     return patches.reshape(images.shape[0], -1, patches.shape[-1]), (height, width)
 
 
+class MaxPool(nn.MaxPool2d):
+    """Max-pooling that on a GPU takes the images of stacked clients where they lie.
+
+    PyTorch's rule for ``vmap`` copies them first, and its gradient is slower than memory allows.
+    """
+
+    def __init__(self, layer: nn.MaxPool2d) -> None:
+        super().__init__(layer.kernel_size, layer.stride)
+        self.window = _pair(layer.kernel_size)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
+        return (
+            type(layer) is nn.MaxPool2d
+            and _pair(layer.stride) == _pair(layer.kernel_size)
+            and _pair(layer.padding) == (0, 0)
+            and _pair(layer.dilation) == (1, 1)
+            and not layer.ceil_mode
+            and not layer.return_indices
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take the maximum over the windows of a batch ``[samples, channels, height, width]``."""
+        down, across = self.window
+        # The kernels note a window's winner in a byte.
+        fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
+        kernels = _kernels(x) if fits else None
+        pooled: Tensor = super().forward(x) if kernels is None else kernels.max_pool(x, self.window)
+        return pooled
+
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
+    """Give height and width of what may be one number for both."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
 def convert(module: nn.Module) -> nn.Module:
-    """Replace BatchNorm, Dropout and ordinary convolution layers, at any depth, by the ones above.
+    """Replace BatchNorm, Dropout, ordinary convolution and max-pooling layers, at any depth, by the ones above.
 
     Parameters and buffers keep their names and their values.
 
@@ -296,6 +397,8 @@ def convert(module: nn.Module) -> nn.Module:
             return BatchNorm(layer)
         if Convolution.replaces(layer):
             return Convolution(cast(nn.Conv2d, layer))
+        if MaxPool.replaces(layer):
+            return MaxPool(cast(nn.MaxPool2d, layer))
         if isinstance(layer, nn.modules.dropout._DropoutNd):
             dropouts += 1
             return Dropout(layer.p, dropouts, channels=not isinstance(layer, nn.Dropout))

@@ -16,7 +16,16 @@ from equipoise.engine.random import fold
 from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models.base import Model
-from equipoise.models.layers import BatchNorm, Convolution, Dropout, Forward, _PatchProduct, convert, forward_pass
+from equipoise.models.layers import (
+    BatchNorm,
+    Convolution,
+    Dropout,
+    Forward,
+    MaxPool,
+    _PatchProduct,
+    convert,
+    forward_pass,
+)
 
 CHANNELS = 3
 SHAPES = pytest.mark.parametrize("shape", [(), (4,), (2, 5)], ids=["vectors", "sequences", "images"])
@@ -304,6 +313,38 @@ def test_batchnorm_refuses_a_batch_without_channels():
 )
 def test_unusual_convolutions_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MaxPool2d(2, stride=1),
+        nn.MaxPool2d((2, 3), stride=2),
+        nn.MaxPool2d(2, padding=1),
+        nn.MaxPool2d(2, dilation=2),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.MaxPool2d(2, return_indices=True),
+    ],
+    ids=["overlap", "other stride", "padding", "dilation", "ceil", "indices"],
+)
+def test_unusual_max_pooling_is_left_alone(layer):
+    assert convert(nn.Sequential(layer))[0] is layer
+
+
+@pytest.mark.parametrize("window", [2, (3, 2)])
+@pytest.mark.parametrize("stacked", [None, False, True], ids=["outside", "alone", "stacked"])
+def test_max_pooling_without_a_gpu_is_pytorchs(stacked, window):
+    plain = nn.MaxPool2d(window)
+    (layer,) = convert(nn.Sequential(nn.MaxPool2d(window)))
+    assert type(layer) is MaxPool
+    x = normal(4, 5, 2, 7, 6)
+    if stacked is None:
+        assert torch.equal(layer(x[0]), plain(x[0]))
+        assert torch.equal(layer(x[0, 0]), plain(x[0, 0])), "a single image"
+        return
+    with forward_pass(Forward(train=True, stacked=stacked)):
+        found = vmap(layer)(x) if stacked else layer(x[0])
+    assert torch.equal(found, torch.stack([plain(own) for own in x]) if stacked else plain(x[0]))
 
 
 @pytest.mark.parametrize(

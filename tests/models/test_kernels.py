@@ -1,0 +1,435 @@
+"""The GPU kernels of stacked clients against PyTorch's layers in float64, client by client.
+
+They run on a GPU, or slowly on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+
+from equipoise.engine.network import Network
+from equipoise.engine.optimizers import optimizer_named
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.task import Task
+from equipoise.methods import build as method_named
+from equipoise.models import build, layers
+from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
+from equipoise.run.trainer import Evaluation, Trainer
+from tests.engine.test_exactness import distance, engine_run, images
+
+pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from equipoise.models import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLIENTS, SAMPLES, CHANNELS = 3, 5, 4
+FULL = [[1, 1, 1, 1, 1]] * CLIENTS
+MASKS = {
+    "none": None,
+    "full": FULL,
+    "partial": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]],
+    "one": [[1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 0]],
+}
+# How the axes of clients, samples and channels lie in memory, the outermost first.
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=["clients first", "samples first", "channels first"]
+)
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).float().to(DEVICE)
+
+
+def laid_out(x, layout):
+    """The same numbers with leading axes in another order of memory."""
+    return x.permute(*layout, *range(3, x.dim())).contiguous().permute(*np.argsort(layout), *range(3, x.dim()))
+
+
+def order(x):
+    return [axis for axis in np.argsort([-s for s in x.stride()[:3]]) if x.shape[axis] > 1]
+
+
+def mask_named(name):
+    return None if MASKS[name] is None else torch.tensor(MASKS[name], dtype=torch.float32, device=DEVICE)
+
+
+def statistics():
+    return normal(CLIENTS, CHANNELS, seed=3), normal(CLIENTS, CHANNELS, seed=4).abs()
+
+
+def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-3):
+    given = (x, mask, weight, bias, mean, var)
+    dims = tuple(None if t is None else 0 for t in given)
+
+    def of_one(*tensors):
+        return kernels.norm(*tensors, momentum=momentum, eps=eps)
+
+    return vmap(of_one, in_dims=(in_dim, *dims[1:]))(x.movedim(0, in_dim), *given[1:])
+
+
+def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3):
+    """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples alone."""
+    rows = slice(None) if mask is None else mask[client].bool()
+    layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
+    layer.running_mean, layer.running_var = mean[client].double().clone(), var[client].double().clone()
+    column = (-1,) + (1,) * (x.dim() - 3)
+    own = x[client]
+    if own[rows].numel() == CHANNELS:
+        used_mean, used_var = mean[client].double(), var[client].double()
+    else:
+        layer(own[rows].detach().flatten(2).unsqueeze(-1) if own.dim() > 2 else own[rows].detach()[..., None, None])
+        axes = [0, *range(2, own.dim())]
+        used_mean, used_var = own[rows].mean(axes), own[rows].var(axes, unbiased=False)
+    y = (own - used_mean.view(column)) / (used_var + eps).sqrt().view(column)
+    return y * weight[client].view(column) + bias[client].view(column), layer.running_mean, layer.running_var
+
+
+@LAYOUTS
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("positions", [(), (1, 1), (3, 5), (4, 4), (32, 32)], ids=str)
+def test_norm_is_pytorchs_on_every_clients_samples(positions, mask, layout):
+    mask = mask_named(mask)
+    x = laid_out(3 + 2 * normal(CLIENTS, SAMPLES, CHANNELS, *positions), layout).requires_grad_()
+    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+    mean, var = statistics()
+    # An upper gradient in padding rows too: nobody may rely on it being zero.
+    towards = laid_out(normal(*x.shape, seed=5), (0, 1, 2))
+    y, new_mean, new_var = normalised(x, weight, bias, mask, mean, var)
+    assert order(y) == order(x), "a later layer would have to copy"
+    found = torch.autograd.grad(y, (x, weight, bias), towards)
+    assert order(found[0]) == order(x)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    made = [by_pytorch(*exact, mask, mean, var, client) for client in range(CLIENTS)]
+    wanted, wanted_mean, wanted_var = (torch.stack(parts) for parts in zip(*made, strict=True))
+    torch.testing.assert_close(y.double(), wanted, **CLOSE)
+    torch.testing.assert_close(new_mean.double(), wanted_mean, **CLOSE)
+    torch.testing.assert_close(new_var.double(), wanted_var, **CLOSE)
+    for own, other in zip(found, torch.autograd.grad(wanted, exact, towards.double()), strict=True):
+        scale = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(own.double() / scale, other / scale, **CLOSE)
+
+
+@pytest.mark.parametrize("mask", ["none", "partial", "one"])
+def test_norm_without_weights_and_running_statistics(mask):
+    mask = mask_named(mask)
+    rows = torch.ones(CLIENTS, SAMPLES, device=DEVICE) if mask is None else mask
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 3, 5).requires_grad_()
+    towards = normal(*x.shape, seed=5)
+    y, mean, var = normalised(x, None, None, mask, None, None)
+    exact = x.detach().double().requires_grad_()
+
+    def of_one(x, mask):
+        return masked_norm(x, mask, None, None, None, None, momentum=0.2, eps=1e-3)
+
+    wanted = vmap(of_one)(exact, rows.double())
+    for own, other in zip((y, mean, var), wanted, strict=True):
+        torch.testing.assert_close(own.double(), other, **CLOSE)
+    (found,) = torch.autograd.grad(y, x, towards)
+    torch.testing.assert_close(
+        found.double(), torch.autograd.grad(wanted[0], exact, towards.double())[0], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("in_dim", [1, 2])
+def test_norm_finds_clients_along_any_axis_and_shares_what_is_shared(in_dim):
+    x, (mean, var) = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4), statistics()
+    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed) for seed in (1, 2))
+    wanted = normalised(x, weight, bias, None, mean, var)
+    for own, other in zip(normalised(x, weight, bias, None, mean, var, in_dim=in_dim), wanted, strict=True):
+        assert torch.equal(own, other)
+    shared = vmap(lambda x: kernels.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3))(x)
+    for own, other in zip(shared, wanted, strict=True):
+        assert torch.equal(own[0], other[0])
+    alone = kernels.norm(x[0], None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
+    for own, other in zip(alone, wanted, strict=True):
+        assert torch.equal(own, other[0])
+
+
+def test_norm_of_images_whose_positions_do_not_follow_each_other():
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
+    odd = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    given = (None, None, None, None, None)
+    assert torch.equal(normalised(odd, *given)[0], normalised(x, *given)[0])
+
+
+def test_variance_far_from_zero_is_not_lost():
+    """Deviations of one around ten thousand: in float32 the mean of squares knows nothing of them."""
+    x = 1e4 + normal(2, 9, 1, 32, 32)
+    _, mean, var = vmap(lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5))(x)
+    exact = x.double()
+    torch.testing.assert_close(mean.double(), exact.mean((1, 3, 4)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.double(), exact.var((1, 3, 4), unbiased=False), rtol=1e-3, atol=0)
+
+
+def test_more_samples_and_positions_than_a_tile_holds(monkeypatch):
+    x = normal(2, 9, 2, 5, 7).requires_grad_()
+    towards = normal(*x.shape, seed=5)
+    mask = (torch.arange(9, device=DEVICE) < torch.tensor([[9], [6]], device=DEVICE)).float()
+
+    def results():
+        y = vmap(lambda x, mask: kernels.norm(x, mask, None, None, None, None, momentum=0.1, eps=1e-5))(x, mask)
+        return *y, *torch.autograd.grad(y[0], x, towards)
+
+    wanted = results()
+    monkeypatch.setattr(kernels, "_TILE", 128)
+    assert kernels._tiling(9, 35)[0] == 2 * 3
+    for own, other in zip(results(), wanted, strict=True):
+        torch.testing.assert_close(own, other, **CLOSE)
+
+
+def test_norm_gives_the_same_bits_twice_and_whoever_shares_the_stack():
+    x, mask = normal(CLIENTS, SAMPLES, CHANNELS, 32, 32).requires_grad_(), mask_named("partial")
+    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
+    mean, var = statistics()
+
+    def results(clients):
+        given = [tensor[:clients] for tensor in (x, weight, bias, mask, mean, var)]
+        made = normalised(*given)
+        return *made, *torch.autograd.grad(made[0].square().sum(), given[:3])
+
+    first = results(CLIENTS)
+    for own, other in zip(results(CLIENTS), first, strict=True):
+        assert torch.equal(own, other)
+    for own, other in zip(results(2), first, strict=True):
+        assert torch.equal(own, other[:2])
+
+
+@pytest.mark.parametrize("mask", ["none", "one"])
+def test_second_derivatives_of_norm_go_through_plain_operations(mask):
+    mask, (mean, var) = mask_named(mask), statistics()
+    tensors = [normal(CLIENTS, SAMPLES, CHANNELS, 3), normal(CLIENTS, CHANNELS, seed=1), normal(CLIENTS, CHANNELS)]
+    rows = torch.ones(CLIENTS, SAMPLES, device=DEVICE) if mask is None else mask
+
+    def plain(x, weight, bias):
+        def of_one(x, rows, *others):
+            return masked_norm(x, rows, *others, momentum=0.2, eps=1e-3)[0]
+
+        return vmap(of_one)(x, rows.to(x.dtype), weight, bias, mean.to(x.dtype), var.to(x.dtype))
+
+    def seconds(function, dtype):
+        own = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        firsts = torch.autograd.grad(function(*own).pow(3).sum(), own, create_graph=True)
+        return torch.autograd.grad(sum(first.square().sum() for first in firsts), own)
+
+    found = seconds(lambda *own: normalised(*own, mask, mean, var)[0], torch.float32)
+    for own, other in zip(found, seconds(plain, torch.float64), strict=True):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-3, atol=1e-4)
+
+
+# ---- max-pooling ------------------------------------------------------------------------------------------------------
+
+
+def pooled_by_pytorch(x, window):
+    return torch.stack([F.max_pool2d(own, window) for own in x])
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("size", "window"),
+    [((4, 4), (2, 2)), ((5, 7), (2, 2)), ((6, 7), (3, 2)), ((2, 2), (2, 2)), ((32, 32), (2, 2)), ((4, 4), (1, 1))],
+    ids=str,
+)
+def test_max_pool_is_pytorchs(size, window, layout):
+    x = laid_out(normal(CLIENTS, SAMPLES, CHANNELS, *size).mul(2).round(), layout).requires_grad_()
+    assert (x == x.flip(-1)).any(), "there are ties"
+    y = vmap(lambda x: kernels.max_pool(x, window))(x)
+    wanted = pooled_by_pytorch(x, window)
+    assert torch.equal(y, wanted)
+    assert order(y) == order(x), "a later layer would have to copy"
+    towards = normal(*y.shape, seed=1)
+    (found,) = torch.autograd.grad(y, x, towards)
+    assert torch.equal(found, torch.autograd.grad(wanted, x, towards)[0])
+    assert order(found) == order(x)
+
+
+def test_what_is_not_a_number_wins():
+    x = normal(2, 1, 3, 4, 6)
+    x[0, 0, 0, 1, 2] = x[1, 0, 2, 0, 0] = x[1, 0, 2, 1, 1] = float("nan")
+    x[0, 0, 1] = float("-inf")
+    x.requires_grad_()
+    y = vmap(lambda x: kernels.max_pool(x, (2, 2)))(x)
+    wanted = pooled_by_pytorch(x, 2)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=0, equal_nan=True)
+    assert int(y.isnan().sum()) == 2
+    towards = normal(*y.shape, seed=1)
+    (found,), (other,) = (torch.autograd.grad(pooled, x, towards) for pooled in (y, wanted))
+    assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("in_dim", [1, 2])
+def test_max_pool_finds_clients_along_any_axis(in_dim):
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
+    found = vmap(lambda x: kernels.max_pool(x, (2, 3)), in_dims=in_dim)(x.movedim(0, in_dim))
+    assert torch.equal(found, pooled_by_pytorch(x, (2, 3)))
+
+
+def test_max_pool_of_images_whose_rows_do_not_follow_each_other():
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6).requires_grad_()
+    odd = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    y = vmap(lambda x: kernels.max_pool(x, (2, 2)))(odd)
+    wanted = pooled_by_pytorch(x, 2)
+    assert torch.equal(y, wanted)
+    # One number for all outputs, and no memory of its own.
+    assert torch.equal(*(torch.autograd.grad(pooled.sum(), x)[0] for pooled in (y, wanted)))
+
+
+def test_gradients_of_max_pool_can_be_differentiated():
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 5, 6)
+
+    def seconds(pool, x):
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(pool(x).pow(3).sum(), x, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), x)[0]
+
+    found = seconds(vmap(lambda x: kernels.max_pool(x, (2, 2))), x)
+    for own, other in zip(found, seconds(lambda x: pooled_by_pytorch(x, 2), x), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_kernels_work_where_these_tests_run():
+    assert vmap(lambda x: x + kernels.work_on(x.device))(torch.zeros(2, device=DEVICE)).tolist() == [1, 1]
+
+
+def test_a_device_without_kernels_is_told_once(monkeypatch):
+    def no_compiler(*given):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernels.StackedMaxPool, "apply", no_compiler)
+    device = torch.device(DEVICE, 0)
+    kernels.work_on.cache_clear()
+    with pytest.warns(UserWarning, match=f"Triton cannot build kernels for {DEVICE}:0, steps will be slower: Failed"):
+        assert not kernels.work_on(device)
+    assert not kernels.work_on(device)
+    kernels.work_on.cache_clear()
+
+
+def test_a_gradient_inside_vmap():
+    """A client's own loss may hold a gradient."""
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
+
+    def loss(pool, norm):
+        return lambda x: pool(norm(x)).square().sum()
+
+    def plain(x):
+        return masked_norm(x, x.new_ones(SAMPLES), None, None, None, None, momentum=0.1, eps=1e-5)[0]
+
+    def ours(x):
+        return kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
+
+    found = vmap(grad(loss(lambda x: kernels.max_pool(x, (2, 2)), ours)))(x)
+    torch.testing.assert_close(found, vmap(grad(loss(lambda x: F.max_pool2d(x, 2), plain)))(x), **CLOSE)
+
+
+# ---- in the engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Let layers of stacked clients use the kernels on this device, and say how often they did."""
+    calls = []
+
+    def chosen(x):
+        if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
+            return None
+        calls.append(x.shape)
+        return kernels
+
+    monkeypatch.setattr(layers, "_kernels", chosen)
+    return calls
+
+
+def test_the_layers_use_the_kernels_for_stacked_clients_only(everywhere):
+    norm, pool = BatchNorm(nn.BatchNorm2d(CHANNELS).to(DEVICE)), MaxPool(nn.MaxPool2d(2))
+    x = normal(SAMPLES, CHANNELS, 4, 4)
+    with forward_pass(Forward(train=True)):
+        plain, running = pool(norm(x)), norm.running_var
+    assert not everywhere
+    norm = BatchNorm(nn.BatchNorm2d(CHANNELS).to(DEVICE))
+    with forward_pass(Forward(train=True, stacked=True)):
+        torch.testing.assert_close(pool(norm(x)), plain, **CLOSE)
+    torch.testing.assert_close(norm.running_var, running, **CLOSE)
+    assert len(everywhere) == 2
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, everywhere, monkeypatch):
+    # Else convolutions on a GPU would be what differs.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    module = build("bncnn", shape=(2, 9, 8), classes=3, channels=(4, 3), pools=2, hidden=(5,))
+    clients, rows = 3, 4
+    x, y = normal(clients, rows, 2, 9, 8), torch.arange(clients * rows, device=DEVICE).view(clients, rows) % 3
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], device=DEVICE).float() if masked else None
+
+    def step(dtype):
+        network = Network(module, Task("classification"), torch.device(DEVICE), dtype)
+        initial = network.initial()
+        stacked = {
+            n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype) for i, (n, t) in enumerate(initial.items())
+        }
+        moving = {n: t.requires_grad_() for n, t in stacked.items() if n not in network.buffers}
+
+        def of_one(params, x, y, mask):
+            output, buffers = network.output(params, x, Forward(train=True, mask=mask, stacked=True))
+            values = F.cross_entropy(output, y, reduction="none")
+            return values.mean() if mask is None else (values * mask).sum() / mask.sum(), buffers
+
+        own = None if mask is None else mask.to(dtype)
+        losses, buffers = vmap(of_one, in_dims=(0, 0, 0, None if mask is None else 0))(stacked, x.to(dtype), y, own)
+        gradients = torch.autograd.grad(losses.sum(), list(moving.values()))
+        return {"losses": losses.detach(), **buffers, **dict(zip(moving, gradients, strict=True))}
+
+    wanted = step(torch.float64)
+    assert not everywhere
+    found = step(torch.float32)
+    assert len(everywhere) == 5, "three BatchNorm and two max-pooling layers"
+    for name, other in wanted.items():
+        scale = max(float(other.abs().max()), 1e-3)
+        torch.testing.assert_close(found[name].double() / scale, other / scale, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def small():
+    return build("bncnn", shape=(2, 5, 5), classes=4, channels=(4, 3), pools=1, hidden=(5,)).double()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test below carries out more rounds")
+def test_a_round_of_ragged_clients_equals_clients_one_by_one_in_float64(everywhere):
+    federation = images(sizes=[1, 3, 5])
+    options = {"batch_size": 4, "epochs": 1, "optimizer": optimizer_named("sgd", lr=0.05)}
+    wanted = engine_run(small(), federation, [np.arange(3)], chunk=1, **options)
+    found = engine_run(small(), federation, [np.arange(3)], chunk=3, precision="float32", **options)
+    assert everywhere
+    assert distance(found, wanted) <= 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_gpu_gives_the_cpus_numbers_in_float32(replay):
+    def trained(device, **machine):
+        trainer = Trainer(
+            images(),
+            method_named("fedavg"),
+            small(),
+            Training(rounds=4, cohort=10, batch_size=8, epochs=1, optimizer=optimizer_named("sgd", lr=0.05)),
+            Machine(device=device, **machine),
+            Evaluation(every=0),
+            seed=0,
+        )
+        trainer.run()
+        return {name: tensor.cpu() for name, tensor in trainer.state.model.items()}
+
+    wanted = trained("cpu", precision="float64", chunk=1)
+    found = trained("cuda", precision="float32", chunk=10, replay=replay, tf32=False)
+    assert distance(found, wanted) <= 1e-4
+    again = trained("cuda", precision="float32", chunk=10, replay=replay, tf32=False)
+    assert all(torch.equal(found[name], again[name]) for name in found)
