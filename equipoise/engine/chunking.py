@@ -1,7 +1,7 @@
-"""How many clients are stacked.
+"""How many clients are stacked, and how many samples a pass without gradient looks at.
 
-The choice follows a fixed rule from device and model, so that the same run takes the same path everywhere. On request it
-is measured instead, and the outcome belongs to the run's configuration from then on.
+The choice follows a fixed rule from device and model, so that the same run takes the same path everywhere. On request the
+number of stacked clients is measured instead, and the outcome belongs to the run's configuration from then on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _CPU_STACKED_PARAMETERS = 2_000_000
 # times its input).
 _GPU_SHARE = 0.5
 _PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
+# Samples of a pass without gradient: enough to keep a device busy, few enough for any memory. On a CPU, convolutions of
+# one model do best within its caches.
+_PASS, _CPU_CONVOLVED_PASS = 4096, 64
 
 
 def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> int:
@@ -50,12 +53,42 @@ def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> in
     """
     parameters = sum(tensor.numel() for tensor in network.initial().values())
     if network.device.type == "cpu":
-        convolves = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in network.module.modules())
         # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.
-        return 1 if convolves else max(1, _CPU_STACKED_PARAMETERS // parameters)
+        return 1 if _convolves(network) else max(1, _CPU_STACKED_PARAMETERS // parameters)
     total = torch.cuda.get_device_properties(network.device).total_memory
     numbers = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * batch_size * _activations(network, sample)
     return max(1, int(_GPU_SHARE * total / (numbers * network.dtype.itemsize)))
+
+
+def samples_a_pass(network: Network, models: int) -> int:
+    """Choose how many samples a pass without gradient looks at, those of all models together.
+
+    Parameters
+    ----------
+    network : Network
+        The model.
+    models : int
+        How many clients' models look at samples of their own; 1 if all share one.
+
+    Returns
+    -------
+    int
+        At least 1.
+
+    Examples
+    --------
+    >>> from equipoise.engine.task import Task
+    >>> from equipoise.models import build
+    >>> cnn = Network(build("cnn2", shape=(1, 8, 8), classes=10), Task("classification"))
+    >>> samples_a_pass(cnn, 1), samples_a_pass(cnn, 10)
+    (64, 4096)
+    """
+    lone_on_cpu = models == 1 and network.device.type == "cpu"
+    return _CPU_CONVOLVED_PASS if lone_on_cpu and _convolves(network) else _PASS
+
+
+def _convolves(network: Network) -> bool:
+    return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in network.module.modules())
 
 
 def _activations(network: Network, sample: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
+from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
 from equipoise.engine.stack import passes, rows, tree_rows
@@ -16,9 +17,6 @@ from equipoise.models.layers import Forward
 from equipoise.tree import Tree
 
 Measured = dict[str, NDArray[np.float64]]
-
-# Samples an evaluation pass looks at together: large enough to keep a device busy, small enough for any memory.
-_SAMPLES = 4096
 
 
 @torch.no_grad()
@@ -49,7 +47,7 @@ def evaluate_shared(
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     positions = torch.from_numpy(_gather(split, clients, sizes))
     pieces: dict[str, list[Tensor]] = {}
-    for part in positions.split(_SAMPLES):
+    for part in positions.split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output, _ = network.output(params, x, Forward(train=False))
         for name, values in network.task.metrics(output, y).items():
@@ -128,7 +126,7 @@ def _sums_of_chunk(
         return network.task.metrics(output, y)
 
     sums: dict[str, Tensor] = {}
-    for active, slots, inside in passes(sizes, _SAMPLES):
+    for active, slots, inside in passes(sizes, samples_a_pass(network, len(clients))):
         positions = split.indices[split.offsets[clients[:active], None] + slots]
         x, y = data.fetch(torch.from_numpy(positions))
         of_all = of_one_client if active == 1 else vmap(of_one_client)

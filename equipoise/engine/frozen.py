@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from equipoise.engine.batches import Batches
+from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.client import Frozen
 from equipoise.engine.data import DeviceData, at
 from equipoise.engine.stack import passes, rows, tree_rows
@@ -19,8 +20,6 @@ from equipoise.tree import PERSONAL, Tree, in_parts
 if TYPE_CHECKING:
     from equipoise.engine.local import Chunk
 
-# Samples a pass looks at together, as in evaluation. On a CPU, convolutions of a lone client do best within its caches.
-_SAMPLES, _LONE_ON_CPU = 4096, 64
 # The most z may take, in bytes. That is all of CIFAR-10 with 4096 features, and little on any machine that trains such a
 # model. It is the same everywhere, so that the same run takes the same path everywhere.
 _LARGEST = 1 << 30
@@ -84,8 +83,7 @@ class FrozenFeatures:
         def of_one_client(own: Tree, x: Tensor) -> Tensor:
             return network.resting_features({**chunk.still, **own}, x, stacked=active > 1)
 
-        together = _LONE_ON_CPU if len(sizes) == 1 and network.device.type == "cpu" else _SAMPLES
-        for active, slots, inside in passes(sizes, together):
+        for active, slots, inside in passes(sizes, samples_a_pass(network, len(sizes))):
             places = torch.from_numpy(first[:active, None] + slots).to(network.device)
             of_all = of_one_client if active == 1 else vmap(of_one_client)
             z = of_all(tree_rows(params, active), rows(chunk.data.inputs(held[places]), active))

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
-from equipoise.run.files import load_tensors, save_tensors, write_atomically
+from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Evaluation, MakeEngine, Models, Progress, Trainer
 from equipoise.tree import Tree
@@ -163,19 +164,30 @@ def train(
     trainer = Trainer(
         federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine
     )
-    if resume:
-        trainer.restore_checkpoint()
-    trainer.begin()
-    if chosen is None:
-        measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
-        config["resolved"]["chunk"] = measured
-        if directory:
-            # Only now is everything checked: a mistake in the settings leaves no directory behind.
-            directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(directory / CONFIG, _yaml(config))
-    if finished and directory:
-        return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
-    trainer.run(on_round)
+    with ExitStack() as until_done:
+        there = directory is not None and directory.exists()
+        if directory and there:
+            until_done.enter_context(sole_writer(directory))
+        if resume:
+            trainer.restore_checkpoint()
+        trainer.begin()
+        if chosen is None:
+            measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
+            config["resolved"]["chunk"] = measured
+            if directory:
+                if not there:
+                    # Only now is everything checked: a mistake in the settings leaves no directory behind.
+                    directory.mkdir(parents=True, exist_ok=True)
+                    until_done.enter_context(sole_writer(directory))
+                write_atomically(directory / CONFIG, _yaml(config))
+        if finished and directory:
+            return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
+        trainer.run(on_round)
+        return _finished(trainer, config, directory)
+
+
+def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) -> Run:
+    """Write what came out, where it is to be written."""
     summary = trainer.summary()
     if directory:
         selected = trainer.selected()

@@ -1,10 +1,11 @@
-"""Files that are either there, whole, or as they were before."""
+"""Files that are either there, whole, or as they were before, in directories with one writer at a time."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,47 @@ from safetensors.torch import save
 from equipoise.errors import RunError
 from equipoise.tree import Tree
 
+try:
+    import fcntl
+except ImportError:  # Windows has other locks.
+    fcntl = None  # type: ignore[assignment]
+
 _KEY = "equipoise"
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Keep other runs out of a directory while the block lasts; a process that is killed lets them in again.
+
+    Where the file system knows no locks, nobody is kept out.
+
+    Raises
+    ------
+    RunError
+        If another run is in there.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with sole_writer(Path(tempfile.mkdtemp())):
+    ...     pass
+    """
+    if fcntl is None:
+        yield
+        return
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"another process is writing to {directory}; wait for it or choose another directory"
+            ) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

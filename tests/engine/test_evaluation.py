@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine import evaluation
+from equipoise.engine import chunking
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
 from equipoise.engine.network import Network
@@ -71,7 +71,7 @@ def by_hand(data, params, held):
 @pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [1, 2], [2, 1, 3]])
 @pytest.mark.parametrize("together", [4096, 7])
 def test_one_model_on_every_client(clients, together, monkeypatch):
-    monkeypatch.setattr(evaluation, "_SAMPLES", together)
+    monkeypatch.setattr(chunking, "_PASS", together)
     network, device_data, data = setting()
     params = {name: tensor + 0.1 for name, tensor in network.initial().items()}
     found = evaluate_shared(network, device_data, params, SPLIT, np.array(clients))
@@ -84,7 +84,7 @@ def test_one_model_on_every_client(clients, together, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 2, 10])
 @pytest.mark.parametrize("together", [4096, 7])
 def test_every_clients_own_model(clients, chunk, together, monkeypatch):
-    monkeypatch.setattr(evaluation, "_SAMPLES", together)
+    monkeypatch.setattr(chunking, "_PASS", together)
     network, device_data, data = setting()
     initial = network.initial()
     still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}

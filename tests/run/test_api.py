@@ -47,6 +47,26 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
     assert contents(broken_off) == before
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tmp_path):
+    """Whoever comes while the first is at work is told so, and the first does not notice."""
+    told = []
+
+    def disturb(progress):
+        with pytest.raises(
+            RunError, match=f"another process is writing to {directory}; wait for it or choose"
+        ) as error:
+            small_run(directory, resume=True)
+        told.append(error)
+
+    directory = broken_off if resumed else tmp_path / "new"
+    run = small_run(directory, resume=resumed, on_round=disturb)
+    assert len(told) == (4 if resumed else 7)
+    undisturbed = small_run(tmp_path / "other")
+    assert run.summary["results"] == undisturbed.summary["results"]
+    small_run(directory, resume=True)
+
+
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

@@ -1,9 +1,12 @@
-"""Files that are either there, whole, or as they were before."""
+"""Files that are either there, whole, or as they were before, in directories with one writer at a time."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.errors import RunError
-from equipoise.run.files import Journal, load_tensors, save_tensors, write_atomically
+from equipoise.run.files import Journal, load_tensors, save_tensors, sole_writer, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -38,6 +41,36 @@ def test_a_failure_on_the_way_leaves_the_old_content(step, tmp_path, monkeypatch
     # What the failure left beside it is in nobody's way.
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from equipoise.run.files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_writer_leaves_the_directory_to_others(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "in\n"
+        with pytest.raises(RunError, match="another process"), sole_writer(tmp_path):
+            pytest.fail("two writers")
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        with sole_writer(tmp_path):
+            assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    def unsupported(*given):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with sole_writer(tmp_path), sole_writer(tmp_path):
+        pass
 
 
 def test_the_content_is_durable_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
