@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.errors import InputError
 
-__all__ = ["METRICS", "Metric", "Summary", "jain_index", "per_group", "summarize", "tails"]
+__all__ = ["METRICS", "Better", "Metric", "Summary", "jain_index", "per_group", "summarize", "tails"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Better = Literal["high", "low", "as v_k"]
 
 
 class Metric(NamedTuple):
-    """What a metric means: its formula, and one line in plain words.
+    """What a metric means: its formula, one line in plain words, and which way is better.
+
+    ``as v_k`` is high where high values of clients are good, as accuracies are, and low where low ones are, as losses.
 
     Examples
     --------
@@ -32,29 +35,37 @@ class Metric(NamedTuple):
 
     formula: str
     description: str
+    better: Better
 
 
 METRICS: dict[str, Metric] = {
-    "mean": Metric("Σ_k v_k / K", "mean over clients: each client counts once"),
-    "mean_samples": Metric("Σ_k n_k v_k / Σ_k n_k", "mean over samples: each client counts by its number of samples"),
-    "mean_groups": Metric("Σ_g m_g / G", "mean over groups: each group counts once, however many clients it has"),
-    "sigma_clients": Metric("√(Σ_k (v_k - mean)² / K)", "standard deviation over clients"),
-    "sigma_groups": Metric("√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means"),
-    "worst10": Metric("mean of the ⌈K/10⌉ worst v_k", "mean of the worst 10 % of clients, at least one client"),
-    "best10": Metric("mean of the ⌈K/10⌉ best v_k", "mean of the best 10 % of clients, at least one client"),
-    "worst_client": Metric("worst v_k", "the client served worst"),
-    "worst_group": Metric("worst m_g", "mean of the group served worst"),
-    "best_group": Metric("best m_g", "mean of the group served best"),
-    "group_gap": Metric("max_g m_g - min_g m_g", "largest difference between two group means"),
+    "mean": Metric("Σ_k v_k / K", "mean over clients: each client counts once", "as v_k"),
+    "mean_samples": Metric(
+        "Σ_k n_k v_k / Σ_k n_k", "mean over samples: each client counts by its number of samples", "as v_k"
+    ),
+    "mean_groups": Metric(
+        "Σ_g m_g / G", "mean over groups: each group counts once, however many clients it has", "as v_k"
+    ),
+    "sigma_clients": Metric("√(Σ_k (v_k - mean)² / K)", "standard deviation over clients", "low"),
+    "sigma_groups": Metric("√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means", "low"),
+    "worst10": Metric(
+        "mean of the ⌈K/10⌉ worst v_k", "mean of the worst 10 % of clients, at least one client", "as v_k"
+    ),
+    "best10": Metric("mean of the ⌈K/10⌉ best v_k", "mean of the best 10 % of clients, at least one client", "as v_k"),
+    "worst_client": Metric("worst v_k", "the client served worst", "as v_k"),
+    "worst_group": Metric("worst m_g", "mean of the group served worst", "as v_k"),
+    "best_group": Metric("best m_g", "mean of the group served best", "as v_k"),
+    "group_gap": Metric("max_g m_g - min_g m_g", "largest difference between two group means", "low"),
     "gap_variance": Metric(
         "Σ_k (gap_k - mean gap)² / K",
         "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation data",
+        "low",
     ),
     "jain": Metric(
-        "(Σ_k v_k)² / (K Σ_k v_k²)", "Jain index: 1 when all clients are equal, 1/K when one has everything"
+        "(Σ_k v_k)² / (K Σ_k v_k²)", "Jain index: 1 when all clients are equal, 1/K when one has everything", "high"
     ),
 }
-"""Formula and description of every metric by name, in the order of reports. ``v_k`` is the value of client k, ``n_k``
+"""Every metric by name, in the order of reports. ``v_k`` is the value of client k, ``n_k``
 its number of samples, ``m_g`` the mean of ``v_k`` over the clients of group g; K clients and G groups have a value."""
 
 

@@ -15,6 +15,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -32,17 +33,26 @@ import torch
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError, unknown
-from equipoise.fairness import METRICS
+from equipoise.fairness import METRICS, Better
 from equipoise.run.api import CONFIG, SUMMARY, read_config
 from equipoise.run.files import Journal, write_atomically
 from equipoise.run.records import summarize_rows
 
-__all__ = ["Job", "Results", "Study", "Tuning", "load_study", "study_from", "value_of"]
+__all__ = ["Job", "Results", "Study", "Tuning", "load_study", "model_of", "study_from", "value_of"]
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "tuning")
 SPLITS = ("test", "val")
 MODELS, WHO = ("global", "personal"), ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
+BETTER: dict[str, Better] = {
+    **{name: metric.better for name, metric in METRICS.items()},
+    "loss": "low",
+    "groups.NAME": "as v_k",
+    "bytes_up": "low",
+    "bytes_down": "low",
+}
+# Of a file or directory, in bytes, on the usual file systems.
+LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
 
 Watch = Callable[["Job", str], None]
@@ -73,21 +83,23 @@ class Job:
 class Tuning:
     """How to choose between the values of a grid, by what the q-FFL and GIFAIR-FL papers call best.
 
-    Of the values whose mean is at most ``tolerance`` below that of the study's first method, the one with the lowest
-    ``by`` is chosen; if there is none, the one with the highest mean.
+    Of the values whose mean is at most ``tolerance`` worse than that of the study's first method, the one with the best
+    ``by`` is chosen; if there is none, the one with the best mean. Which way is better is what ``fairness.METRICS`` says.
 
     Attributes
     ----------
     seed : int
         The one seed to tune with; best one that the study itself does not use.
     by : str
-        What should be low, such as ``sigma_clients`` or ``group_gap``.
+        What should be best, such as ``sigma_clients`` (the lowest) or ``jain`` (the highest).
     tolerance : float
-        How far the mean may fall.
+        How much worse the mean may be.
 
     Examples
     --------
     >>> Tuning(tolerance=0.01).best({"a": (0.90, 0.10), "b": (0.89, 0.05), "c": (0.70, 0.01)}, reference=0.895)
+    'b'
+    >>> Tuning(by="jain").best({"a": (0.90, 0.97), "b": (0.89, 0.99)}, reference=0.89)
     'b'
     """
 
@@ -95,12 +107,17 @@ class Tuning:
     by: str = "sigma_clients"
     tolerance: float = 0.01
 
-    def best(self, measured: Mapping[str, tuple[float, float]], reference: float) -> str:
-        """Choose by the mean and the spread of each."""
-        similar = {label: spread for label, (mean, spread) in measured.items() if mean >= reference - self.tolerance}
-        if similar:
-            return min(similar, key=similar.__getitem__)
-        return max(measured, key=lambda label: measured[label][0])
+    def best(
+        self, measured: Mapping[str, tuple[float, float]], reference: float, *, higher_is_better: bool = True
+    ) -> str:
+        """Choose by the mean and the value of ``by`` of each; say if the means are losses, which should be low."""
+        sign = 1 if higher_is_better else -1
+        means = {label: sign * mean for label, (mean, _) in measured.items()}
+        similar = [label for label, mean in means.items() if mean >= sign * reference - self.tolerance]
+        if not similar:
+            return max(means, key=means.__getitem__)
+        choose = max if _should_be_high(self.by, higher_is_better=higher_is_better) else min
+        return choose(similar, key=lambda label: measured[label][1])
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,7 @@ class Study:
     """What to run, checked, and which metrics of which split to show.
 
     ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
-    its variants, and how to choose between them.
+    its variants, and how to choose between them. ``origins`` says where each metric came from.
 
     Examples
     --------
@@ -125,6 +142,7 @@ class Study:
     split: str = "test"
     tuning: Tuning = Tuning()
     tried: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
         """Run what is missing; a run that fails does not keep the others from running.
@@ -161,6 +179,7 @@ class Study:
                 tell(job, "already there")
             else:
                 missing.append(job)
+        self._check_groups(Results(self, summaries, failures))
         for job, result in _carry_out(missing, out, jobs, tell):
             if isinstance(result, str):
                 failures[job.path] = result
@@ -172,6 +191,22 @@ class Study:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
         return results
+
+    def _check_groups(self, finished: Results) -> None:
+        """Refuse a metric of a group that no setting has."""
+        named = {metric: group for metric in self.origins if (group := _group(metric))}
+        there = {group for setting in self.settings for group in finished.groups(setting)}
+        for setting in self.settings:
+            if there.issuperset(named.values()):
+                return
+            try:
+                first = next(job for job in self.jobs if job.setting == setting)
+                there.update(first.experiment.federation().group_names)
+            except Exception:  # Its own runs will say why, and must not keep those of others from running.
+                return
+        for metric, group in named.items():
+            if group not in there:
+                raise unknown("group", group, there, where=self.origins[metric])
 
 
 @dataclass(frozen=True)
@@ -204,14 +239,8 @@ class Results:
 
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
         """Give a metric's value by seed; seeds whose run failed or has no such value are left out."""
-        found = {}
-        for job in self.study.jobs:
-            summary = self.summaries.get(job.path)
-            if (job.setting, job.method) == (setting, method) and summary is not None:
-                value = value_of(summary, metric)
-                if value is not None:
-                    found[job.seed] = value
-        return found
+        found = {job.seed: value_of(summary, metric) for job, summary in self._runs(setting, method)}
+        return {seed: value for seed, value in found.items() if value is not None}
 
     def cell(self, setting: str, method: str, metric: str) -> str:
         """Write mean ± standard deviation over seeds."""
@@ -221,6 +250,28 @@ class Results:
             return "failed" if lost else "–"
         text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
         return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
+
+    def models(self, setting: str, metrics: Iterable[str]) -> dict[str, str]:
+        """Say of each method which model its metrics that name none are of; nothing if that is always the global one."""
+        unnamed = [metric for metric in metrics if metric not in TOTALS and _apart(metric)[0] is None]
+        found = {method: self._models(setting, method, unnamed) for method in self.study.methods}
+        if {model for models in found.values() for model in models.values()} <= {"global"}:
+            return {}
+        return {method: _said(models) for method, models in found.items()}
+
+    def _models(self, setting: str, method: str, metrics: Iterable[str]) -> dict[str, str]:
+        """Give the model behind metrics of seen and of unseen clients, as far as there is one."""
+        found = {_apart(metric)[1]: self._model(setting, method, metric) for metric in metrics}
+        return {who: model for who, model in found.items() if model}
+
+    def _model(self, setting: str, method: str, metric: str) -> str | None:
+        models = (model_of(summary, metric) for _, summary in self._runs(setting, method))
+        return next((model for model in models if model), None)
+
+    def _runs(self, setting: str, method: str) -> Iterator[tuple[Job, Mapping[str, Any]]]:
+        for job in self.study.jobs:
+            if (job.setting, job.method) == (setting, method) and job.path in self.summaries:
+                yield job, self.summaries[job.path]
 
     def groups(self, setting: str) -> list[str]:
         """List the groups of seen clients."""
@@ -248,25 +299,42 @@ class Results:
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
         """Give the best values of every method with a grid, as far as a run of it succeeded."""
         tuning, best = self.study.tuning, {}
-        better = -1 if self._of_losses else 1
-
-        def measure(labels: Iterable[str]) -> dict[str, tuple[float, float]]:
-            measured = {}
-            for label in labels:
-                mean, by = (self.values(setting, label, metric).get(tuning.seed) for metric in ("mean", tuning.by))
-                if mean is not None and by is not None:
-                    measured[label] = (better * mean, by)
-            return measured
-
-        reference = max((mean for mean, _ in measure(self.study.methods[:1]).values()), default=float("-inf"))
+        reference = self._tuned(setting, self.study.methods[0], "mean")
+        if reference is None:
+            reference = math.inf if self._of_losses else -math.inf
         for method, variants in self.study.tried.items():
-            if measured := measure(variants):
-                best[method] = variants[tuning.best(measured, reference)]
+            measured = {}
+            for label in variants:
+                mean, by = (self._tuned(setting, label, metric) for metric in ("mean", tuning.by))
+                if mean is not None and by is not None:
+                    measured[label] = (mean, by)
+            if measured:
+                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._of_losses)]
         return best
+
+    def _tuned(self, setting: str, method: str, metric: str) -> float | None:
+        return self.values(setting, method, metric).get(self.study.tuning.seed)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Say what was asked for and is not there, although its runs succeeded."""
+        summaries, by = self.summaries.values(), self.study.tuning.by
+        empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
+        found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
+        for setting in self.study.settings:
+            first, chosen = self.study.methods[0], self.chosen(setting)
+            if chosen and self._tuned(setting, first, "mean") is None:
+                found.append(f"{setting}: chosen whatever the mean, because {first} has none to compare with")
+            for method, variants in self.study.tried.items():
+                if method not in chosen and any(any(self._runs(setting, label)) for label in variants):
+                    found.append(
+                        f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}"
+                    )
+        return found
 
     def plain(self) -> dict[str, Any]:
         """Give everything as plain values, ready for JSON."""
-        names = ("setting", "method", "metric")
+        names = ("setting", "method", "model", "metric")
         rows = [
             dict(zip(names, which, strict=True))
             | dict(zip(("mean", "std", "n"), summed, strict=True))
@@ -276,7 +344,7 @@ class Results:
         failures = {path.as_posix(): message for path, message in self.failures.items()}
         plain = {"metrics": list(self.study.metrics), "split": self.study.split, "std": self.spread, "results": rows}
         chosen = {setting: self.chosen(setting) for setting in self.study.settings} if self.study.tried else None
-        return plain | {"failures": failures} | ({"chosen": chosen} if chosen else {})
+        return plain | {"failures": failures, "warnings": self.warnings} | ({"chosen": chosen} if chosen else {})
 
     def markdown(self) -> str:
         """Write the tables as Markdown."""
@@ -288,31 +356,34 @@ class Results:
                     group: f"groups.{group}" for group in groups
                 }
             for title, columns in tables.items():
-                lines += [f"**{title}**", "", f"| method | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+                models = self.models(setting, columns.values())
+                header = ["method", *(["model"] if models else []), *columns]
+                lines += [f"**{title}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
                 for method in self.study.methods:
                     cells = (self.cell(setting, method, metric) for metric in columns.values())
-                    lines.append(f"| {method} | {' | '.join(cells)} |")
+                    lines.append(f"| {' | '.join([method, *([models[method]] if models else []), *cells])} |")
                 lines.append("")
+        lines += [f"Warning: {message}\n" for message in self.warnings]
         lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
         return "\n".join(lines)
 
     def csv(self) -> str:
         """Write one row a setting, method and metric, groups included."""
         rows = ([*which, *summed] for *which, summed, _ in self._rows())
-        return _csv(["setting", "method", "metric", "mean", "std", "n"], rows)
+        return _csv(["setting", "method", "model", "metric", "mean", "std", "n"], rows)
 
     def csv_seeds(self) -> str:
         """Write one row a setting, method, metric and seed."""
         rows = ([*which, seed, value] for *which, _, seeds in self._rows() for seed, value in seeds.items())
-        return _csv(["setting", "method", "metric", "seed", "value"], rows)
+        return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
-    def _rows(self) -> Iterator[tuple[str, str, str, tuple[float | None, float | None, int], dict[int, float]]]:
+    def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, dict[int, float]]]:
         for setting in self.study.settings:
             metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
             for method in self.study.methods:
                 for metric in metrics:
                     seeds = self.values(setting, method, metric)
-                    yield setting, method, metric, _statistics(seeds), seeds
+                    yield setting, method, self._model(setting, method, metric), metric, _statistics(seeds), seeds
 
 
 def load_study(path: str | Path, *, metrics: Sequence[str] | None = None, tune: bool = False) -> Study:
@@ -358,7 +429,7 @@ def study_from(
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
         ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
-        the model the method is for: the personal one if it has any) and ``seen.`` or ``unseen.`` (otherwise seen).
+        the model the clients have in the end: see :func:`model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
 
@@ -398,15 +469,20 @@ def study_from(
         seeds, split = [tuning.seed], "val"
         settings = {label: [*overrides, *changes] for label, overrides in settings.items()}
     shown = _list(list(metrics or mapping.get("metrics", COLUMNS)), str, "metrics", "a list of different names", where)
-    for metric in shown:
-        _check_metric(metric, "--metrics" if metrics else f"metrics of {where}")
+    origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
+    for metric, origin in origins.items():
+        _check_metric(metric, origin)
+    if tune:
+        origins[tuning.by] = f"tuning of {where}"
     jobs = [
         Job(setting, label, seed, experiment_from(base, f"base of {where}", [*method, *changes, _seed(seed, where)]))
         for setting, changes in settings.items()
         for label, method in methods.items()
         for seed in seeds
     ]
-    return Study(tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs), split, tuning, tried)
+    return Study(
+        tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs), split, tuning, tried, origins
+    )
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -431,12 +507,41 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     """
     if metric in TOTALS:
         return float(summary[metric])
-    model, who, name = _apart(metric)
-    for candidate in (model,) if model else ("personal", "global"):
-        if part := summary["results"].get(candidate, {}).get(who):
-            found = part["groups"].get(name.partition(".")[2]) if name.startswith("groups.") else part[name]
-            return None if found is None else float(found)
-    return None
+    model = model_of(summary, metric)
+    if model is None:
+        return None
+    _, who, name = _apart(metric)
+    part, group = summary["results"][model][who], _group(metric)
+    found = part["groups"].get(group) if group else part[name]
+    return None if found is None else float(found)
+
+
+def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
+    """Say which model a metric is of: the one it names, else the personal one if those clients have one.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    metric : str
+        As in :func:`study_from`.
+
+    Returns
+    -------
+    str or None
+        ``global`` or ``personal``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
+
+    Examples
+    --------
+    >>> results = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}, "personal": {"seen": {"mean": 0.6}}}
+    >>> [model_of({"results": results}, metric) for metric in ("mean", "global.mean", "unseen.mean")]
+    ['personal', 'global', 'global']
+    """
+    if metric in TOTALS:
+        return None
+    model, who, _ = _apart(metric)
+    candidates = (model,) if model else ("personal", "global")
+    return next((name for name in candidates if summary["results"].get(name, {}).get(who)), None)
 
 
 # ---- reading a study -------------------------------------------------------------------------------------------------
@@ -455,7 +560,12 @@ def _methods(given: Any, where: str, *, tune: bool) -> tuple[dict[str, list[Over
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
         label = _label(options.pop("label", options.get("name")), "methods", where)
         combinations = _combinations(options.pop("grid", {}), label, where)
-        variants = {_label(_variant(label, values), "methods", where): values for values in combinations}
+        variants: dict[str, dict[str, Any]] = {}
+        for values in combinations:
+            variant = _label(_variant(label, values), "methods", where)
+            if variant in variants:
+                raise InputError(f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice")
+            variants[variant] = values
         if tune and len(variants) > 1:
             tried[label] = variants
         elif tune and methods:
@@ -478,7 +588,17 @@ def _combinations(grid: Any, label: str, where: str) -> list[dict[str, Any]]:
 
 
 def _variant(label: str, values: Mapping[str, Any]) -> str:
-    return " ".join([label, *(f"{name}={value}" for name, value in values.items())])
+    return " ".join([label, *(f"{name}={_written(value)}" for name, value in values.items())])
+
+
+def _written(value: Any) -> str:
+    """Write a value as part of a label; of ``{name: qffl, q: 1}``, that is ``qffl,q=1``."""
+    if isinstance(value, Mapping):
+        named = [_written(value["name"])] if "name" in value else []
+        return ",".join(named + [f"{key}={_written(inner)}" for key, inner in value.items() if key != "name"])
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return str(value)
 
 
 def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
@@ -527,6 +647,8 @@ def _label(given: Any, key: str, where: str) -> str:
     label = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
     if not label or label.startswith(".") or not label.isprintable() or set(label) & set('/\\:|"<>*?'):
         raise InputError(f"{where}: {key} has the label {given!r}, which cannot name a directory")
+    if len(label.encode()) > LONGEST_NAME:
+        raise InputError(f"{where}: {key} has the label {given!r}, which is too long to name a directory")
     return label
 
 
@@ -549,10 +671,26 @@ def _apart(metric: str) -> tuple[str | None, str, str]:
     return model, who, ".".join(parts)
 
 
+def _group(metric: str) -> str:
+    """Give the group a metric is of, if it is of one."""
+    before, _, group = _apart(metric)[2].partition(".")
+    return group if before == "groups" else ""
+
+
+def _kind(metric: str) -> str:
+    """Give what a metric is called in ``BETTER``, if it is one."""
+    return "groups.NAME" if _group(metric) else _apart(metric)[2]
+
+
 def _check_metric(metric: str, where: str) -> None:
-    name = _apart(metric)[2]
-    if metric not in TOTALS and name not in (*METRICS, "loss") and not (name.startswith("groups.") and name[7:]):
-        raise unknown("metric", metric, [*METRICS, "loss", "groups.NAME", *TOTALS], where=where)
+    kind = _kind(metric)
+    if kind not in BETTER or (kind in TOTALS and kind != metric):
+        raise unknown("metric", metric, BETTER, where=where)
+
+
+def _should_be_high(metric: str, *, higher_is_better: bool) -> bool:
+    better = BETTER[_kind(metric)]
+    return higher_is_better if better == "as v_k" else better == "high"
 
 
 # ---- running it ------------------------------------------------------------------------------------------------------
@@ -640,7 +778,10 @@ def _end_with_parent() -> None:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _statistics(values: Mapping[int, float]) -> tuple[float | None, float | None, int]:
+_Statistics = tuple[float | None, float | None, int]
+
+
+def _statistics(values: Mapping[int, float]) -> _Statistics:
     """Give mean, sample standard deviation and number of values, as far as they are defined."""
     numbers = list(values.values())
     mean = statistics.fmean(numbers) if numbers else None
@@ -649,6 +790,13 @@ def _statistics(values: Mapping[int, float]) -> tuple[float | None, float | None
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _said(models: Mapping[str, str]) -> str:
+    """Write the models behind metrics of seen and of unseen clients."""
+    if len(set(models.values())) > 1:
+        return ", ".join(f"{who} {model}" for who, model in models.items())
+    return next(iter(models.values()), "–")
 
 
 def _csv(header: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 import equipoise.cli
 from equipoise import methods
-from equipoise.cli import show
+from equipoise.cli import places, show
 from equipoise.config import experiment_from
 from equipoise.data import load
+from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.study import load_study
 
@@ -180,6 +183,10 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         ),
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
         (["--resume"], "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment\n"),
+        (
+            ["--resume", "--out", "typo"],
+            "--resume: typo does not exist, so there is no run to go on with; begin it without --resume\n",
+        ),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(call, arguments, message):
@@ -308,6 +315,9 @@ def test_histogram_uses_the_full_height():
         (["digits", "--set", "imbalanse=3"], "unknown key 'data.imbalanse' in --set imbalanse=3; did you mean"),
         (["digits", "--set", "partition.beta=3"], "--set partition.beta=3: data.partition must be a name or a mapping"),
         (["digits", "--picture", "a.bmp"], "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n"),
+        # Only what was typed is named.
+        (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
+        (["cifar", "--set", "root=.", "--seed", "1"], "NAME, --seed, --set root=.: no files of data 'cifar' in "),
     ],
 )
 def test_mistakes_with_data(call, arguments, message):
@@ -315,6 +325,144 @@ def test_mistakes_with_data(call, arguments, message):
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: {message}")
     assert stderr.count("\n") == 1
+
+
+# ---- names and widths ------------------------------------------------------------------------------------------------
+
+STRANGE = {"[city]": "[a]-0", "[/red]": ":fire:-1"}
+
+
+@pytest.fixture
+def strange(tmp_path):
+    """Write two silos and a study whose names look like markup."""
+    for group, name in STRANGE.items():
+        (tmp_path / "silos" / name).mkdir(parents=True)
+        rows = np.arange(24)
+        np.savez(tmp_path / "silos" / name / "data.npz", x=np.stack([rows, rows % 2], 1).astype(float), y=rows % 2)
+        (tmp_path / "silos" / name / "client.yaml").write_text(yaml.safe_dump({"group": group}))
+    data = {"name": "silos", "root": "silos"}
+    base = {"data": data, "model": "logistic", "training": {"rounds": 1}}
+    study = {"base": base, "methods": [{"name": "fedprox", "label": "prox[mu]"}], "settings": {"[bold]": {}}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(base))
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(call, strange):
+    _, stdout, _ = call("data", "silos", "--set", "root=silos")
+    rows = [line.split() for line in stdout.splitlines()]
+    for client, (group, name) in enumerate(STRANGE.items()):
+        assert [str(client), name, group] in [row[:3] for row in rows]
+    _, stdout, _ = call("run", "run.yaml", "--out", "[dim]")
+    assert set(STRANGE) <= {line.partition(" ")[0] for line in stdout.splitlines()}
+    assert "files: [dim]\n" in stdout
+    code, stdout, stderr = call("compare", "study.yaml")
+    assert code == 0, stderr
+    assert "[bold]/prox[mu]/seed0: done" in stderr
+    assert "[bold]: mean ±" in stdout
+    words = [line.split() for line in stdout.splitlines()]
+    assert sum(row[:1] == ["prox[mu]"] for row in words) == 2
+    assert ["method", *STRANGE, "served", "worst"] in words
+    assert next(row for row in reversed(words) if row[:1] == ["prox[mu]"])[-1] in STRANGE
+
+
+LONG = [f"global.seen.{name}" for name in METRICS][:7]
+
+
+def test_no_name_is_cut_where_no_terminal_sets_the_width(call, strange):
+    _, stdout, _ = call("compare", "study.yaml", "--metrics", ", ".join([*LONG, "bytes_up"]))
+    assert ["method", *LONG, "bytes_up"] in [line.split() for line in stdout.splitlines()]
+
+
+def test_names_are_folded_where_a_terminal_is_narrow(call, strange, monkeypatch):
+    monkeypatch.setattr(show, "UNLIMITED", 60)
+    _, stdout, _ = call("compare", "study.yaml", "--metrics", ",".join(LONG))
+    assert "…" not in stdout
+    assert max(map(len, stdout.splitlines()[:-1])) <= 60
+
+
+def test_compare_says_which_model_numbers_are_of_and_what_is_missing(call, strange):
+    study = yaml.safe_load(Path("study.yaml").read_text())
+    study["methods"].append("ditto")
+    Path("study.yaml").write_text(yaml.safe_dump(study))
+    _, stdout, _ = call("compare", "study.yaml", "--metrics", "mean,unseen.mean")
+    rows = [line.split() for line in stdout.splitlines()]
+    assert ["method", "model", "mean", "unseen.mean"] in rows
+    assert ["method", "model", *STRANGE, "served", "worst"] in rows
+    assert [row[1] for row in rows if row[:1] == ["ditto"]] == ["personal"] * 2
+    assert [row[1] for row in rows if row[:1] == ["prox[mu]"]] == ["global"] * 2
+    assert "warning: no run has a value of unseen.mean\n" in stdout
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "what"),
+    [
+        (["run", "--rounds", "1", "--out", "taken/x/y"], "with --out", "make the directory taken/x/y"),
+        (["compare", "study.yaml", "--out", "taken/x"], "with --out", "make the directory taken/x"),
+        (["compare", "study.yaml", "--markdown", "taken/t.md"], "with --markdown", "write taken/t.md"),
+        (["compare", "study.yaml", "--csv", "taken/t.csv"], "with --csv", "write taken/t.csv"),
+        (["data", "digits", "--picture", "taken/t.png"], "with --picture", "write taken/t.png"),
+        (["flower", "new", "taken/app", "--experiment", "run.yaml"], "DIR", "make the directory taken/app"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(call, strange, arguments, option, what):
+    Path("taken").touch()
+    message = f"error: cannot {what}: taken is no directory; choose another {option}\n"
+    assert call(*arguments) == (2, "", message)
+    assert not Path("runs").exists()
+
+
+def test_the_file_of_each_seeds_values_is_checked_too(call, strange):
+    Path("t-seeds.csv").mkdir()
+    message = "error: cannot write t-seeds.csv: it is a directory; choose another with --csv\n"
+    assert call("compare", "study.yaml", "--csv", "t.csv") == (2, "", message)
+
+
+def test_trying_a_place_leaves_nothing_behind(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old").write_text("kept")
+    for path in ("new/deep", "there/new", "there", "new/../other"):
+        places.check_directory(tmp_path / path, "")
+    for path in ("new/deep/file", "there/file", "there/old"):
+        places.check_file(tmp_path / path, "")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "old"]
+    assert (tmp_path / "there" / "old").read_text() == "kept"
+
+
+def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(places, "TemporaryFile", refuse)
+    says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
+    with pytest.raises(InputError, match=says):
+        places.check_directory(tmp_path / "x" / "y", "choose another")
+    with pytest.raises(InputError, match="cannot write to the directory .*: nothing can be made in"):
+        places.check_directory(tmp_path, "choose another")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_tables_are_shown_even_if_they_cannot_be_written(call, strange, monkeypatch, options):
+    def fail(path, text):
+        raise InputError(f"cannot write {path}: the disk is full")
+
+    monkeypatch.setattr(equipoise.cli, "_write", fail)
+    code, stdout, stderr = call("compare", "study.yaml", "--markdown", "t.md", *options)
+    assert code == 2
+    assert "prox[mu]" in stdout
+    assert stderr.endswith("error: cannot write t.md: the disk is full\n")
+
+
+def test_the_tables_are_written_even_if_nobody_reads_them(call, strange, monkeypatch):
+    def leave(*_):
+        raise SystemExit(1)
+
+    monkeypatch.setattr(show, "results", leave)
+    assert call("compare", "study.yaml", "--markdown", "t.md")[0] == 1
+    assert "prox[mu]" in Path("t.md").read_text()
 
 
 # ---- the front page --------------------------------------------------------------------------------------------------
@@ -333,6 +481,13 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
     assert commands == {"methods", "data", "run", "compare", "flower"}
+
+
+def test_the_front_page_names_the_commands_with_json(call):
+    named = re.search(r"`--help`; (.*?) have `--json`", README.read_text())[1]
+    commands = {"run", "methods", "data", "compare", "flower new"}
+    able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
+    assert set(re.findall("`(.*?)`", named)) == able
 
 
 def test_the_demo_is_a_valid_study():

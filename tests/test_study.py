@@ -10,8 +10,10 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,7 +21,7 @@ import yaml
 from equipoise.cli import main
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
-from equipoise.study import Tuning, load_study, study_from, value_of
+from equipoise.study import Results, Tuning, load_study, study_from, value_of
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
 STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
@@ -133,10 +135,24 @@ def test_methods_by_settings_by_seeds():
         ({"tuning": {"sed": 3}}, "unknown key 'sed' in tuning of s.yaml; did you mean 'seed'?"),
         ({"tuning": {"seed": "a"}}, "tuning of s.yaml: seed must be a whole number, got 'a'"),
         ({"tuning": {"by": "sigma"}}, "unknown metric 'sigma' in tuning of s.yaml"),
+        ({"tuning": {"by": "clients"}}, "unknown metric 'clients' in tuning of s.yaml"),
+        ({"tuning": {"by": "worst_client_id"}}, "unknown metric 'worst_client_id' in tuning of s.yaml"),
+        ({"tuning": {"by": "worst_group_name"}}, "unknown metric 'worst_group_name' in tuning of s.yaml"),
+        ({"tuning": {"by": "groups."}}, "unknown metric 'groups.' in tuning of s.yaml"),
+        ({"metrics": ["global.bytes_up"]}, "unknown metric 'global.bytes_up' in metrics of s.yaml"),
         (
             {"methods": [{"name": "qffl", "grid": {"q": 1}}]},
             "s.yaml: grid of method 'qffl' must hold hyper-parameters with lists of values, got {'q': 1}",
         ),
+        (
+            {"methods": [{"name": "qffl", "grid": {"q": [1, 2, 1]}}]},
+            "s.yaml: grid of method 'qffl' holds q=1 twice",
+        ),
+        (
+            {"methods": [{"name": "fedavg", "grid": {"aggregation": [{"name": "a/b", "q": 1}]}}]},
+            "has the label 'fedavg aggregation=a/b,q=1', which cannot name a directory",
+        ),
+        ({"methods": [{"name": "fedavg", "label": "ö" * 128}]}, "which is too long to name a directory"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(changes, message):
@@ -173,8 +189,9 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     groups = ["plain", "blurred", "inverted", "rotated", "textured"]
     assert results.groups("base") == groups
     csv = [line.split(",") for line in results.csv().splitlines()]
-    assert csv[0] == ["setting", "method", "metric", "mean", "std", "n"]
-    found = {tuple(row[:3]): row[3:] for row in csv[1:]}
+    assert csv[0] == ["setting", "method", "model", "metric", "mean", "std", "n"]
+    models = {(method, metric): model for _, method, model, metric, *_ in csv[1:]}
+    found = {(setting, method, metric): row for setting, method, _, metric, *row in csv[1:]}
     for method, model in (("fedavg", "global"), ("local", "personal")):
         for metric in [*metrics[:3], *(f"groups.{group}" for group in groups)]:
             seeds = [
@@ -184,17 +201,27 @@ def test_tables_equal_what_the_runs_say(tmp_path):
             row = found["base", method, metric]
             assert [float(row[0]), float(row[1]), int(row[2])] == pytest.approx([mean, std, 2], abs=1e-12)
             assert results.cell("base", method, metric) == f"{mean:.3f} ± {std:.3f}"
-            per_seed = f"base,{method},{metric},1,"
+            assert models[method, metric] == model
+            per_seed = f"base,{method},{model},{metric},1,"
             line = next(line for line in results.csv_seeds().splitlines() if line.startswith(per_seed))
             assert float(line.removeprefix(per_seed)) == pytest.approx(seeds[1], abs=1e-12)
         worst = min(groups, key=lambda group: float(found["base", method, f"groups.{group}"][0]))
         assert results.worst_group("base", method) == worst
     assert found["base", "local", "global.mean"] == ["", "", "0"]
+    assert models["fedavg", "global.mean"] == "global"
+    assert models["local", "global.mean"] == ""
     markdown = results.markdown()
     assert "mean ± sample standard deviation (n - 1) over 2 seeds" in markdown
     row = " | ".join(results.cell("base", "fedavg", metric) for metric in metrics)
-    assert f"| fedavg | {row} |" in markdown.splitlines()
-    assert json.loads((tmp_path / "results.json").read_text()) == results.plain()
+    assert f"| method | model | {' | '.join(metrics)} |" in markdown.splitlines()
+    assert f"| fedavg | global | {row} |" in markdown.splitlines()
+    row = " | ".join(results.cell("base", "local", f"groups.{group}") for group in groups)
+    assert f"| local | personal | {row} |" in markdown.splitlines()
+    plain = json.loads((tmp_path / "results.json").read_text())
+    assert plain == results.plain()
+    said = {(row["method"], row["metric"]): row["model"] for row in plain["results"]}
+    assert (said["fedavg", "mean"], said["local", "mean"], said["local", "global.mean"]) == ("global", "personal", None)
+    assert plain["warnings"] == []
 
 
 def test_one_seed_has_no_spread(tmp_path):
@@ -202,6 +229,8 @@ def test_one_seed_has_no_spread(tmp_path):
     value = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
     assert results.cell("base", "fedavg", "mean") == f"{value:.3f}"
     assert results.spread.endswith("over 1 seed")
+    columns = "mean | mean_groups | sigma_clients | sigma_groups | worst10 | worst_group"
+    assert results.markdown().splitlines()[2:4] == [f"| method | {columns} |", "|---|---|---|---|---|---|---|"]
 
 
 def test_what_is_done_is_left_alone_and_what_is_missing_is_run(tmp_path):
@@ -243,6 +272,120 @@ def test_a_directory_of_another_experiment_is_that_runs_failure(tmp_path):
     message = results.failures[Path("base/fedavg/seed0")]
     assert "holds another experiment: training.rounds is 2 there and 3 here" in message
     assert results.cell("base", "fedavg", "mean").endswith("(1 of 2)")
+
+
+# ---- which model a number is of --------------------------------------------------------------------------------------
+
+ALONE = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}}
+BOTH = {**ALONE, "personal": {"seen": {"mean": 0.7}}}
+OWN = {"personal": {"seen": {"mean": 0.6}, "unseen": {"mean": 0.3}}}
+
+
+def results_of(study, *parts, score="accuracy"):
+    """Make results of what the runs of each method, in the study's order, would have said; None: the run failed."""
+    said = dict(zip(study.methods, parts, strict=True))
+    whole = {job.path: said[job.method] for job in study.jobs}
+    summaries = {
+        path: {"score": score, "bytes_up": 8, "bytes_down": 9, "results": part} for path, part in whole.items() if part
+    }
+    return Results(study, summaries, {path: "lost" for path, part in whole.items() if not part})
+
+
+@pytest.mark.parametrize(
+    ("parts", "metrics", "expected"),
+    [
+        ((ALONE, ALONE), ["mean", "unseen.mean"], {}),
+        ((ALONE, None), ["mean"], {}),
+        ((None, None), ["mean"], {}),
+        ((ALONE, BOTH), ["mean", "bytes_up"], {"fedavg": "global", "local": "personal"}),
+        ((ALONE, BOTH), ["unseen.mean"], {}),
+        ((ALONE, BOTH), ["global.mean", "personal.mean", "bytes_up"], {}),
+        ((ALONE, BOTH), ["mean", "unseen.mean"], {"fedavg": "global", "local": "seen personal, unseen global"}),
+        ((OWN, OWN), ["mean", "unseen.mean"], {"fedavg": "personal", "local": "personal"}),
+        ((None, OWN), ["mean"], {"fedavg": "–", "local": "personal"}),
+    ],
+)
+def test_tables_say_which_model_numbers_are_of(parts, metrics, expected):
+    study = study_from({**STUDY, "metrics": metrics})
+    parts = [
+        part and {model: {who: {**own, "groups": {}} for who, own in whose.items()} for model, whose in part.items()}
+        for part in parts
+    ]
+    results = results_of(study, *parts)
+    assert results.models("base", metrics) == expected
+    header, _, *rows = results.markdown().splitlines()[2:6]
+    cells = {method: [results.cell("base", method, metric) for metric in metrics] for method in study.methods}
+    lead = {method: [expected[method]] if expected else [] for method in study.methods}
+    assert header == f"| {' | '.join(['method', *(['model'] if expected else []), *metrics])} |"
+    assert rows == [f"| {' | '.join([method, *lead[method], *cells[method]])} |" for method in study.methods]
+
+
+def test_a_column_without_a_value_is_named():
+    study = study_from({**STUDY, "metrics": ["mean", "personal.mean", "unseen.worst10"]})
+    part = {"global": {"seen": {"mean": 0.5, "groups": {}}}}
+    results = results_of(study, part, part)
+    assert results.warnings == ["no run has a value of personal.mean, unseen.worst10"]
+    assert results.plain()["warnings"] == results.warnings
+    assert "Warning: no run has a value of personal.mean, unseen.worst10" in results.markdown().splitlines()
+    assert results_of(study, None, None).warnings == []
+
+
+# ---- groups that are not there ---------------------------------------------------------------------------------------
+
+STYLES = "Valid: blurred, inverted, plain, rotated, textured"
+
+
+def write_silos(root, **groups):
+    """Write a directory a client: targets are the sum of the inputs and what the client adds to it."""
+    random = np.random.default_rng(0)
+    for group, added in groups.items():
+        for number, more in enumerate(added):
+            folder = root / f"{group}-{number}"
+            folder.mkdir(parents=True)
+            x = random.normal(size=(20, 2))
+            np.savez(folder / "data.npz", x=x, y=x.sum(1) + more)
+            (folder / "client.yaml").write_text(f"group: {group}")
+
+
+def test_a_misspelt_group_is_named_before_anything_runs(tmp_path):
+    message = f"unknown group 'plane' in metrics of s.yaml; did you mean 'plain'? {STYLES}"
+    for metric in ("groups.plane", "global.unseen.groups.plane"):
+        with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+            study_from({**STUDY, "metrics": ["mean", "groups.plain", metric]}, "s.yaml").run(tmp_path)
+    with pytest.raises(InputError, match="unknown group 'plane' in --metrics; did you mean 'plain'"):
+        study_from(STUDY, "s.yaml", metrics=["groups.plane"]).run(tmp_path)
+    tuned = {**GRIDS, "tuning": {"by": "groups.plane"}}
+    with pytest.raises(InputError, match="unknown group 'plane' in tuning of s.yaml; did you mean 'plain'"):
+        study_from(tuned, "s.yaml", tune=True).run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert study_from(tuned, "s.yaml").origins.keys() == {"mean", "sigma_clients"}
+
+
+def test_a_group_of_one_setting_is_enough(tmp_path):
+    write_silos(tmp_path / "silos", all=[0.0])
+    silos = {"name": "silos", "root": str(tmp_path / "silos"), "task": "regression"}
+    settings = {"mixed": {"data": silos}, "by style": None}
+    small = {**STUDY, "methods": ["fedavg"], "seeds": [0], "settings": settings}
+    out = tmp_path / "runs"
+    results, _ = outcomes(study_from({**small, "metrics": ["groups.plain"]}), out)
+    assert results.failures == {}
+    assert results.cell("mixed", "fedavg", "groups.plain") == "–"
+    value = score_by_hand(out / "by style" / "fedavg" / "seed0", model="global", metric="groups.plain")
+    assert results.cell("by style", "fedavg", "groups.plain") == f"{value:.3f}"
+    before = snapshot(out)
+    with pytest.raises(InputError, match="unknown group 'plane' in metrics of the study.* Valid: all, blurred"):
+        study_from({**small, "metrics": ["groups.plane"]}).run(out)
+    assert snapshot(out) == before
+
+
+def test_data_that_cannot_be_loaded_are_their_own_runs_failure(tmp_path):
+    settings = {"lost": {"data": {"name": "silos", "root": str(tmp_path / "nowhere")}}, "fine": None}
+    small = {**STUDY, "methods": ["fedavg"], "seeds": [0], "settings": settings, "metrics": ["groups.plane", "mean"]}
+    results, _ = outcomes(study_from(small), tmp_path / "runs")
+    assert list(results.failures) == [Path("lost/fedavg/seed0")]
+    assert results.warnings == ["no run has a value of groups.plane"]
+    value = score_by_hand(tmp_path / "runs" / "fine" / "fedavg" / "seed0", model="global", metric="mean")
+    assert results.cell("fine", "fedavg", "mean") == f"{value:.3f}"
 
 
 # ---- tuning ----------------------------------------------------------------------------------------------------------
@@ -299,6 +442,116 @@ def test_which_values_are_best():
     assert tuning.best(measured, reference=0.99) == "same"
 
 
+# Three clients, two of group plain and one of group textured, with 0.9, 0.9, 0.5 under one value of the grid and
+# 0.8, 0.8, 0.7 under the other: the mean is 2.3 / 3 under both. Jain: 2.3² / (3 · 1.87) and 2.3² / (3 · 1.77).
+UNEVEN = {"mean": 2.3 / 3, "mean_groups": 0.7, "group_gap": 0.4, "jain": 5.29 / 5.61, "loss": 1.0, "gap_variance": 0.01}
+EVEN = {"mean": 2.3 / 3, "mean_groups": 0.75, "group_gap": 0.1, "jain": 5.29 / 5.31, "loss": 1.2, "gap_variance": 0.02}
+UNEVEN |= {"sigma_clients": 0.08**0.5 * 2 / 3, "groups": {"plain": 0.9, "textured": 0.5}}
+EVEN |= {"sigma_clients": 0.02**0.5 / 3, "groups": {"plain": 0.8, "textured": 0.7}}
+AS_ACCURACIES = ({"worst_group": 0.5, "best_group": 0.9}, {"worst_group": 0.7, "best_group": 0.8})
+AS_LOSSES = ({"worst_group": 0.9, "best_group": 0.5}, {"worst_group": 0.8, "best_group": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("by", "of_accuracies", "of_losses"),
+    [
+        ("sigma_clients", "even", "even"),
+        ("group_gap", "even", "even"),
+        ("jain", "even", "even"),
+        ("gap_variance", "uneven", "uneven"),
+        ("loss", "uneven", "uneven"),
+        ("mean_groups", "even", "uneven"),
+        ("worst_group", "even", "even"),
+        ("best_group", "uneven", "uneven"),
+        ("groups.textured", "even", "uneven"),
+        ("groups.plain", "uneven", "even"),
+        ("global.seen.groups.plain", "uneven", "even"),
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_should_be_high_is_maximised_and_what_should_be_low_minimised(by, of_accuracies, of_losses, order):
+    grid = [("uneven", 0.1), ("even", 1.0)]
+    tilted = {"name": "qffl", "grid": {"q": [grid[position][1] for position in order]}}
+    study = study_from({"base": BASE, "methods": ["fedavg", tilted], "tuning": {"by": by}}, tune=True)
+    for score, kind, expected in (("accuracy", AS_ACCURACIES, of_accuracies), ("loss", AS_LOSSES, of_losses)):
+        parts = [{"global": {"seen": own | more}} for own, more in zip((UNEVEN, EVEN), kind, strict=True)]
+        results = results_of(study, parts[0], *(parts[position] for position in order), score=score)
+        assert results.chosen("base") == {"qffl": {"q": dict(grid)[expected]}}
+
+
+def test_losses_of_a_regression_are_minimised(tmp_path):
+    write_silos(tmp_path / "silos", near=[0.0, 0.1, -0.1], far=[4.0])
+    data = {"name": "silos", "root": str(tmp_path / "silos"), "task": "regression"}
+    tilted = {"name": "term", "grid": {"t": [1, 0.01]}}
+    mapping = {"base": {**BASE, "data": data}, "methods": ["fedavg", tilted], "tuning": {"by": "worst_group"}}
+    mapping["tuning"]["tolerance"] = 100
+    results, _ = outcomes(study_from(mapping, tune=True), tmp_path / "runs")
+    worst = {}
+    for t in (0.01, 1):
+        file = tmp_path / "runs" / "base" / f"term t={t}" / "seed0" / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [row for row in rows if (row["round"], row["model"], row["split"]) == (2, "global", "val")]
+        far = [row["loss"] for row in rows if row["group"] == "far"]
+        near = [row["loss"] for row in rows if row["group"] == "near"]
+        assert (len(far), len(near)) == (1, 3)
+        worst[t] = max(far[0], sum(near) / 3)
+    assert worst[0.01] < worst[1]
+    assert results.chosen("base") == {"term": {"t": 0.01}}
+
+
+def test_the_tolerance_is_of_losses_too():
+    measured = {"low": (0.50, 0.3), "near": (0.515, 0.1), "far": (0.6, 0.0)}
+    assert Tuning(tolerance=0.01).best(measured, 0.51, higher_is_better=False) == "near"
+    assert Tuning(tolerance=0.001).best(measured, 0.51, higher_is_better=False) == "low"
+    assert Tuning(tolerance=0.2).best(measured, 0.51, higher_is_better=False) == "far"
+    assert Tuning(tolerance=0.01).best(measured, 0.1, higher_is_better=False) == "low"
+
+
+def test_the_first_method_is_the_measure_even_without_the_metric():
+    """Of FedAvg, which has no personal models, only the mean is needed."""
+    ditto = {"name": "ditto", "grid": {"lam": [0.5, 2]}}
+    mapping = {"base": BASE, "methods": ["fedavg", ditto], "metrics": ["mean"]}
+    mapping["tuning"] = {"by": "personal.sigma_clients"}
+    study = study_from(mapping, tune=True)
+    first = {"global": {"seen": {**EVEN, "mean": 0.8}}}
+    fair, good = ({"personal": {"seen": {**own, "mean": mean}}} for own, mean in ((EVEN, 0.3), (UNEVEN, 0.8)))
+    assert results_of(study, first, fair, good).chosen("base") == {"ditto": {"lam": 2}}
+    lost = results_of(study, None, fair, good)
+    assert lost.chosen("base") == {"ditto": {"lam": 0.5}}
+    assert "base: chosen whatever the mean, because fedavg has none to compare with" in lost.warnings
+
+
+def test_where_nothing_can_be_chosen_the_results_say_why():
+    mapping = {"base": BASE, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, 2]}}], "metrics": ["mean"]}
+    study = study_from({**mapping, "tuning": {"by": "personal.sigma_clients"}}, tune=True)
+    part = {"global": {"seen": EVEN}}
+    results = results_of(study, part, part, part)
+    assert results.chosen("base") == {}
+    assert results.warnings == [
+        "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients"
+    ]
+    assert results_of(study, part, None, None).warnings == []
+
+
+def test_parts_can_be_tuned(tmp_path):
+    parts = [{"name": "qffl", "q": 1}, {"name": "afl"}, "fedavg"]
+    local = [{"name": "fedprox", "mu": 0.5}]
+    mapping = {**GRIDS, "methods": ["fedavg", {"name": "fedprox", "grid": {"aggregation": parts, "local": local}}]}
+    study = study_from(mapping, tune=True)
+    labels = ["aggregation=qffl,q=1", "aggregation=afl", "aggregation=fedavg"]
+    assert study.methods == ("fedavg", *(f"fedprox {label} local=fedprox,mu=0.5" for label in labels))
+    rules = [job.experiment.method for job in study.jobs[1:]]
+    assert [rule.aggregation.name for rule in rules] == ["qffl", "afl", "fedavg"]
+    assert rules[0].aggregation.q == 1
+    assert {rule.local.mu for rule in rules} == {0.5}
+    results, _ = outcomes(study, tmp_path)
+    assert results.failures == {}
+    runs = [tmp_path / "base" / label / "seed3" for label in study.methods[1:]]
+    spreads = [score_by_hand(run, model="global", metric="sigma_clients", split="val") for run in runs]
+    best = parts[spreads.index(min(spreads))]
+    assert results.chosen("base") == {"fedprox": {"aggregation": best, "local": local[0]}}
+
+
 def test_values_are_chosen_on_validation_data(tmp_path):
     results, _ = outcomes(study_from(GRIDS, tune=True), tmp_path)
 
@@ -317,6 +570,10 @@ def test_values_are_chosen_on_validation_data(tmp_path):
     spreads = {lam: by_hand(f"ditto lam={lam}", "personal", "sigma_clients") for lam in (0.5, 2)}
     assert results.chosen("base")["ditto"] == {"lam": min(spreads, key=spreads.__getitem__)}
     assert json.loads((tmp_path / "results.json").read_text())["chosen"]["base"] == results.chosen("base")
+    served = {lam: by_hand(f"ditto lam={lam}", "personal", "worst_group") for lam in (0.5, 2)}
+    other = replace(results.study, tuning=replace(results.study.tuning, by="worst_group"))
+    chosen = Results(other, results.summaries, {}).chosen("base")
+    assert chosen["ditto"] == {"lam": max(served, key=served.__getitem__)}
     assert results.markdown().startswith("**base, validation data: mean ± ")
     test_mean = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
     assert test_mean != reference
@@ -357,8 +614,9 @@ def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     assert [line.partition("]")[0] for line in stderr.splitlines()] == [f"[{number}/4" for number in (1, 2, 3, 4)]
     results = load_study("small.yaml", metrics=["mean", "global.worst10"]).run("runs/small")
     rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.splitlines()]
-    for method in ("fedavg", "local"):
-        assert [method, *(results.cell("base", method, metric) for metric in ("mean", "global.worst10"))] in rows
+    assert ["method", "model", "mean", "global.worst10"] in rows
+    for method, model in (("fedavg", "global"), ("local", "personal")):
+        assert [method, model, *(results.cell("base", method, metric) for metric in ("mean", "global.worst10"))] in rows
     assert "served worst" in stdout
     assert Path("t/t.md").read_text() == results.markdown()
     assert Path("t/t.csv").read_text() == results.csv()

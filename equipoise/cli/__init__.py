@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from equipoise.cli.flower import flower
+from equipoise.cli.places import check_directory, check_file
 from equipoise.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ def run(
         content: dict[str, Any] = {"data": "digits"} if experiment is None else read_yaml(experiment)
         made = experiment_from(content, "" if experiment is None else str(experiment), overrides)
         directory = out or _fresh(RUNS / f"{made.data['name']}-{made.method.name}-seed{made.seed}")
+        if not resume:
+            check_directory(directory, "choose another with --out")
+        elif not directory.exists():
+            raise InputError(
+                f"--resume: {directory} does not exist, so there is no run to go on with; begin it without --resume"
+            )
         try:
             with show.rounds(made.method.name) as on_round:
                 finished = made.run(directory, resume=resume, on_round=on_round)
@@ -134,7 +141,7 @@ def data(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the data, such as imbalance=5; may be repeated."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the partition and the splits.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the partition and the splits.", show_default="0")] = None,
     picture: Annotated[
         Path | None,
         typer.Option(help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"),
@@ -150,12 +157,16 @@ def data(
         from equipoise.cli import show
         from equipoise.config import Override, experiment_from
 
-        overrides = [Override("data", name, "NAME"), Override("data.seed", seed, "--seed")]
+        overrides = [Override("data", name, "NAME")]
+        overrides += [Override("data.seed", seed, "--seed")] if seed is not None else []
         overrides += [Override.parse(text, below="data") for text in set_ or ()]
         overrides += [Override("data.download", True, "--download")] if download else []
-        federation = experiment_from({}, "", overrides).federation()
+        made = experiment_from({}, "", overrides)
         # A script that wants only the numbers gets only the numbers.
         where = picture or (None if json_ else RUNS / f"{name}.png")
+        if where:
+            check_file(where, "choose another with --picture")
+        federation = made.federation()
         drawn = show.draw(federation, where, asked=picture is not None) if where else None
         if json_:
             _print_json(show.federation_document(federation, drawn))
@@ -190,22 +201,32 @@ def compare(
         from equipoise.cli import show
         from equipoise.study import load_study
 
-        planned = load_study(study, metrics=metrics.split(",") if metrics else None, tune=tune)
+        shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
+        planned = load_study(study, metrics=shown, tune=tune)
         directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
+        check_directory(directory, "choose another with --out")
+        if markdown:
+            check_file(markdown, "choose another with --markdown")
+        if csv:
+            check_file(csv, "choose another with --csv")
+            check_file(_beside(csv), "choose another with --csv")
         try:
             with show.runs(len(planned.jobs)) as watch:
                 results = planned.run(directory, jobs=jobs, watch=watch)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
-        if markdown:
-            _write(markdown, results.markdown())
-        if csv:
-            _write(csv, results.csv())
-            _write(csv.with_name(f"{csv.stem}-seeds{csv.suffix}"), results.csv_seeds())
-        if json_:
-            _print_json({"directory": str(directory), **results.plain()})
-        else:
-            show.results(results, directory)
+        try:
+            if json_:
+                _print_json({"directory": str(directory), **results.plain()})
+            else:
+                show.results(results, directory)
+        finally:
+            # Also when whoever read the tables, such as `head`, has left.
+            if markdown:
+                _write(markdown, results.markdown())
+            if csv:
+                _write(csv, results.csv())
+                _write(_beside(csv), results.csv_seeds())
         if results.failures:
             raise typer.Exit(1)
 
@@ -230,6 +251,11 @@ def _fresh(directory: Path) -> Path:
     while candidate.exists():
         candidate, number = directory.with_name(f"{directory.name}-{number}"), number + 1
     return candidate
+
+
+def _beside(csv: Path) -> Path:
+    """Name the file of each seed's values."""
+    return csv.with_name(f"{csv.stem}-seeds{csv.suffix}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from equipoise.cli.places import check_directory
 from equipoise.errors import InputError
 
 flower = typer.Typer(
@@ -31,6 +32,7 @@ def new(
     from equipoise.cli import _errors
 
     with _errors(debug):
+        check_directory(directory, "choose another DIR")
         from equipoise.flower.new import new_app
 
         for path in new_app(directory, experiment):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from equipoise import methods as registry
 from equipoise.data import draw as draw_federation
@@ -23,22 +24,40 @@ from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Progress
 from equipoise.study import Job, Results
 
-WIDTH = 120
+# No table is as wide, so none is cut where no terminal sets the width.
+UNLIMITED = 10_000
 LEFT_BEHIND = "bold red"
 
 
 def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    """Make a console that prints what it is given: names of methods, groups and clients may look like markup."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = WIDTH
+        console.width = UNLIMITED
     return console
 
 
-def _table(title: str, *columns: str, numbers: int = 0) -> Table:
-    """Make a table, the last ``numbers`` columns of which hold numbers."""
+def _bar(console: Console, *more: str) -> Bar:
+    """Make a progress bar, shown on terminals only, with further texts behind it."""
+    return Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        *(TextColumn(text, markup=False) for text in more),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _table(title: str, *columns: str, numbers: int = 0, last: str | None = None) -> Table:
+    """Make a table, the last ``numbers`` columns of which hold numbers, and perhaps one of text after them."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for position, column in enumerate(columns):
-        table.add_column(column, justify="right" if position >= len(columns) - numbers else "left")
+        # Cut short, names with the same beginning would look the same.
+        table.add_column(column, justify="right" if position >= len(columns) - numbers else "left", overflow="fold")
+    if last is not None:
+        table.add_column(last, overflow="fold")
     return table
 
 
@@ -53,8 +72,7 @@ def _number(value: float | None) -> str:
 def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
     """Show a run's rounds on the terminal, if there is one, and the scores of the latest evaluation."""
     console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, TextColumn("{task.fields[scores]}"), console=console, disable=not console.is_terminal) as bar:
+    with _bar(console, "{task.fields[scores]}") as bar:
         task = bar.add_task(name, total=None, scores="")
 
         def on_round(progress: Progress) -> None:
@@ -73,8 +91,7 @@ def _scores(progress: Progress) -> str:
 def runs(total: int) -> Iterator[Callable[[Job, str], None]]:
     """Say of each run of a study how it ended, and on a terminal how many are left."""
     console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+    with _bar(console) as bar:
         task = bar.add_task("runs", total=total)
         done = 0
 
@@ -85,7 +102,7 @@ def runs(total: int) -> Iterator[Callable[[Job, str], None]]:
                 return
             done += 1
             bar.advance(task)
-            console.print(f"[{done}/{total}] {job.path}: {outcome}", markup=False, soft_wrap=True)
+            console.print(f"[{done}/{total}] {job.path}: {outcome}", soft_wrap=True)
 
         yield watch
 
@@ -129,10 +146,11 @@ def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _overall(summary: dict[str, Any]) -> Table:
     parts = _parts(summary)
-    table = _table(f"\n{summary['score']} on each client's test split", "metric", *parts, numbers=len(parts))
-    table.add_column("what it is", style="dim")
+    title = f"\n{summary['score']} on each client's test split"
+    table = _table(title, "metric", *parts, numbers=len(parts), last="what it is")
     for name, metric in METRICS.items():
-        table.add_row(name, *(_number(part[name]) for part in parts.values()), metric.description)
+        description = Text(metric.description, style="dim")
+        table.add_row(name, *(_number(part[name]) for part in parts.values()), description)
     return table
 
 
@@ -147,8 +165,8 @@ def _groups(run: Run) -> Table:
         *others,
         leading,
         numbers=len(parts) + 1,
+        last="",
     )
-    table.add_column("")
     scores = parts[leading]["groups"]
     top = max((score for score in scores.values() if score), default=1.0)
     for position, group in enumerate(federation.group_names):
@@ -245,8 +263,9 @@ def _group_total(name: str, clients: list[dict[str, Any]]) -> dict[str, Any]:
 def federation(federation: Federation, picture: Path | None) -> None:
     """Show a federation."""
     console, document = _console(), federation_document(federation, picture)
-    table = _table(f"clients of {federation.name}", "client", "name", "group", "", "train", "val", "test", numbers=3)
-    table.add_column("labels" if federation.classes else "")
+    columns = ("client", "name", "group", "", "train", "val", "test")
+    last = "labels" if federation.classes else ""
+    table = _table(f"clients of {federation.name}", *columns, numbers=3, last=last)
     for row in document["clients"]:
         sizes = (str(row[split]) for split in ("train", "val", "test"))
         unseen = "unseen" if row["unseen"] else ""
@@ -259,9 +278,7 @@ def federation(federation: Federation, picture: Path | None) -> None:
     if picture:
         console.print(f"\npicture: {picture}", soft_wrap=True)
     else:
-        console.print(
-            "\nno picture: matplotlib is not installed (pip install 'equipoise[report]')", soft_wrap=True, markup=False
-        )
+        console.print("\nno picture: matplotlib is not installed (pip install 'equipoise[report]')", soft_wrap=True)
 
 
 def _histogram(counts: list[int]) -> str:
@@ -277,25 +294,43 @@ def results(results: Results, directory: Path) -> None:
     """Show a study's tables, what failed, and where the runs are."""
     console = _console()
     for setting in results.study.settings:
-        title = f"\n{results.data(setting)}: mean ± {results.spread}"
-        table = _table(title, "method", *results.study.metrics, numbers=len(results.study.metrics))
-        for label in results.study.methods:
-            table.add_row(label, *(results.cell(setting, label, metric) for metric in results.study.metrics))
-        console.print(table)
+        console.print(_metrics(results, setting))
         if groups := results.groups(setting):
-            who = _table(
-                "\nwho is left behind: mean over the clients of each group", "method", *groups, numbers=len(groups)
-            )
-            who.add_column("served worst")
-            for label in results.study.methods:
-                worst = results.worst_group(setting, label)
-                cells = [(group, results.cell(setting, label, f"groups.{group}")) for group in groups]
-                marked = [f"[{LEFT_BEHIND}]{cell}[/]" if group == worst else cell for group, cell in cells]
-                who.add_row(label, *marked, worst or "–")
-            console.print(who)
+            console.print(_left_behind(results, setting, groups))
         for label, values in results.chosen(setting).items():
             written = ", ".join(f"{name}: {value}" for name, value in values.items())
             console.print(f"chosen for {label}: {written}", soft_wrap=True)
+    for message in results.warnings:
+        console.print(f"\nwarning: {message}", style="yellow", soft_wrap=True)
     for path, message in results.failures.items():
-        console.print(f"\nfailed: {path}: {message}", style="red", soft_wrap=True, markup=False)
+        console.print(f"\nfailed: {path}: {message}", style="red", soft_wrap=True)
     console.print(f"\nfiles: {directory}", soft_wrap=True)
+
+
+def _metrics(results: Results, setting: str) -> Table:
+    metrics = results.study.metrics
+    header, first = _methods(results, setting, metrics)
+    table = _table(f"\n{results.data(setting)}: mean ± {results.spread}", *header, *metrics, numbers=len(metrics))
+    for label in results.study.methods:
+        table.add_row(*first[label], *(results.cell(setting, label, metric) for metric in metrics))
+    return table
+
+
+def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
+    metrics = {group: f"groups.{group}" for group in groups}
+    header, first = _methods(results, setting, metrics.values())
+    title = "\nwho is left behind: mean over the clients of each group"
+    table = _table(title, *header, *groups, numbers=len(groups), last="served worst")
+    for label in results.study.methods:
+        worst = results.worst_group(setting, label)
+        cells = {group: results.cell(setting, label, metric) for group, metric in metrics.items()}
+        marked = [Text(cell, style=LEFT_BEHIND if group == worst else "") for group, cell in cells.items()]
+        table.add_row(*first[label], *marked, worst or "–")
+    return table
+
+
+def _methods(results: Results, setting: str, metrics: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Give the first columns' headers and cells: each method and, unless it is the global one, whose model is meant."""
+    if models := results.models(setting, metrics):
+        return ["method", "model"], {label: [label, models[label]] for label in results.study.methods}
+    return ["method"], {label: [label] for label in results.study.methods}

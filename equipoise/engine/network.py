@@ -129,6 +129,38 @@ class Network:
         buffers = {n: owner[leaf] for n, owner, leaf in self._slots if n in self.buffers and in_parts(n, applied)}
         return output.to(self.dtype), buffers
 
+    @torch.no_grad()
+    def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
+        """See that the model takes samples, and answers each with a number a class, or a target.
+
+        Parameters
+        ----------
+        x, y : Tensor
+            Samples and their targets.
+        outputs : int
+            How many classes or targets there are.
+
+        Raises
+        ------
+        InputError
+            If it does not.
+        """
+        taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
+        try:
+            output, _ = self.output(self._initial, x, Forward(train=False))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            advice = "" if x.is_floating_point() else "; most models need floating point, such as x / 255 for images"
+            raise InputError(f"the model cannot take a sample: {taken}{advice} ({error})") from error
+        if self.task.kind == "classification":
+            fits, wanted = output.dim() == 2 and output.shape[1] >= outputs, f"{outputs} classes"
+        else:
+            fits, wanted = output.numel() == y.numel(), f"{outputs} targets a sample"
+        if not fits:
+            raise InputError(
+                f"the model answers a sample with numbers of shape {tuple(output.shape[1:])}, "
+                f"but the federation has {wanted}"
+            )
+
     def resting_features(self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False) -> Tensor:
         """Give z of a batch while the features rest, in the type in which the head gets it: autocast may lower it."""
         return self._applied(params, x, Forward(train=False, stacked=stacked), "features")

@@ -453,11 +453,7 @@ class FlowerCohort:
         """Refuse differential privacy where more leaves a client than what is clipped and noised."""
         if self.engine.settings.privacy is None:
             return
-        if local.uploads:
-            raise InputError(
-                f"flower.privacy protects parameters, but {type(local).__name__} also uploads "
-                f"{', '.join(local.uploads)}; choose another method or leave flower.privacy out"
-            )
+        self.engine.settings.privacy.check(local)
         if self.engine.network.buffers:
             raise InputError(
                 "flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm"

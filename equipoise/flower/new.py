@@ -6,8 +6,11 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
+from typing import Any
 
-from equipoise.config import Experiment, load_experiment, read_yaml
+import yaml
+
+from equipoise.config import Experiment, experiment_from, read_yaml
 from equipoise.errors import InputError
 from equipoise.method import Sees
 
@@ -73,7 +76,7 @@ _README = Template(
 
 The SuperLink and the SuperNodes are started with
 
-    equipoise flower superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
+    equipoise flower superlink --host 0.0.0.0 --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
     equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt --node-config 'client=0'
 
 one SuperNode for each client, each with a number of its own. These are Flower's own commands (`flwr run`,
@@ -91,7 +94,7 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     directory : Path
         Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names hold.
     experiment : Path
-        The experiment's file; the app gets a copy.
+        The experiment's file; the app gets a copy that says how many clients to wait for.
 
     Returns
     -------
@@ -114,15 +117,21 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
             f"{name!r} is no name for a Flower app; it must begin with a letter and hold up to 32 letters, digits and "
             "hyphens"
         )
-    read = load_experiment(experiment)
+    content = read_yaml(experiment)
+    read = experiment_from(content, str(experiment))
     if read.method.sees is Sees.DATA:
         raise InputError(
             f"{experiment}: method {read.method.name!r} puts all data in one place, "
             "but on Flower they stay with the clients; choose another method"
         )
-    said = "flower" in read_yaml(experiment)
-    clients = read.flower.clients if said else _count_clients(read)
-    section = "" if said else f"\nflower:\n  clients: {clients}  # that must have registered before round 1\n"
+    if read.flower.privacy:
+        with read.origins.named():
+            read.flower.privacy.check(read.method.local)
+    text, clients = experiment.read_text(encoding="utf-8"), read.flower.clients
+    if "clients" not in (content.get("flower") or {}):
+        clients = _count_clients(read)
+        text = _with_clients(text, content, clients)
+        experiment_from(yaml.safe_load(text), str(experiment))
     facts = {
         "name": name,
         "method": read.method.name,
@@ -132,14 +141,29 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     }
     contents = {
         APP: _APP,
-        EXPERIMENT: experiment.read_text(encoding="utf-8") + section,
+        EXPERIMENT: text,
         PROJECT: _PROJECT.substitute(facts),
         README: _README.substitute(facts),
     }
     directory.mkdir(parents=True, exist_ok=True)
-    for file, content in contents.items():
-        (directory / file).write_text(content, encoding="utf-8")
+    for file, written in contents.items():
+        (directory / file).write_text(written, encoding="utf-8")
     return [directory / file for file in contents]
+
+
+def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:
+    """Let an experiment say how many clients there are, in the words of its file where a line can be added to them."""
+    line = f"clients: {clients}  # that must have registered before round 1\n"
+    if "flower" in content:
+        words = re.sub(r"^flower:[ \t]*\n([ \t]+)", rf"flower:\n\g<1>{line}\g<1>", text, flags=re.MULTILINE)
+    else:
+        words = f"{text}\nflower:\n  {line}"
+    wanted = {**content, "flower": {"clients": clients, **(content.get("flower") or {})}}
+    try:
+        added = yaml.safe_load(words) == wanted
+    except yaml.YAMLError:
+        added = False
+    return words if added else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
 
 
 def _count_clients(experiment: Experiment) -> int:

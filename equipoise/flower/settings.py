@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from equipoise.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.method import LocalRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,20 @@ class Privacy:
         from math import log, sqrt
 
         return (self.sensitivity or self.clip) * sqrt(2 * log(1.25 / self.delta)) / self.epsilon
+
+    def check(self, local: LocalRule) -> None:
+        """Refuse a local rule that uploads more than the parameters, which alone are clipped and noised.
+
+        Examples
+        --------
+        >>> from equipoise.methods.fedprox import FedProx
+        >>> Privacy(clip=1.0).check(FedProx())
+        """
+        if local.uploads:
+            raise InputError(
+                f"flower.privacy protects parameters, but {type(local).__name__} also uploads "
+                f"{', '.join(local.uploads)}; choose another method or leave flower.privacy out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

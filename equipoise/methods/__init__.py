@@ -44,6 +44,11 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
     """
 
     def known(part: P) -> P:
+        before = _PARTS.get(name, part)
+        if (before.__module__, before.__qualname__) != (part.__module__, part.__qualname__):
+            raise InputError(
+                f"the name {name!r} of {part.__qualname__} is taken by {before.__qualname__}; choose another"
+            )
         part.name, part.paper, part.sees = name, paper, sees
         _PARTS[name] = part
         if method:
@@ -143,6 +148,11 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
+    if options and main not in made.values():
+        raise InputError(
+            f"method {name!r}: {', '.join(options)} belong to its own {' and '.join(slots_of(type(main)))}, "
+            f"which was exchanged; leave them out or name the other method"
+        )
     usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
     return Method(name=name, weights=weights or usual, **made)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -24,9 +24,11 @@ from equipoise.federation import Federation
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
-from equipoise.run.plain import to_plain
+from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 from equipoise.run.trainer import Evaluation, MakeEngine, Models, Progress, Trainer
 from equipoise.tree import Tree
+
+S = TypeVar("S")
 
 CONFIG, SUMMARY, GLOBAL, PERSONAL = "config.yaml", "summary.json", "model.safetensors", "personal.safetensors"
 
@@ -64,7 +66,8 @@ class Run:
             In evaluation mode, on the CPU.
         """
         selected = self.trainer.selected()
-        return _module(self.trainer.engine.network.blank(), selected, self.trainer.federation.clients, client)
+        blank, registered = self.trainer.engine.network.blank(), self.trainer.federation.clients
+        return _module(blank, selected, registered, client, whole=self.trainer.has_global)
 
 
 def train(
@@ -107,7 +110,7 @@ def train(
     out : path, optional
         The run directory; without one nothing is written.
     resume : bool
-        Whether to go on with the run the directory holds.
+        Whether to go on with the run the directory holds; one that holds none yet is begun.
     checkpoint_every : int
         Rounds between checkpoints.
     data : mapping, optional
@@ -119,7 +122,7 @@ def train(
     on_round : callable, optional
         Told of the :class:`~equipoise.run.trainer.Progress` after every round.
     **settings
-        Shortcuts for the fields of ``Training``, such as ``rounds=20``.
+        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``.
 
     Returns
     -------
@@ -135,8 +138,9 @@ def train(
     """
     if resume and out is None:
         raise InputError("resume=True needs out=, the directory of the run to go on with")
-    training = _training(training, settings)
-    machine, evaluation = machine or Machine(), evaluation or Evaluation()
+    training = _training(_checked(training, Training, "training"), settings)
+    machine = _checked(machine, Machine, "machine") or Machine()
+    evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
         module, model_config = model, {"name": f"custom:{type(model).__name__}"}
@@ -179,6 +183,8 @@ def train(
                     # Only now is everything checked: a mistake in the settings leaves no directory behind.
                     directory.mkdir(parents=True, exist_ok=True)
                     until_done.enter_context(sole_writer(directory))
+                    # Another run may have come and gone while this one began.
+                    _refuse_a_run_in(directory)
                 write_atomically(directory / CONFIG, _yaml(config))
         if finished and directory:
             return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
@@ -191,7 +197,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
     summary = trainer.summary()
     if directory:
         selected = trainer.selected()
-        save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round})
+        save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round, "whole": trainer.has_global})
         if selected.own:
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
         # The summary comes last: where it is, the run is complete.
@@ -201,6 +207,9 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
 
 def load(run: str | Path, client: int | None = None, *, module: nn.Module | None = None) -> nn.Module:
     """Give back a trained model from a run directory.
+
+    Methods whose clients keep parts of the shared model for themselves, such as FedPer's head, leave no global model
+    behind unless ``evaluation.average_kept`` has made one.
 
     Parameters
     ----------
@@ -241,7 +250,8 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
         resolved = config["resolved"]
         module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
     chosen = Models(note["round"], shared, clients, own)
-    return _module(convert(copy.deepcopy(module)), chosen, config["resolved"]["clients"], client)
+    registered = config["resolved"]["clients"]
+    return _module(convert(copy.deepcopy(module)), chosen, registered, client, whole=note["whole"])
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -256,8 +266,19 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _module(module: nn.Module, chosen: Models, registered: int, client: int | None) -> nn.Module:
+def _module(module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool) -> nn.Module:
+    """Fill a module with the global model, or with a client's own if ``client`` is given.
+
+    Where clients keep parts of the shared model for themselves there is no whole one, and only those who have taken part
+    have a model at all.
+    """
     tensors = dict(chosen.shared)
+    if not whole and (client is None or (0 <= client < registered and client not in chosen.clients)):
+        asked = "there is no global model" if client is None else f"client {client} has never taken part"
+        raise InputError(
+            f"{asked}, and clients of this method keep parts of the model for themselves; "
+            f"valid: client= one of {', '.join(map(str, chosen.clients))}"
+        )
     if client is not None:
         if not chosen.own:
             raise InputError(f"client {client} has no personal model; the method gives all clients the global model")
@@ -297,7 +318,7 @@ def _open(
         return config, False
     if (directory / CONFIG).exists():
         if not resume:
-            raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
+            _refuse_a_run_in(directory)
         found = read_config(directory)
         chunk = found["resolved"].pop("chunk", None)
         # Where clients may not come and go, the fingerprint counts them too.
@@ -310,6 +331,11 @@ def _open(
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
     return config, False
+
+
+def _refuse_a_run_in(directory: Path) -> None:
+    if (directory / CONFIG).exists():
+        raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
 
 
 def _difference(found: Any, wanted: Any, path: str = "") -> str | None:
@@ -327,10 +353,20 @@ def _yaml(config: Mapping[str, Any]) -> bytes:
 
 
 def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
+    if not isinstance(value, (str, Mapping)):
+        raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     named = {"name": value} if isinstance(value, str) else dict(value)
     if "name" not in named:
         raise InputError(f"{what} {named!r} has no name")
     return named
+
+
+def _checked(settings: S | None, kind: type[S], name: str) -> S | None:
+    if settings is not None and not isinstance(settings, kind):
+        raise InputError(
+            f"{name} must be of the class {kind.__name__} (from equipoise import {kind.__name__}), got {settings!r}"
+        )
+    return settings
 
 
 def _training(training: Training | None, settings: Mapping[str, Any]) -> Training:
@@ -338,4 +374,8 @@ def _training(training: Training | None, settings: Mapping[str, Any]) -> Trainin
     for key in settings:
         if key not in valid:
             raise unknown("setting", key, valid, where="train()")
-    return dataclasses.replace(training, **settings) if training else Training(**settings)
+    made = dict(settings)
+    for key, read in (("optimizer", optimizer_from), ("schedule", schedule_from)):
+        if isinstance(made.get(key), (str, Mapping)):
+            made[key] = read(made[key])
+    return dataclasses.replace(training, **made) if training else Training(**made)

@@ -148,7 +148,7 @@ class Trainer:
         keeps_shared = any(not name.startswith(PERSONAL) for name in self.layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
         # Where clients keep parts of the shared model, nobody has it as a whole.
-        self._has_global = bool(self.layout.shared) and (not keeps_shared or evaluation.average_kept)
+        self.has_global = bool(self.layout.shared) and (not keeps_shared or evaluation.average_kept)
         self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
         # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
         adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
@@ -212,7 +212,7 @@ class Trainer:
         due = self.evaluation.due(number, last=last)
         self._take_in()
         cohort = self._select()
-        if due and self.view is self.federation and self._has_global:
+        if due and self.view is self.federation and self.has_global:
             cohort.wanted_reports.add("val_loss_after")
         updates = self._train(cohort, number)
         clock.lap("train")
@@ -289,7 +289,7 @@ class Trainer:
     def _evaluate(self, updates: Updates, cohort: RoundCohort) -> None:
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
-        if self._has_global:
+        if self.has_global:
             measured = self.engine.evaluate(self.global_model, everyone)
             gaps = self._gaps(updates, cohort, measured["val"]["loss"])
             rows += self._rows(everyone, measured["val"], "global", "val", gaps)

@@ -201,14 +201,15 @@ def test_features_run_once_for_every_sample_of_a_lone_client():
     module, noted = counted(mlp())
     how = {"batch_size": 6, "optimizer": SGD, "chunk": 1}
     play(build("fedrep", head_epochs=5), images(sizes=SIZES), module, [[0, 2]], **how)
-    # One sample to see the shape of z, then each client's samples once for the head and once for the features.
-    assert sorted(noted, reverse=True) == [20, 9, *[6] * (3 + 1), 3, 2, 1]
+    # One sample to try the model out, one to see the shape of z, then each client's samples once for the head and once
+    # for the features.
+    assert sorted(noted, reverse=True) == [20, 9, *[6] * (3 + 1), 3, 2, 1, 1]
 
 
 def test_stacked_clients_share_a_pass():
     module, noted = counted(mlp())
     play(build("fedrep", head_epochs=5), images(sizes=SIZES), module, [[0, 1, 2]], batch_size=20, optimizer=SGD)
-    assert noted == [1, 20, 20]
+    assert noted == [1, 1, 20, 20]
 
 
 def test_clients_with_the_same_features_are_not_told_apart():

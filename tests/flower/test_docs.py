@@ -9,9 +9,10 @@ from pathlib import Path
 import yaml
 
 from equipoise import methods
-from equipoise.config import experiment_from
+from equipoise.config import experiment_from, load_experiment
 from equipoise.flower import QUIET
 from equipoise.flower.settings import FlowerSettings
+from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "flower.md").read_text()
@@ -41,3 +42,18 @@ def test_the_privacy_shown_is_accepted():
 def test_what_is_turned_off_is_named():
     for name, value in QUIET.items():
         assert f"{name}={value}" in PAGE
+
+
+def test_silos_numbered_from_1_need_the_numbers_they_have_in_one_process(tmp_path):
+    write_silos(tmp_path / "silos")
+    for number in (3, 2, 1, 0):
+        (tmp_path / "silos" / f"client-{number}").rename(tmp_path / "silos" / f"client-{number + 1}")
+    path, nodes = write_experiment(tmp_path, training={"rounds": 2}), own_nodes(tmp_path, range(1, 5))
+
+    def loss(run):
+        return run.summary["results"]["global"]["seen"]["loss"]
+
+    expected = loss(load_experiment(path).run())
+    numbered, _ = run_on_loop(path, [{**node, "client": number} for number, node in enumerate(nodes)])
+    assert abs(loss(numbered) - expected) < 1e-9
+    assert abs(loss(run_on_loop(path, nodes)[0]) - expected) > 1e-6

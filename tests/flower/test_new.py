@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
@@ -64,6 +65,34 @@ def test_what_the_experiment_says_of_flower_stands(experiment, tmp_path):
     assert load_experiment(tmp_path / "my-app" / "experiment.yaml").flower.clients == 3
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{method: {name: ditto, lam: 0.5}, data: digits}",
+        "{method: {name: ditto, lam: 0.5}, data: digits, flower: {timeout: 30}}\n",
+        "method: {name: ditto, lam: 0.5}\ndata: digits\nflower: {timeout: 30}\n",
+        "method: {name: ditto, lam: 0.5}\ndata: digits\nflower:\n",
+        "method: {name: ditto, lam: 0.5}\ndata: digits\n...\n",
+    ],
+)
+def test_clients_are_counted_however_the_experiment_is_written(content, experiment, tmp_path):
+    experiment.write_text(content)
+    new_app(tmp_path / "my-app", experiment)
+    made = load_experiment(tmp_path / "my-app" / "experiment.yaml")
+    assert made.flower.clients == 22
+    assert made.flower.timeout == (30 if "timeout" in content else 600)
+    assert (made.method.local.lam, made.data["name"]) == (0.5, "digits")
+    assert "num-supernodes=22 " in (tmp_path / "my-app" / "README.md").read_text()
+
+
+def test_the_words_of_a_section_are_kept(experiment, tmp_path):
+    experiment.write_text("data: digits\nflower:\n    timeout: 30  # seconds\nseed: 1 # mine\n")
+    new_app(tmp_path / "my-app", experiment)
+    lines = (tmp_path / "my-app" / "experiment.yaml").read_text().splitlines()
+    assert lines.pop(2) == "    clients: 22  # that must have registered before round 1"
+    assert lines == experiment.read_text().splitlines()
+
+
 def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
     experiment.write_text("data: {name: silos, root: /nowhere, classes: 2}\n")
     new_app(tmp_path / "my-app", experiment)
@@ -77,6 +106,11 @@ def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
         ("a" * 33, "data: digits", "is no name for a Flower app"),
         ("my-app", "data: digits\nmethod: central", "method 'central' puts all data in one place"),
         ("my-app", "data: digist", "unknown data 'digist'"),
+        (
+            "my-app",
+            "{data: digits, method: scaffold, flower: {privacy: {clip: 1}}}",
+            "mine.yaml: flower.privacy protects parameters, but Scaffold also uploads control_change",
+        ),
     ],
 )
 def test_what_cannot_become_an_app_is_refused(name, content, says, experiment, tmp_path):
@@ -84,6 +118,15 @@ def test_what_cannot_become_an_app_is_refused(name, content, says, experiment, t
     with pytest.raises(InputError, match=says):
         new_app(tmp_path / name, experiment)
     assert not (tmp_path / name).exists()
+
+
+def test_what_would_be_written_is_checked_before_it_is(experiment, tmp_path):
+    (tmp_path / "silos" / "clinic-0").mkdir(parents=True)
+    np.savez(tmp_path / "silos" / "clinic-0" / "data.npz", x=np.zeros((9, 2)), y=np.arange(9) % 2)
+    experiment.write_text(f"data: {{name: silos, root: {tmp_path / 'silos'}}}\nflower: {{min_clients: 2}}")
+    with pytest.raises(InputError, match=r"mine.yaml: flower.min_clients is 2, more than the flower.clients=1"):
+        new_app(tmp_path / "my-app", experiment)
+    assert not (tmp_path / "my-app").exists()
 
 
 def test_nothing_is_written_over(experiment, tmp_path):

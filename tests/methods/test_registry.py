@@ -11,7 +11,7 @@ import torch
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.method import Method, Sees
-from equipoise.methods import SLOTS, build, describe, make_part, names, options_of, part_class, slots_of
+from equipoise.methods import SLOTS, build, describe, make_part, names, options_of, part_class, register, slots_of
 from equipoise.methods.fedavg import FedAvg, UniformSampler
 from equipoise.methods.fedprox import FedProx
 from equipoise.methods.scaffold import Scaffold
@@ -67,7 +67,8 @@ def test_every_method_runs_on_digits_with_its_defaults(name):
     for of_model in results.values():
         assert 0.05 <= of_model["seen"]["mean"] <= 1
         assert np.isfinite(of_model["seen"]["sigma_clients"])
-    assert all(torch.isfinite(tensor).all() for tensor in run.model().state_dict().values())
+    model = run.model(None if run.trainer.has_global else 0)
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
     assert run.summary["rounds"] == 2
 
 
@@ -122,3 +123,25 @@ def test_slots():
     assert list(SLOTS) == ["sampler", "local", "aggregation", "view"]
     assert build("local").personal
     assert not build("fedavg").personal
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"name": "fedprox", "mu": 5, "local": "plain"}, "mu belong to its own local"),
+        ({"name": "fedrep", "head_epochs": 3, "local": "plain"}, "head_epochs belong to its own local"),
+        ({"name": "qffl", "q": 1, "aggregation": "fedavg"}, "q belong to its own aggregation"),
+    ],
+)
+def test_hyper_parameters_of_an_exchanged_part_are_refused(given, named):
+    with pytest.raises(InputError, match=f"method '{given['name']}': {named}, which was exchanged"):
+        build(**given)
+
+
+def test_a_name_that_is_taken_is_refused():
+    class Impostor(FedProx):
+        """Something else."""
+
+    with pytest.raises(InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"):
+        register("fedprox")(Impostor)
+    assert part_class("fedprox") is FedProx

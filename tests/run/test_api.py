@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from torch import nn
 
-from equipoise import Evaluation, Machine, Training, load, train
-from equipoise.engine.optimizers import optimizer_named
+from equipoise import Evaluation, Federation, Machine, Training, load, train
+from equipoise.engine.optimizers import Schedule, optimizer_named
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
 from equipoise.run.files import load_tensors
@@ -35,6 +36,70 @@ def broken_off(tmp_path):
     with pytest.raises(Stop):
         small_run(tmp_path / "run", on_round=stop_after(3))
     return tmp_path / "run"
+
+
+class Answers(nn.Module):
+    """A model with as many outputs as one likes."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.features, self.head = nn.Flatten(), nn.Linear(5, outputs)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+# ---- models and data that do not fit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_model_with_too_few_outputs_is_refused(outputs, tmp_path):
+    message = rf"the model answers a sample with numbers of shape \({outputs},\), but the federation has 3 classes"
+    with pytest.raises(InputError, match=message):
+        train(federation(), model=Answers(outputs), rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    train(federation(), model=Answers(4), rounds=1)
+
+
+@pytest.mark.parametrize("model", ["mlp", "logistic", "cnn2"])
+def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, tmp_path):
+    images = np.arange(6 * 64, dtype=np.uint8).reshape(6, 1, 8, 8)
+    given = Federation.from_arrays(images, np.arange(6) % 2, clients=[0, 0, 0, 1, 1, 1], splits=(1, 0, 0))
+    with pytest.raises(
+        InputError, match=r"the model cannot take a sample: x holds uint8 of shape \(1, 8, 8\); .* such as x / 255"
+    ):
+        train(given, model=model, rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_left_as_it_was_after_it_was_tried_out():
+    model = custom().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(federation(), model=model, rounds=1)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"training": {"rounds": 1}}, "training must be of the class Training"),
+        ({"machine": {"device": "cpu"}}, "machine must be of the class Machine"),
+        ({"evaluation": {"every": 5}}, "evaluation must be of the class Evaluation"),
+        ({"method": 3}, "method must be a name or a mapping with 'name', got 3"),
+        ({"method": ["fedavg"]}, "method must be a name or a mapping"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        train(federation(), **settings)
+
+
+def test_optimizer_and_schedule_may_be_given_as_in_a_file():
+    plain = train(federation(), rounds=2, optimizer={"name": "sgd", "lr": 0.3}, schedule="cosine")
+    made = train(federation(), rounds=2, optimizer=optimizer_named("sgd", lr=0.3), schedule=Schedule(kind="cosine"))
+    assert plain.config["training"] == made.config["training"]
+    assert plain.summary["results"] == made.summary["results"]
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------
@@ -89,6 +154,21 @@ def test_another_experiment_is_not_resumed_and_the_difference_is_named(change, d
     with pytest.raises(InputError, match=f"{broken_off} holds another experiment: {difference}"):
         small_run(broken_off, **{"resume": True, **change})
     assert contents(broken_off) == before
+
+
+def test_a_run_that_came_and_went_while_another_began_is_not_overwritten(tmp_path, monkeypatch):
+    begin = Trainer.begin
+
+    def slowly(trainer):
+        monkeypatch.setattr(Trainer, "begin", begin)
+        small_run(tmp_path / "run")
+        begin(trainer)
+
+    monkeypatch.setattr(Trainer, "begin", slowly)
+    with pytest.raises(InputError, match="already holds a run"):
+        small_run(tmp_path / "run", seed=4)
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert kept["seed"] == 3
 
 
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
@@ -332,10 +412,30 @@ def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
 @pytest.mark.parametrize("method", ["fedavg", "local"])
 def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
     run = small_run(tmp_path / "run", method, evaluation=evaluation)
-    for client in (None, 2) if method == "local" else (None,):
-        given, written = run.model(client).state_dict(), load(tmp_path / "run", client).state_dict()
-        assert list(given) == list(written)
-        assert all(torch.equal(given[name], written[name]) for name in written)
+    client = 2 if method == "local" else None
+    given, written = run.model(client).state_dict(), load(tmp_path / "run", client).state_dict()
+    assert list(given) == list(written)
+    assert all(torch.equal(given[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "local"])
+def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
+    run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
+    taken_part = run.trainer.selected().clients
+    absent = next(client for client in range(run.trainer.federation.clients) if client not in taken_part)
+    valid = f"valid: client= one of {', '.join(map(str, taken_part))}"
+    for give in (run.model, lambda client=None: load(tmp_path / "run", client)):
+        with pytest.raises(InputError, match=f"there is no global model, and clients of this method keep.*{valid}"):
+            give()
+        with pytest.raises(InputError, match=f"client {absent} has never taken part.*{valid}"):
+            give(absent)
+        assert isinstance(give(taken_part[0]), nn.Module)
+
+
+def test_heads_averaged_into_one_make_a_global_model_again(tmp_path):
+    run = small_run(tmp_path / "run", "fedper", evaluation=Evaluation(every=0, average_kept=True))
+    found, wanted = load(tmp_path / "run").state_dict(), run.model().state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_a_loaded_model_can_be_trained_on(tmp_path):
@@ -423,12 +523,11 @@ def test_resuming_needs_a_directory():
         train(federation(), resume=True)
 
 
-def test_a_client_that_never_took_part_has_the_global_model(tmp_path):
-    small_run(tmp_path / "run", "local", rounds=1)
-    took_part = load_tensors(tmp_path / "run" / "personal.safetensors")[1]["clients"]
-    assert len(took_part) == 4
-    absent = next(client for client in federation().seen.tolist() if client not in took_part)
-    shared, own = load(tmp_path / "run").state_dict(), load(tmp_path / "run", absent).state_dict()
+def test_an_unseen_client_has_the_global_model(tmp_path):
+    small_run(tmp_path / "run", "ditto", rounds=1)
+    data = federation()
+    (absent,) = np.flatnonzero(data.unseen)
+    shared, own = load(tmp_path / "run").state_dict(), load(tmp_path / "run", int(absent)).state_dict()
     assert all(torch.equal(shared[name], own[name]) for name in shared)
-    trained = load(tmp_path / "run", took_part[0]).state_dict()
+    trained = load(tmp_path / "run", int(data.seen[0])).state_dict()
     assert any(not torch.equal(shared[name], trained[name]) for name in shared)

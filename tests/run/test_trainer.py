@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise import Evaluation, Federation, Machine, Training, load, train
+from equipoise import Evaluation, Federation, Machine, Training, train
 from equipoise.data import load as load_data
 from equipoise.data.augment import Crop, Flip
 from equipoise.engine.optimizers import Schedule, Sgd, optimizer_named
@@ -250,7 +250,9 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(method, every
     assert run.summary["results"] == until.summary["results"]
     in_memory = small_run(None, method, evaluation=evaluation, rounds=rounds)
     assert in_memory.summary == run.summary
-    assert all(torch.equal(t, in_memory.model().state_dict()[n]) for n, t in run.model().state_dict().items())
+    client = 0 if method == "local" else None
+    given = in_memory.model(client).state_dict()
+    assert all(torch.equal(tensor, given[name]) for name, tensor in run.model(client).state_dict().items())
 
 
 def test_the_last_round_counts_unless_asked_otherwise(tmp_path):
@@ -349,11 +351,13 @@ def test_partial_participation_draws_new_cohorts_and_touches_nobody_else(tmp_pat
     small_run(tmp_path / "run", "local", rounds=2)
     data = federation()
     start = build(**MODEL, shape=data.shape, classes=3, seed=3).state_dict()
+    own, note = load_tensors(tmp_path / "run" / "personal.safetensors")
     moved = [
         client
-        for client in data.seen.tolist()
-        if any(not torch.equal(t, start[n]) for n, t in load(tmp_path / "run", client).state_dict().items())
+        for row, client in enumerate(note["clients"])
+        if any(not torch.equal(stack[row], start[name]) for name, stack in own.items())
     ]
+    assert moved == note["clients"]
     # Two cohorts of four among eight: at least four clients have trained, and the unseen one never.
     assert 4 < len(moved) <= 8
     memory = load_tensors(tmp_path / "run" / "checkpoint.safetensors")[0]
