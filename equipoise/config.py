@@ -332,12 +332,23 @@ class Origins:
 
     @contextmanager
     def named(self, section: str | None = None) -> Iterator[None]:
-        """Put the places a section's values came from before the message of any ``InputError`` raised inside."""
-        places = [item.origin for item in self.overrides if section and item.key.partition(".")[0] == section]
+        """Put the places a section's values came from before the message of any ``InputError`` raised inside.
+
+        Without a section, those that were set for what the message speaks of; if there are none, the file.
+        """
         try:
             yield
         except InputError as error:
-            named = ", ".join(filter(None, [self.where, *dict.fromkeys(places)]))
+            if section:
+                places = [
+                    self.where,
+                    *(item.origin for item in self.overrides if item.key.partition(".")[0] == section),
+                ]
+            else:
+                words = set(re.findall(r"\w+", str(error)))
+                set_for_it = [item.origin for item in self.overrides if item.key.rpartition(".")[2] in words]
+                places = set_for_it or [self.where]
+            named = ", ".join(filter(None, dict.fromkeys(places)))
             raise InputError(f"{named}: {error}" if named else str(error)) from error
 
 
@@ -381,12 +392,12 @@ class _Reader:
             return methods.build(name, **checked)
 
     def part(self, given: Any, path: str) -> dict[str, Any]:
-        name, options = self.named(given, path, default={"sampling": "uniform"}.get(path.rpartition(".")[2]))
-        try:
-            kind = methods.part_class(name)
-        except InputError as error:
-            raise InputError(f"{self.origins.of(path)}: {path}: {error}") from error
-        return {"name": name, **self.fields(options, _types(kind), path)}
+        slot = path.rpartition(".")[2]
+        name, options = self.named(given, path, default={"sampling": "uniform"}.get(slot))
+        valid = methods.fitting("sampler" if slot == "sampling" else slot)
+        if name not in valid:
+            raise unknown(path, name, valid, where=self.origins.of(path))
+        return {"name": name, **self.fields(options, _types(methods.part_class(name)), path)}
 
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)

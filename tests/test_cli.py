@@ -206,7 +206,7 @@ def test_a_directory_in_use_is_refused(call):
     assert call("run", "--rounds", 2, "--out", "a", "--resume") == (
         2,
         "",
-        "error: a holds another experiment: training.rounds is 1 there and 2 here; choose another directory\n",
+        "error: --rounds: a holds another experiment: training.rounds is 1 there and 2 here; choose another directory\n",
     )
 
 

@@ -161,7 +161,8 @@ def test_ill_typed_values_are_refused(overrides, message):
         ({"training": {"augment": ["flipp"]}}, "unknown augmentation 'flipp' in training.augment of x.yaml", "flip"),
         ({"method": "fedprx"}, "unknown method 'fedprx' in x.yaml", "fedprox"),
         ({"method": {"name": "fedprox", "mue": 1}}, "unknown key 'method.mue' in x.yaml", "method.mu"),
-        ({"method": {"sampling": "sise"}}, "x.yaml: method.sampling: unknown method 'sise'", "size"),
+        ({"method": {"sampling": "sise"}}, "unknown method.sampling 'sise' in x.yaml", "size"),
+        ({"method": {"aggregation": {"name": "qfl"}}}, "unknown method.aggregation 'qfl' in x.yaml", "qffl"),
         ({"model": "mpl"}, "unknown model 'mpl' in x.yaml", "mlp"),
         ({"model": {"hiden": [1]}}, "unknown key 'model.hiden' in x.yaml", "model.hidden"),
         ({"data": "digit"}, "unknown data 'digit' in x.yaml", "digits"),
@@ -254,9 +255,11 @@ def test_errors_of_the_data_name_the_file():
         made.federation()
 
 
-def test_errors_of_training_name_the_file():
+def test_errors_of_training_name_what_was_set_for_them_or_the_file():
+    with pytest.raises(InputError, match=r"^--set training\.cohort=99: training\.cohort asks for 99 clients"):
+        experiment("training.cohort=99", "seed=3").run()
     with pytest.raises(InputError, match=r"^x\.yaml: training\.cohort asks for 99 clients"):
-        experiment("training.cohort=99").run()
+        experiment("seed=3", training={"cohort": 99}).run()
 
 
 @pytest.mark.parametrize(

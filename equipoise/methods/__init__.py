@@ -101,6 +101,17 @@ def slots_of(part: type[Part]) -> list[str]:
     return [slot for slot, kind in SLOTS.items() if issubclass(part, kind)]
 
 
+def fitting(slot: str) -> list[str]:
+    """List the names of the parts that can answer one of a method's questions.
+
+    Examples
+    --------
+    >>> fitting("sampler")
+    ['size', 'uniform']
+    """
+    return sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
+
+
 def options_of(name: str) -> dict[str, Any]:
     """List a part's hyper-parameters with their default values.
 
@@ -181,8 +192,7 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
     else:
         raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
     if slot and not isinstance(part, SLOTS[slot]):
-        fitting = sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
-        raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting)}")
+        raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
     return part
 
 
