@@ -1,0 +1,128 @@
+"""Metrics by name, as studies ask for them: ``[model.][who.]name``, looked up in a run's summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from equipoise.errors import unknown
+from equipoise.fairness import METRICS, Better
+
+MODELS, WHO = ("global", "personal"), ("seen", "unseen")
+TOTALS = ("bytes_up", "bytes_down")
+BETTER: dict[str, Better] = {
+    **{name: metric.better for name, metric in METRICS.items()},
+    "loss": "low",
+    "groups.NAME": "as v_k",
+    "bytes_up": "low",
+    "bytes_down": "low",
+}
+
+
+def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
+    """Look a metric up in a run's summary.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    metric : str
+        As in :func:`equipoise.study.study_from`.
+
+    Returns
+    -------
+    float or None
+        None if the run has no such value, such as that of personal models when there are none.
+
+    Examples
+    --------
+    >>> value_of({"results": {"global": {"seen": {"mean": 0.5}}}}, "mean")
+    0.5
+    """
+    if metric in TOTALS:
+        return float(summary[metric])
+    model = model_of(summary, metric)
+    if model is None:
+        return None
+    _, who, name = apart(metric)
+    part, group = summary["results"][model][who], group_of(metric)
+    found = part["groups"].get(group) if group else part[name]
+    return None if found is None else float(found)
+
+
+def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
+    """Say which model a metric is of: the one it names, else the personal one if those clients have one.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    metric : str
+        As in :func:`equipoise.study.study_from`.
+
+    Returns
+    -------
+    str or None
+        ``global`` or ``personal``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
+
+    Examples
+    --------
+    >>> results = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}, "personal": {"seen": {"mean": 0.6}}}
+    >>> [model_of({"results": results}, metric) for metric in ("mean", "global.mean", "unseen.mean")]
+    ['personal', 'global', 'global']
+    """
+    if metric in TOTALS:
+        return None
+    model, who, _ = apart(metric)
+    candidates = (model,) if model else ("personal", "global")
+    return next((name for name in candidates if summary["results"].get(name, {}).get(who)), None)
+
+
+def apart(metric: str) -> tuple[str | None, str, str]:
+    """Take ``[model.][who.]name`` apart.
+
+    Examples
+    --------
+    >>> apart("personal.unseen.groups.north")
+    ('personal', 'unseen', 'groups.north')
+    """
+    parts = metric.split(".")
+    model = parts.pop(0) if parts[0] in MODELS else None
+    who = parts.pop(0) if parts and parts[0] in WHO else "seen"
+    return model, who, ".".join(parts)
+
+
+def group_of(metric: str) -> str:
+    """Give the group a metric is of, if it is of one.
+
+    Examples
+    --------
+    >>> group_of("global.groups.north"), group_of("mean")
+    ('north', '')
+    """
+    before, _, group = apart(metric)[2].partition(".")
+    return group if before == "groups" else ""
+
+
+def kind_of(metric: str) -> str:
+    """Give what a metric is called in ``BETTER``, if it is one."""
+    return "groups.NAME" if group_of(metric) else apart(metric)[2]
+
+
+def check_metric(metric: str, where: str) -> None:
+    """Refuse what is no metric; ``where`` says where its name came from."""
+    kind = kind_of(metric)
+    if kind not in BETTER or (kind in TOTALS and kind != metric):
+        raise unknown("metric", metric, BETTER, where=where)
+
+
+def should_be_high(metric: str, *, higher_is_better: bool) -> bool:
+    """Say which way is better for a metric, given which way is for the values of clients.
+
+    Examples
+    --------
+    >>> [should_be_high(metric, higher_is_better=False) for metric in ("worst_group", "jain", "sigma_clients")]
+    [False, True, False]
+    """
+    better = BETTER[kind_of(metric)]
+    return higher_is_better if better == "as v_k" else better == "high"

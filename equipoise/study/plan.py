@@ -1,0 +1,170 @@
+"""What a study runs, and how it chooses between the values of a grid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equipoise.config import Experiment
+from equipoise.errors import unknown
+from equipoise.run.files import write_atomically
+from equipoise.study.metrics import group_of, should_be_high
+from equipoise.study.results import Results
+from equipoise.study.runs import Watch, carry_out, finished, on_split
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study.
+
+    Examples
+    --------
+    >>> from equipoise.study import study_from
+    >>> study_from({"base": {"data": "digits"}, "methods": ["fedavg"], "seeds": [3]}).jobs[0].path
+    PosixPath('base/fedavg/seed3')
+    """
+
+    setting: str
+    method: str
+    seed: int
+    experiment: Experiment
+
+    @property
+    def path(self) -> Path:
+        """Its run directory inside the study's."""
+        return Path(self.setting) / self.method / f"seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How to choose between the values of a grid, by what the q-FFL and GIFAIR-FL papers call best.
+
+    Of the values whose mean is at most ``tolerance`` worse than that of the study's first method, the one with the best
+    ``by`` is chosen; if there is none, the one with the best mean. Which way is better is what ``fairness.METRICS`` says.
+
+    Attributes
+    ----------
+    seed : int
+        The one seed to tune with; best one that the study itself does not use.
+    by : str
+        What should be best, such as ``sigma_clients`` (the lowest) or ``jain`` (the highest).
+    tolerance : float
+        How much worse the mean may be.
+
+    Examples
+    --------
+    >>> Tuning(tolerance=0.01).best({"a": (0.90, 0.10), "b": (0.89, 0.05), "c": (0.70, 0.01)}, reference=0.895)
+    'b'
+    >>> Tuning(by="jain").best({"a": (0.90, 0.97), "b": (0.89, 0.99)}, reference=0.89)
+    'b'
+    """
+
+    seed: int = 0
+    by: str = "sigma_clients"
+    tolerance: float = 0.01
+
+    def best(
+        self, measured: Mapping[str, tuple[float, float]], reference: float, *, higher_is_better: bool = True
+    ) -> str:
+        """Choose by the mean and the value of ``by`` of each; say if the means are losses, which should be low."""
+        sign = 1 if higher_is_better else -1
+        means = {label: sign * mean for label, (mean, _) in measured.items()}
+        similar = [label for label, mean in means.items() if mean >= sign * reference - self.tolerance]
+        if not similar:
+            return max(means, key=means.__getitem__)
+        choose = max if should_be_high(self.by, higher_is_better=higher_is_better) else min
+        return choose(similar, key=lambda label: measured[label][1])
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to run, checked, and which metrics of which split to show.
+
+    ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
+    its variants, and how to choose between them. ``origins`` says where each metric came from.
+
+    Examples
+    --------
+    >>> from equipoise.study import study_from
+    >>> study = study_from({"base": {"data": "digits"}, "methods": ["fedavg", "local"], "seeds": [0, 1]})
+    >>> len(study.jobs), study.settings
+    (4, ('base',))
+    """
+
+    settings: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    metrics: tuple[str, ...]
+    jobs: tuple[Job, ...]
+    split: str = "test"
+    tuning: Tuning = Tuning()
+    tried: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
+        """Run what is missing; a run that fails does not keep the others from running.
+
+        Parameters
+        ----------
+        out : path
+            Directory of all runs. What came out is also written to its ``results.json``.
+        jobs : int
+            How many runs at a time, each in a process of its own if more than one.
+        watch : callable, optional
+            Told of every job when it begins (``"begun"``) and how it ended.
+
+        Returns
+        -------
+        Results
+            Of the runs that succeeded, and why others did not.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from equipoise.study import study_from
+        >>> base = {"data": "digits", "training": {"rounds": 1}}
+        >>> results = study_from({"base": base, "methods": ["fedavg"]}).run(tempfile.mkdtemp())
+        >>> results.failures
+        {}
+        """
+        out, tell = Path(out), watch or (lambda job, outcome: None)
+        summaries: dict[Path, dict[str, Any]] = {}
+        failures: dict[Path, str] = {}
+        missing = []
+        for job in self.jobs:
+            if summary := finished(job, out / job.path):
+                summaries[job.path] = on_split(summary, out / job.path, self.split)
+                tell(job, "already there")
+            else:
+                missing.append(job)
+        self._check_groups(Results(self, summaries, failures))
+        for job, result in carry_out(missing, out, jobs, tell):
+            if isinstance(result, str):
+                failures[job.path] = result
+                tell(job, f"failed: {result}")
+            else:
+                summaries[job.path] = on_split(result, out / job.path, self.split)
+                tell(job, "done")
+        results = Results(self, summaries, failures)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
+        return results
+
+    def _check_groups(self, finished: Results) -> None:
+        """Refuse a metric of a group that no setting has."""
+        named = {metric: group for metric in self.origins if (group := group_of(metric))}
+        there = {group for setting in self.settings for group in finished.groups(setting)}
+        for setting in self.settings:
+            if there.issuperset(named.values()):
+                return
+            try:
+                first = next(job for job in self.jobs if job.setting == setting)
+                there.update(first.experiment.federation().group_names)
+            except Exception:  # Its own runs will say why, and must not keep those of others from running.
+                return
+        for metric, group in named.items():
+            if group not in there:
+                raise unknown("group", group, there, where=self.origins[metric])

@@ -1,0 +1,223 @@
+"""What came out of a study, as tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equipoise.study.metrics import TOTALS, apart, model_of, value_of
+
+if TYPE_CHECKING:
+    from equipoise.study.plan import Job, Study
+
+
+@dataclass(frozen=True)
+class Results:
+    """What came out of a study.
+
+    Attributes
+    ----------
+    study : Study
+        What was run.
+    summaries : dict
+        The summary of every run that succeeded, by its path.
+    failures : dict
+        Why a run failed, by its path.
+    """
+
+    study: Study
+    summaries: Mapping[Path, Mapping[str, Any]]
+    failures: Mapping[Path, str]
+
+    @property
+    def spread(self) -> str:
+        """Say what stands behind ±."""
+        count = len(self.study.seeds)
+        return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
+
+    def data(self, setting: str) -> str:
+        """Say what numbers of a setting were measured on, if it is not the test split."""
+        return setting if self.study.split == "test" else f"{setting}, validation data"
+
+    def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
+        """Give a metric's value by seed; seeds whose run failed or has no such value are left out."""
+        found = {job.seed: value_of(summary, metric) for job, summary in self._runs(setting, method)}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def cell(self, setting: str, method: str, metric: str) -> str:
+        """Write mean ± standard deviation over seeds."""
+        mean, spread, count = _statistics(self.values(setting, method, metric))
+        if mean is None:
+            lost = any(path.parts[:2] == (setting, method) for path in self.failures)
+            return "failed" if lost else "–"
+        text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
+        return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
+
+    def models(self, setting: str, metrics: Iterable[str]) -> dict[str, str]:
+        """Say of each method which model its metrics that name none are of; nothing if that is always the global one."""
+        unnamed = [metric for metric in metrics if metric not in TOTALS and apart(metric)[0] is None]
+        found = {method: self._models(setting, method, unnamed) for method in self.study.methods}
+        if {model for models in found.values() for model in models.values()} <= {"global"}:
+            return {}
+        return {method: _said(models) for method, models in found.items()}
+
+    def _models(self, setting: str, method: str, metrics: Iterable[str]) -> dict[str, str]:
+        """Give the model behind metrics of seen and of unseen clients, as far as there is one."""
+        found = {apart(metric)[1]: self._model(setting, method, metric) for metric in metrics}
+        return {who: model for who, model in found.items() if model}
+
+    def _model(self, setting: str, method: str, metric: str) -> str | None:
+        models = (model_of(summary, metric) for _, summary in self._runs(setting, method))
+        return next((model for model in models if model), None)
+
+    def _runs(self, setting: str, method: str) -> Iterator[tuple[Job, Mapping[str, Any]]]:
+        for job in self.study.jobs:
+            if (job.setting, job.method) == (setting, method) and job.path in self.summaries:
+                yield job, self.summaries[job.path]
+
+    def groups(self, setting: str) -> list[str]:
+        """List the groups of seen clients."""
+        names: dict[str, None] = {}
+        for job in self.study.jobs:
+            if job.setting == setting and job.path in self.summaries:
+                for model in self.summaries[job.path]["results"].values():
+                    names |= dict.fromkeys(model.get("seen", {}).get("groups", ()))
+        return list(names)
+
+    def worst_group(self, setting: str, method: str) -> str | None:
+        """Name the group a method serves worst, on average over seeds."""
+        means = {
+            group: _statistics(self.values(setting, method, f"groups.{group}"))[0] for group in self.groups(setting)
+        }
+        scores = {group: mean for group, mean in means.items() if mean is not None}
+        if not scores:
+            return None
+        return max(scores, key=scores.__getitem__) if self._of_losses else min(scores, key=scores.__getitem__)
+
+    @property
+    def _of_losses(self) -> bool:
+        return any(summary["score"] == "loss" for summary in self.summaries.values())
+
+    def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
+        """Give the best values of every method with a grid, as far as a run of it succeeded."""
+        tuning, best = self.study.tuning, {}
+        reference = self._tuned(setting, self.study.methods[0], "mean")
+        if reference is None:
+            reference = math.inf if self._of_losses else -math.inf
+        for method, variants in self.study.tried.items():
+            measured = {}
+            for label in variants:
+                mean, by = (self._tuned(setting, label, metric) for metric in ("mean", tuning.by))
+                if mean is not None and by is not None:
+                    measured[label] = (mean, by)
+            if measured:
+                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._of_losses)]
+        return best
+
+    def _tuned(self, setting: str, method: str, metric: str) -> float | None:
+        return self.values(setting, method, metric).get(self.study.tuning.seed)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Say what was asked for and is not there, although its runs succeeded."""
+        summaries, by = self.summaries.values(), self.study.tuning.by
+        empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
+        found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
+        for setting in self.study.settings:
+            first, chosen = self.study.methods[0], self.chosen(setting)
+            if chosen and self._tuned(setting, first, "mean") is None:
+                found.append(f"{setting}: chosen whatever the mean, because {first} has none to compare with")
+            for method, variants in self.study.tried.items():
+                if method not in chosen and any(any(self._runs(setting, label)) for label in variants):
+                    found.append(
+                        f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}"
+                    )
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """Give everything as plain values, ready for JSON."""
+        names = ("setting", "method", "model", "metric")
+        rows = [
+            dict(zip(names, which, strict=True))
+            | dict(zip(("mean", "std", "n"), summed, strict=True))
+            | {"seeds": {str(seed): value for seed, value in seeds.items()}}
+            for *which, summed, seeds in self._rows()
+        ]
+        failures = {path.as_posix(): message for path, message in self.failures.items()}
+        plain = {"metrics": list(self.study.metrics), "split": self.study.split, "std": self.spread, "results": rows}
+        chosen = {setting: self.chosen(setting) for setting in self.study.settings} if self.study.tried else None
+        return plain | {"failures": failures, "warnings": self.warnings} | ({"chosen": chosen} if chosen else {})
+
+    def markdown(self) -> str:
+        """Write the tables as Markdown."""
+        lines = []
+        for setting in self.study.settings:
+            tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
+            if groups := self.groups(setting):
+                tables[f"{setting}: mean over the clients of each group"] = {
+                    group: f"groups.{group}" for group in groups
+                }
+            for title, columns in tables.items():
+                models = self.models(setting, columns.values())
+                header = ["method", *(["model"] if models else []), *columns]
+                lines += [f"**{title}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+                for method in self.study.methods:
+                    cells = (self.cell(setting, method, metric) for metric in columns.values())
+                    lines.append(f"| {' | '.join([method, *([models[method]] if models else []), *cells])} |")
+                lines.append("")
+        lines += [f"Warning: {message}\n" for message in self.warnings]
+        lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
+        return "\n".join(lines)
+
+    def csv(self) -> str:
+        """Write one row a setting, method and metric, groups included."""
+        rows = ([*which, *summed] for *which, summed, _ in self._rows())
+        return _csv(["setting", "method", "model", "metric", "mean", "std", "n"], rows)
+
+    def csv_seeds(self) -> str:
+        """Write one row a setting, method, metric and seed."""
+        rows = ([*which, seed, value] for *which, _, seeds in self._rows() for seed, value in seeds.items())
+        return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
+
+    def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, dict[int, float]]]:
+        for setting in self.study.settings:
+            metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            for method in self.study.methods:
+                for metric in metrics:
+                    seeds = self.values(setting, method, metric)
+                    yield setting, method, self._model(setting, method, metric), metric, _statistics(seeds), seeds
+
+
+_Statistics = tuple[float | None, float | None, int]
+
+
+def _statistics(values: Mapping[int, float]) -> _Statistics:
+    """Give mean, sample standard deviation and number of values, as far as they are defined."""
+    numbers = list(values.values())
+    mean = statistics.fmean(numbers) if numbers else None
+    return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _said(models: Mapping[str, str]) -> str:
+    """Write the models behind metrics of seen and of unseen clients."""
+    if len(set(models.values())) > 1:
+        return ", ".join(f"{who} {model}" for who, model in models.items())
+    return next(iter(models.values()), "–")
+
+
+def _csv(header: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
