@@ -400,6 +400,10 @@ class Trainer:
         number = self._selected_round
         rows = [row for row in self.metrics if row["round"] == number]
         task = self.engine.network.task
+        results = summarize_rows(rows, task)
+        for part in (part for of_model in results.values() for part in of_model.values()):
+            # A number says nothing to those who do not hold the data.
+            part["worst_client_name"] = self.federation.client_name(part["worst_client_id"])
         return {
             "method": self.method.name,
             "data": self.federation.name,
@@ -408,7 +412,7 @@ class Trainer:
             "round": number,
             "select": self.evaluation.select,
             "score": task.score,
-            "results": summarize_rows(rows, task),
+            "results": results,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -123,6 +124,17 @@ def with_holes():
     splits = {name: Split.from_lists(lists) for name, lists in pieces.items()}
     unseen = np.array([False, False, False, True])
     return Federation(data.x, data.y, **splits, groups=np.array([0, 0, 1, 1]), group_names=("a", "b"), unseen=unseen)
+
+
+def test_the_client_served_worst_is_named(tmp_path):
+    """Two clients agree on which half is which class; the third has it the other way round."""
+    x, y = np.tile([[-1.0], [1.0]], (30, 1)), np.tile([0, 1], 30)
+    y[40:] = 1 - y[40:]
+    data = Federation.from_arrays(x, y, clients=np.repeat(["north", "south", "west"], 20))
+    run = train(data, model="logistic", rounds=5, out=tmp_path / "run")
+    seen = run.summary["results"]["global"]["seen"]
+    assert (seen["worst_client"], seen["worst_client_name"]) == (0.0, "west")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["results"]["global"]["seen"] == seen
 
 
 @pytest.mark.parametrize(("method", "model"), [("fedavg", "global"), ("local", "personal")])
