@@ -65,12 +65,15 @@ def test_a_killed_writer_leaves_the_directory_to_others(tmp_path):
 
 
 def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    asked = []
+
     def unsupported(*given):
+        asked.append(given)
         raise OSError("no locks available")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     with sole_writer(tmp_path), sole_writer(tmp_path):
-        pass
+        assert len(asked) == 2
 
 
 def test_the_content_is_durable_before_it_takes_the_place_of_the_old(tmp_path, monkeypatch):
