@@ -77,7 +77,7 @@ def make_partition(name: str, **options: Any) -> Partition:
     Examples
     --------
     >>> make_partition("dirichlet", clients=20, beta=0.3)
-    Dirichlet(clients=20, beta=0.3, min_samples=3)
+    Dirichlet(clients=20, beta=0.3, equal=False, min_samples=3)
     """
     if name not in PARTITIONS:
         raise unknown("partition", name, PARTITIONS)

@@ -10,7 +10,7 @@ train, to validate and to test on. What cannot be met is refused before anything
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,10 +93,15 @@ class Iid:
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Label skew: each class is shared out among the clients in proportions drawn from a symmetric Dirichlet.
+    """Label skew: proportions of classes are drawn from a symmetric Dirichlet.
 
-    Small ``beta`` gives each class to few clients, large ``beta`` approaches `Iid`. Clients left below ``min_samples``
-    are then filled up one sample at a time, each from whoever holds most at that moment, so a single draw always does.
+    Two ways are in use under this name, and they make unlike federations. As it stands, each class is shared out among the
+    clients in drawn proportions, so clients differ in size too; those left below ``min_samples`` are then filled up one
+    sample at a time, each from whoever holds most at that moment. With ``equal``, clients are of equal size and each draws
+    the proportions of its own classes (Hsu et al., 2019), one client after the other; a class that has run out leaves its
+    share to the rest, so the last clients take what there is.
+
+    Small ``beta`` gives few classes to a client, large ``beta`` approaches `Iid`.
 
     Parameters
     ----------
@@ -104,6 +109,8 @@ class Dirichlet:
         How many clients, over all groups in proportion to their samples.
     beta : float
         Concentration of the Dirichlet, above 0.
+    equal : bool
+        Whether clients are of equal size and draw their own proportions.
     min_samples : int
         The least a client may hold.
 
@@ -111,28 +118,46 @@ class Dirichlet:
     --------
     >>> import torch
     >>> source = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4)
-    >>> sum(len(samples) for samples in Dirichlet(5, beta=0.1).assign(source, seed=0).clients)
-    40
+    >>> [len(samples) for samples in Dirichlet(5, beta=0.1).assign(source, seed=0).clients]
+    [11, 3, 11, 3, 12]
+    >>> [len(samples) for samples in Dirichlet(5, beta=0.1, equal=True).assign(source, seed=0).clients]
+    [8, 8, 8, 8, 8]
     """
 
     clients: int
     beta: float
+    equal: bool = False
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
         beta, labels = real(self.beta, "beta"), _labels(source, "dirichlet")
 
-        def divide(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
+        def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
+            return (draws.permutation(samples[labels[samples] == label]) for label in np.unique(labels[samples]))
+
+        def share_classes(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
             pieces: list[list[Ints]] = [[] for _ in range(count)]
-            for label in np.unique(labels[samples]):
-                of_class = draws.permutation(samples[labels[samples] == label])
+            for of_class in by_class(samples, draws):
                 shares = draws.dirichlet(np.full(count, beta))
                 for client, piece in enumerate(np.split(of_class, _cuts(shares, len(of_class)))):
                     pieces[client].append(piece)
             mixed = [draws.permutation(np.concatenate(piece)) for piece in pieces]
             return _fill_up(mixed, self.min_samples)
 
+        def fill_clients(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
+            classes = list(by_class(samples, draws))
+            left = np.array([len(of_class) for of_class in classes])
+            held = []
+            for size in [len(part) for part in np.array_split(samples, count)]:
+                taken = _take(draws.dirichlet(np.full(len(classes), beta)), size, left, draws)
+                parts = zip(classes, left, taken, strict=True)
+                mine = np.concatenate([of_class[rest - some : rest] for of_class, rest, some in parts])
+                held.append(draws.permutation(mine))
+                left -= taken
+            return held
+
+        divide = fill_clients if self.equal else share_classes
         return _inside_groups(source, self.clients, self.min_samples, seed, divide)
 
 
@@ -391,6 +416,17 @@ def _falling_sizes(sizes: list[int], ratio: float) -> list[int]:
 
 def _cuts(shares: NDArray[np.float64], size: int) -> Ints:
     return (np.cumsum(shares)[:-1] * size + 1e-9).astype(np.int64).clip(max=size)
+
+
+def _take(shares: NDArray[np.float64], size: int, left: Ints, draws: np.random.Generator) -> Ints:
+    """Draw the classes of ``size`` samples in the given proportions, never more of a class than are left of it."""
+    taken = np.zeros_like(left)
+    while (missing := size - taken.sum()) > 0:
+        odds = np.where(taken < left, shares, 0.0)
+        if not odds.sum() > 0:  # nothing is left of the classes drawn
+            odds = (left - taken).astype(float)
+        taken = np.minimum(taken + draws.multinomial(missing, odds / odds.sum()), left)
+    return taken
 
 
 def _groups(source: Source) -> tuple[Ints, tuple[str, ...]]:

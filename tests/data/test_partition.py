@@ -39,7 +39,15 @@ def sizes_by_group(assignment: Assignment) -> list[list[int]]:
     ]
 
 
-EVERY = [Iid(12), Dirichlet(12, 0.1), Dirichlet(12, 100.0), ClassesPerClient(12, 9), ByGroup(3), ByGroup(1)]
+EVERY = [
+    Iid(12),
+    Dirichlet(12, 0.1),
+    Dirichlet(12, 100.0),
+    Dirichlet(12, 0.1, equal=True),
+    ClassesPerClient(12, 9),
+    ByGroup(3),
+    ByGroup(1),
+]
 
 
 @pytest.mark.parametrize("partition", EVERY, ids=repr)
@@ -107,6 +115,40 @@ def test_dirichlet_always_ends(clients: int, beta: float, least: int, seed: int)
     held = sizes(Dirichlet(clients, beta, min_samples=least).assign(plain(180), seed))
     assert sum(held) == 180
     assert min(held) >= least
+
+
+def test_equal_clients_draw_their_own_proportions() -> None:
+    """Of a client that draws first, a class's share has the Dirichlet's mean 1/C and variance (C-1)/(C^2 (C beta + 1)).
+
+    To that a finite client adds the noise of drawing, E[q (1 - q)]/n.
+    """
+    classes, beta, size = 4, 0.5, 250
+    source = plain(8 * size, classes=classes)  # two clients hold no more than there is of a single class
+    shares = []
+    for seed in range(300):
+        for samples in Dirichlet(8, beta, equal=True).assign(source, seed).clients[:2]:
+            assert len(samples) == size
+            shares.append(np.bincount(source.y[samples], minlength=classes) / size)
+    variance = (classes - 1) / (classes**2 * (classes * beta + 1))
+    noise = (1 / classes - 1 / classes**2 - variance) / size
+    assert np.mean(shares, axis=0) == pytest.approx(np.full(classes, 1 / classes), abs=0.03)
+    assert np.var(shares) == pytest.approx(variance + noise, rel=0.1)
+
+
+def test_equal_clients_take_what_is_left_of_the_classes() -> None:
+    source = plain(100, classes=2)
+    held = Dirichlet(4, 1e-6, equal=True).assign(source, 0).clients
+    # A draw is of one class or the other; whoever draws one that has run out takes the other.
+    assert sizes(Dirichlet(4, 1e-6, equal=True).assign(source, 0)) == [25, 25, 25, 25]
+    assert [len(set(source.y[samples].tolist())) for samples in held] == [1, 1, 1, 1]
+    assert np.bincount(source.y[np.concatenate(held)]).tolist() == [50, 50]
+
+
+@given(st.integers(1, 30), st.floats(1e-300, 1e12), st.integers(0, 99))
+def test_equal_clients_are_always_filled(clients: int, beta: float, seed: int) -> None:
+    assignment = Dirichlet(clients, beta, equal=True).assign(plain(180), seed)
+    assert max(sizes(assignment)) - min(sizes(assignment)) <= 1
+    assert sorted(np.concatenate(assignment.clients)) == list(range(180))
 
 
 def test_filling_up_takes_from_the_largest_only() -> None:

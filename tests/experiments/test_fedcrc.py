@@ -17,6 +17,7 @@ from tests.experiments.scripts import load_script
 HOME = Path(__file__).parents[2] / "experiments" / "fedcrc"
 STUDIES = sorted(path.stem for path in HOME.glob("*.yaml"))
 BETAS = {"beta0.1": 0.1, "beta0.5": 0.5, "beta1": 1.0}
+BY_CLASS = {"byclass0.1": 0.1}  # each class shared out among the clients
 
 
 def study(name):
@@ -49,7 +50,8 @@ def test_clients_hold_the_papers_shares(name):
         assert data["splits"] == (0.8, 0.0, 0.2)
         assert data["unseen"] == (40 if name == "table2" else 0)
         assert data["partition"]["clients"] == 100
-        assert data["partition"].get("beta") == BETAS.get(job.setting)
+        assert data["partition"].get("beta") == (BETAS | BY_CLASS).get(job.setting)
+        assert data["partition"].get("equal", False) == (job.setting in BETAS)
         assert data["partition"]["name"] == ("iid" if job.setting == "iid" else "dirichlet")
         assert data["seed"] == job.seed
         assert data["name"] == ("mnist" if name == "table1-mnist" else "cifar")
@@ -70,7 +72,8 @@ def test_models_are_the_papers(name):
 def test_tables_1_and_2_compare_the_papers_methods(name):
     table = study(name)
     assert table.methods == ("fedavg", "fedprox", "fedbabu", "fedper", "fedrep", "fedcrc")
-    assert table.settings == (*BETAS, "iid") if "table1" in name else tuple(BETAS)
+    extra = {"table2": (), "table1-cifar10": (*BY_CLASS, "iid")}.get(name, ("iid",))
+    assert table.settings == (*BETAS, *extra)
     local = {job.method: job.experiment.method.local for job in table.jobs}
     assert local["fedprox"].mu == 0.1
     assert local["fedcrc"].tau == 0.99
