@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from equipoise.data.checks import real, whole
 from equipoise.data.draws import generator
 from equipoise.data.source import Source
-from equipoise.errors import InputError
+from equipoise.errors import InputError, flag
 
 Ints = NDArray[np.int64]
 
@@ -157,7 +157,7 @@ class Dirichlet:
                 left -= taken
             return held
 
-        divide = fill_clients if self.equal else share_classes
+        divide = fill_clients if flag(self.equal, "equal") else share_classes
         return _inside_groups(source, self.clients, self.min_samples, seed, divide)
 
 
@@ -267,7 +267,7 @@ class ByGroup:
         ratio = self._ratio(len(source.group_names))
         members = _by_group(source)
         counts = self._counts(ratio, source)
-        kept = _falling_sizes([len(samples) for samples in members], ratio) if self.truncate else None
+        kept = _falling_sizes([len(samples) for samples in members], ratio) if flag(self.truncate, "truncate") else None
         draws = generator(seed, "partition")
         clients: list[Ints] = []
         for group, samples in enumerate(members):

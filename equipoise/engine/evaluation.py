@@ -26,7 +26,7 @@ def evaluate_shared(
     """Evaluate one model on every client's own samples.
 
     Clients need not be told apart until the very end: all samples run through in large batches and are averaged by
-    client afterwards, in float64.
+    client afterwards, in float64. Only a model that looks at the batch sees one client's samples at a time, all of them.
 
     Parameters
     ----------
@@ -45,6 +45,9 @@ def evaluate_shared(
         One value a client, NaN where a client holds no sample.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
+    if network.batchwise:
+        together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
+        return evaluate_stacked(network, data, {}, params, split, clients, together)
     positions = torch.from_numpy(_gather(split, clients, sizes))
     pieces: dict[str, list[Tensor]] = {}
     for part in positions.split(samples_a_pass(network, 1)):
@@ -120,19 +123,20 @@ def _sums_of_chunk(
 ) -> dict[str, Tensor]:
     """Sum the metrics of each client's samples, for clients ordered by falling number of samples."""
     active = len(clients)
+    together = active * int(sizes[0]) if network.batchwise else samples_a_pass(network, active)
 
-    def of_one_client(own: Tree, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        output, _ = network.output({**still, **own}, x, Forward(train=False, stacked=active > 1))
+    def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> dict[str, Tensor]:
+        output, _ = network.output({**still, **own}, x, Forward(train=False, mask=kept, stacked=active > 1))
         return network.task.metrics(output, y)
 
     sums: dict[str, Tensor] = {}
-    for active, slots, inside in passes(sizes, samples_a_pass(network, len(clients))):
+    for active, slots, inside in passes(sizes, together):
         positions = split.indices[split.offsets[clients[:active], None] + slots]
         x, y = data.fetch(torch.from_numpy(positions))
+        kept = torch.from_numpy(inside).to(network.device)
         of_all = of_one_client if active == 1 else vmap(of_one_client)
-        measured = of_all(tree_rows(params, active), rows(x, active), rows(y, active))
+        measured = of_all(tree_rows(params, active), rows(x, active), rows(y, active), rows(kept, active))
         for name, values in measured.items():
             total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
-            kept = torch.from_numpy(inside).to(network.device)
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)
     return sums

@@ -86,15 +86,18 @@ class Network:
     def separable(self) -> bool:
         """Whether an output is the head of z, and resting features make the same z of a sample whatever its batch.
 
-        A model with a ``forward`` of its own may do anything. Features without parameters cannot be said to rest. A
-        BatchNorm layer without running statistics looks at the batch even at rest.
+        A model with a ``forward`` of its own may do anything. Features without parameters cannot be said to rest.
         """
-        norms = [layer for name, layer in self._norms if in_parts(name, "features")]
         return (
             getattr(self.module.forward, "__func__", None) is Model.forward
             and any(in_parts(name, "features") for name in self._initial)
-            and all(layer.running_mean is not None for layer in norms)
+            and not self.batchwise
         )
+
+    @cached_property
+    def batchwise(self) -> bool:
+        """Whether outputs depend on what else is in the batch even at rest: BatchNorm without running statistics."""
+        return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
         """Give a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from equipoise.errors import InputError
+from equipoise.errors import InputError, flag
 from equipoise.models.base import Model
 from equipoise.models.checks import count, image, probability, several
 
@@ -108,6 +108,7 @@ def bncnn(
     hidden: Sequence[int] = (64,),
     kernel: int = 5,
     pools: int = 2,
+    running: bool = True,
 ) -> Model:
     """Build convolutions and fully connected layers with BatchNorm after each (a small form of FedBN's digits model).
 
@@ -129,6 +130,10 @@ def bncnn(
         Height and width of the convolutions' kernels, an odd number.
     pools : int
         How many of the convolutions a max-pool follows.
+    running : bool
+        Whether BatchNorm keeps running statistics and evaluates by them. Without, a client's samples are normalised by their
+        own mean and variance in evaluation too, as public code of FedBABU does: accuracy then depends on what else a client
+        holds.
 
     Returns
     -------
@@ -144,19 +149,20 @@ def bncnn(
     depth, height, width = image(shape, "bncnn", smallest=2**halvings)
     if count(kernel, "kernel of model 'bncnn'") % 2 == 0:
         raise InputError(f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image size")
+    keeps = flag(running, "running of model 'bncnn'")
     layers: list[nn.Module] = []
     convolutions = pairwise((depth, *several(channels, "channels of model 'bncnn'", count)))
     for index, (before, depth) in enumerate(convolutions):
         # BatchNorm subtracts the mean, so a bias before it would do nothing.
         convolution = nn.Conv2d(before, depth, kernel, padding=kernel // 2, bias=False)
-        layers += [convolution, nn.BatchNorm2d(depth), nn.ReLU()]
+        layers += [convolution, nn.BatchNorm2d(depth, track_running_stats=keeps), nn.ReLU()]
         if index < halvings:
             layers.append(nn.MaxPool2d(2))
             height, width = height // 2, width // 2
     layers.append(nn.Flatten())
     units = depth * height * width
     for wider in several(hidden, "hidden of model 'bncnn'", count):
-        layers += [nn.Linear(units, wider, bias=False), nn.BatchNorm1d(wider), nn.ReLU()]
+        layers += [nn.Linear(units, wider, bias=False), nn.BatchNorm1d(wider, track_running_stats=keeps), nn.ReLU()]
         units = wider
     return Model(nn.Sequential(*layers), nn.Linear(units, classes))
 

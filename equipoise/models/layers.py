@@ -76,7 +76,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the samples of one client: padding rows never enter its statistics.
 
     A batch that leaves a channel a single value has no variance; it is normalised with the running statistics, and leaves
-    them alone. New statistics are assigned, never written in place, so that the caller decides whether to keep them.
+    them alone. New statistics are assigned, never written in place, so that the caller decides whether to keep them. A layer
+    without running statistics normalises every batch by its own, at rest and in evaluation too, as PyTorch's does.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
@@ -105,18 +106,15 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if self.weight is not None:
             # Autocast may have lowered the input; statistics stay in the precision of the parameters.
             x = x.to(self.weight.dtype)
-        if not (_current.train and self.moves):
-            return self._with_running_statistics(x)
         mask = _current.mask
-        if mask is None and x.numel() == x.shape[1]:
-            return self._with_running_statistics(x)
+        lone = mask is None and x.numel() == x.shape[1]
+        if self.running_mean is not None and (lone or not (_current.train and self.moves)):
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         if (kernels := _kernels(x)) is not None:
             return self._followed(kernels.norm, x, mask)
-        return self._whole(x) if mask is None else self._followed(masked_norm, x, mask)
-
-    def _with_running_statistics(self, x: Tensor) -> Tensor:
-        use_batch = self.running_mean is None
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps)
+        if mask is None and not lone:
+            return self._whole(x)
+        return self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
 
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:

@@ -280,6 +280,8 @@ MIXED = Source(
         (Dirichlet(5, float("nan")), plain(), "beta=nan"),
         (Dirichlet(5, "much"), plain(), "beta='much'"),  # type: ignore[arg-type]
         (Dirichlet(5, 1.0), REGRESSION, "needs labels"),
+        (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
+        (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
         (ClassesPerClient(5, 0), plain(), "classes=0"),
         (ClassesPerClient(5, 2), plain(), "none of clients 0 to 4 would hold class 6"),

@@ -41,41 +41,46 @@ def federation(task="classification", targets=None):
     )
 
 
-def module(outputs=3):
+def module(outputs=3, running=True):
     torch.manual_seed(0)
-    features = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten())
+    norm = nn.BatchNorm2d(3, track_running_stats=running)
+    features = nn.Sequential(nn.Conv2d(2, 3, 3), norm, nn.Dropout(0.5), nn.Flatten())
     return Model(features, nn.Linear(12, outputs)).double()
 
 
-def setting(task="classification", outputs=3, targets=None):
+def setting(task="classification", outputs=3, targets=None, running=True):
     data = federation(task, targets)
-    network = Network(module(outputs), Task(task), dtype=torch.float64)
+    network = Network(module(outputs, running), Task(task), dtype=torch.float64)
     return network, DeviceData(data, torch.device("cpu"), torch.float64), data
 
 
-def by_hand(data, params, held):
-    """Load the parameters into an ordinary model and look at one sample at a time."""
+def by_hand(data, params, held, running=True):
+    """Load the parameters into an ordinary model and look at one sample at a time, or at one client's together."""
     if not held:
         return np.nan, np.nan
-    plain = module().eval()
+    plain = module(running=running).eval()
     plain.load_state_dict(params, strict=False)
     losses, hits = [], []
     with torch.no_grad():
-        for sample in held:
-            output = plain(data.x[sample : sample + 1])
-            losses.append(F.cross_entropy(output, data.y[sample : sample + 1]).item())
-            hits.append(float(output.argmax() == data.y[sample]))
+        for samples in [[sample] for sample in held] if running else [held]:
+            output = plain(data.x[samples])
+            losses += F.cross_entropy(output, data.y[samples], reduction="none").tolist()
+            hits += (output.argmax(1) == data.y[samples]).double().tolist()
     return np.mean(losses), np.mean(hits)
+
+
+RUNNING = pytest.mark.parametrize("running", [True, False], ids=["running statistics", "the batch's own"])
 
 
 @pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [1, 2], [2, 1, 3]])
 @pytest.mark.parametrize("together", [4096, 7])
-def test_one_model_on_every_client(clients, together, monkeypatch):
+@RUNNING
+def test_one_model_on_every_client(clients, together, running, monkeypatch):
     monkeypatch.setattr(chunking, "_PASS", together)
-    network, device_data, data = setting()
+    network, device_data, data = setting(running=running)
     params = {name: tensor + 0.1 for name, tensor in network.initial().items()}
     found = evaluate_shared(network, device_data, params, SPLIT, np.array(clients))
-    wanted = [by_hand(data, params, HELD[client]) for client in clients]
+    wanted = [by_hand(data, params, HELD[client], running) for client in clients]
     np.testing.assert_allclose(found["loss"], [loss for loss, _ in wanted], rtol=1e-12)
     np.testing.assert_allclose(found["accuracy"], [hit for _, hit in wanted], rtol=1e-12)
 
@@ -83,15 +88,16 @@ def test_one_model_on_every_client(clients, together, monkeypatch):
 @pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [2, 1, 3]])
 @pytest.mark.parametrize("chunk", [1, 2, 10])
 @pytest.mark.parametrize("together", [4096, 7])
-def test_every_clients_own_model(clients, chunk, together, monkeypatch):
+@RUNNING
+def test_every_clients_own_model(clients, chunk, together, running, monkeypatch):
     monkeypatch.setattr(chunking, "_PASS", together)
-    network, device_data, data = setting()
+    network, device_data, data = setting(running=running)
     initial = network.initial()
     still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}
     own = {n: t + 0.3 * normal(len(clients), *t.shape, seed=3) for n, t in initial.items() if n.startswith("head")}
     found = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk)
     wanted = [
-        by_hand(data, {**still, **{name: stack[row] for name, stack in own.items()}}, HELD[client])
+        by_hand(data, {**still, **{name: stack[row] for name, stack in own.items()}}, HELD[client], running)
         for row, client in enumerate(clients)
     ]
     np.testing.assert_allclose(found["loss"], [loss for loss, _ in wanted], rtol=1e-12)

@@ -38,11 +38,10 @@ def mlp(dropout=0.0):
     return Model(nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else [])), nn.Linear(12, 4)).double()
 
 
-def batchnorm():
+def batchnorm(running=True):
     torch.manual_seed(2)
-    features = nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten()
-    )
+    first, second = (nn.BatchNorm2d(channels, track_running_stats=running) for channels in (6, 5))
+    features = nn.Sequential(nn.Conv2d(2, 6, 3), first, nn.ReLU(), nn.Conv2d(6, 5, 2), second, nn.ReLU(), nn.Flatten())
     return Model(features, nn.Linear(20, 4)).double()
 
 

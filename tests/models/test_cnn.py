@@ -53,6 +53,10 @@ def test_bncnn_with_four_convolutions_halves_the_image_after_each() -> None:
     kinds = [type(layer) for layer in model.features]
     assert kinds == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d] * 4 + [nn.Flatten]
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    bare = bncnn((3, 32, 32), 10, hidden=(8,), running=False)
+    assert not list(bare.buffers())
+    with pytest.raises(InputError, match="running of model 'bncnn' must be true or false, got 'no'"):
+        bncnn((3, 32, 32), 10, running="no")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="images must be at least 16 x 16"):
         bncnn((3, 15, 16), 10, pools=4)
     with pytest.raises(InputError, match="kernel of model 'bncnn' must be odd, got 4"):

@@ -143,15 +143,27 @@ def test_new_statistics_are_assigned_and_never_written_in_place():
     assert not torch.equal(layer.running_mean, copied)
 
 
+@SHAPES
 @pytest.mark.parametrize("masked", [False, True])
-def test_without_running_statistics_evaluation_uses_the_batch(masked):
-    theirs = nn.BatchNorm1d(CHANNELS, track_running_stats=False).double()
+@pytest.mark.parametrize("when", ["training", "evaluation", "frozen"])
+def test_without_running_statistics_the_batch_is_always_used(when, masked, shape):
+    theirs = torch_norm(shape, track_running_stats=False)
     ours = BatchNorm(copy.deepcopy(theirs))
-    x, mask = padded(5, 8, ())
+    ours.moves = when != "frozen"
+    x, mask = padded(5, 8, shape)
     alone = x[:5] if masked else x
-    with forward_pass(Forward(train=True, mask=mask if masked else None)):
+    with forward_pass(Forward(train=when != "evaluation", mask=mask if masked else None)):
         found = ours(x)[: len(alone)]
-    torch.testing.assert_close(found, theirs(alone), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, theirs.eval()(alone), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_single_value_without_running_statistics_is_its_own_mean(masked):
+    layer = BatchNorm(torch_norm((), track_running_stats=False))
+    x = padded(1, 4, ())[0].detach() if masked else normal(1, CHANNELS)
+    with forward_pass(Forward(train=False, mask=torch.tensor([1.0, 0, 0, 0]).double() if masked else None)):
+        found = layer(x)[0]
+    torch.testing.assert_close(found, layer.bias, rtol=1e-12, atol=1e-12)
 
 
 def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
