@@ -138,6 +138,10 @@ def train(
     """
     if resume and out is None:
         raise InputError("resume=True needs out=, the directory of the run to go on with")
+    if not isinstance(federation, Federation):
+        raise InputError(
+            f"train() needs a Federation, such as equipoise.data.load('digits'), as its first argument, got {federation!r}"
+        )
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from equipoise import Federation
+from equipoise import Federation, Training, load, train
+from equipoise.data import load as load_data
+from equipoise.engine.optimizers import Sgd
 from equipoise.models import build
 from equipoise.study import load_study
 from tests.experiments.scripts import load_script
@@ -131,3 +134,27 @@ def test_figure_3_averages_clients_and_seeds_on_test_data(tmp_path):
     assert curves["iid", "fedcrc", "global"] == {7: pytest.approx(0.5)}
     figure.draw(curves, tmp_path / "figure3.svg")
     assert (tmp_path / "figure3.svg").stat().st_size > 1000
+
+
+def test_norm_statistics_are_the_models_own_and_those_of_each_clients_test_data(tmp_path):
+    training = Training(rounds=2, cohort=4, batch_size=16, optimizer=Sgd(lr=0.1))
+    model = {"name": "bncnn", "channels": [4], "hidden": [], "pools": 1}
+    data = {"name": "digits", "partition": {"name": "dirichlet", "clients": 8, "beta": 0.1, "equal": True}}
+    digits, out = load_data(**data), tmp_path / "beta0.1" / "fedavg" / "seed0"
+    run = train(digits, data=data, model=model, training=training, out=out)
+    script = load_script(HOME / "norm_statistics.py")
+    [(running, own)] = script.read(tmp_path)["beta0.1", "fedavg"]
+    assert running == pytest.approx(run.summary["results"]["global"]["seen"]["mean"])
+
+    weights = {name: tensor.double() for name, tensor in load(out).state_dict().items()}
+    hits = []
+    for client in digits.seen:
+        samples = digits.test.of(client)
+        seen = F.conv2d(digits.x[samples].double(), weights["features.0.weight"], padding=2)
+        mean, var = seen.mean((0, 2, 3), keepdim=True), seen.var((0, 2, 3), keepdim=True, correction=0)
+        scale, shift = (weights[f"features.1.{name}"].view(1, -1, 1, 1) for name in ("weight", "bias"))
+        z = F.max_pool2d(((seen - mean) / (var + 1e-5).sqrt() * scale + shift).relu(), 2).flatten(1)
+        answers = (z @ weights["head.weight"].T + weights["head.bias"]).argmax(1)
+        hits.append(float((answers == digits.y[samples]).double().mean()))
+    assert own == pytest.approx(np.mean(hits))
+    assert own != pytest.approx(running)

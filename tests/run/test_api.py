@@ -72,6 +72,11 @@ def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, 
     assert not (tmp_path / "run").exists()
 
 
+def test_the_name_of_a_source_is_no_federation():
+    with pytest.raises(InputError, match=r"train\(\) needs a Federation, such as .*load\('digits'\).*, got 'digits'"):
+        train("digits", rounds=1)
+
+
 def test_a_model_is_left_as_it_was_after_it_was_tried_out():
     model = custom().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
