@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,6 +28,7 @@ from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
+from equipoise.imports import import_own
 from equipoise.method import Method
 from equipoise.run.api import Run, train
 from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
@@ -36,7 +36,18 @@ from equipoise.run.trainer import Evaluation, MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
 
-SECTIONS = ("method", "data", "model", "training", "machine", "evaluation", "seed", "checkpoint_every", "flower")
+SECTIONS = (
+    "imports",
+    "method",
+    "data",
+    "model",
+    "training",
+    "machine",
+    "evaluation",
+    "seed",
+    "checkpoint_every",
+    "flower",
+)
 # A run's own config.yaml is an experiment file too; what it says about the machine it ran on is no setting.
 IGNORED = ("resolved",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
@@ -99,6 +110,8 @@ class Experiment:
         Rounds between checkpoints.
     flower : FlowerSettings
         How a run on Flower treats clients; in one process it changes nothing.
+    imports : tuple of str
+        Code of one's own that must be imported first; see :func:`equipoise.imports.import_own`.
 
     Examples
     --------
@@ -116,6 +129,7 @@ class Experiment:
     seed: int = 0
     checkpoint_every: int = 1
     flower: FlowerSettings = field(default_factory=FlowerSettings)
+    imports: tuple[str, ...] = ()
     origins: Origins = field(repr=False, compare=False)
 
     def federation(self) -> Federation:
@@ -126,6 +140,8 @@ class Experiment:
         >>> experiment_from({"data": "digits"}).federation().clients
         22
         """
+        # Again, because this may be another process than the one that read the experiment.
+        import_own(self.imports)
         with self.origins.named("data"):
             return data.load(**self.data)
 
@@ -163,7 +179,11 @@ class Experiment:
         >>> experiment_from({"data": "digits", "training": {"rounds": 1}}).run().summary["rounds"]
         1
         """
-        protects = engine is not StackedEngine and self.flower.privacy is not None
+        import_own(self.imports)
+        sections: dict[str, Any] = {"imports": list(self.imports)} if self.imports else {}
+        # In one process nothing leaves a client that would need protection.
+        if engine is not StackedEngine and self.flower.privacy is not None:
+            sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
         federation = self.federation() if federation is None else federation
         with self.origins.named():
             return train(
@@ -178,8 +198,7 @@ class Experiment:
                 resume=resume,
                 checkpoint_every=self.checkpoint_every,
                 data=self.data,
-                # In one process nothing leaves a client that would need protection.
-                sections={"flower": {"privacy": to_plain(self.flower.privacy)}} if protects else None,
+                sections=sections,
                 on_round=on_round,
                 engine=engine,
             )
@@ -198,6 +217,7 @@ class Experiment:
         {'name': 'fedavg', 'weights': 'size', 'sampling': {'name': 'uniform'}}
         """
         plain = {
+            **({"imports": self.imports} if self.imports else {}),
             "method": methods.describe(self.method),
             "data": self.data,
             "model": self.model,
@@ -248,7 +268,7 @@ def experiment_from(
     ----------
     mapping : mapping
         With ``data`` and, if they differ from the defaults, ``method``, ``model``, ``training``, ``machine``,
-        ``evaluation``, ``seed`` and ``checkpoint_every``.
+        ``evaluation``, ``seed``, ``checkpoint_every`` and ``imports``.
     where : str
         What errors call the place the mapping came from; empty if everything is in the overrides.
     overrides : sequence of str
@@ -359,6 +379,8 @@ class _Reader:
         self.origins = origins
 
     def experiment(self, content: Mapping[str, Any]) -> Experiment:
+        # First of all: what follows looks names up that these may bring.
+        imports = self.imports(content.get("imports", []))
         seed = self.value(content.get("seed", 0), int, "seed")
         if not 0 <= seed < 2**63:
             raise InputError(f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}")
@@ -380,8 +402,15 @@ class _Reader:
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
             flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
+            imports=imports,
             origins=self.origins,
         )
+
+    def imports(self, given: Any) -> tuple[str, ...]:
+        listed = tuple(self.value([given] if isinstance(given, str) else given, list[str], "imports"))
+        with self.origins.named("imports"):
+            import_own(listed)
+        return listed
 
     def method(self, given: Any) -> Method:
         name, options = self.named(given, "method", "method", methods.names(), default="fedavg")
@@ -401,7 +430,7 @@ class _Reader:
 
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)
-        recipe = import_module(data.SOURCES[name]).recipe
+        recipe = data.recipe_of(name)
         checked = self.fields(options, _types(data.load) | _types(recipe), "data", {"partition": self.partition})
         defaults = _defaults(data.load) | _defaults(recipe) | {"seed": seed}
         return {"name": name, **defaults, **checked}
@@ -417,8 +446,8 @@ class _Reader:
 
     def model(self, given: Any, usual: str) -> dict[str, Any]:
         name, options = self.named(given, "model", "model", models.MODELS, default=usual)
-        build = getattr(import_module(models.MODELS[name]), name)
-        return {"name": name, **models.defaults(name), **self.fields(options, _types(build), "model")}
+        types = _types(models.maker_of(name))
+        return {"name": name, **models.defaults(name), **self.fields(options, types, "model")}
 
     def settings(
         self, kind: type[Any], content: Mapping[str, Any], section: str, **special: Callable[[Any, str], Any]

@@ -40,6 +40,12 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."),
 ]
+Import = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import", metavar="FILE", help="Python file or module of your own that registers methods, models or data."
+    ),
+]
 
 
 def main() -> None:
@@ -78,6 +84,7 @@ def run(
         Path | None, typer.Option(help="Run directory.", show_default="a new one, runs/DATA-METHOD-seedN")
     ] = None,
     set_: Set = None,
+    import_: Import = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
     json_: Json = False,
@@ -86,6 +93,7 @@ def run(
     """Train one experiment and show who is left behind."""
     with _errors(debug):
         flags = {
+            "imports": ("--import", import_ or None),
             "method": ("--method", method),
             "data": ("--data", data),
             "model": ("--model", model),
@@ -120,11 +128,13 @@ def run(
 
 
 @app.command(epilog="Example: equipoise methods --json")
-def methods(json_: Json = False, debug: Debug = False) -> None:
+def methods(import_: Import = None, json_: Json = False, debug: Debug = False) -> None:
     """List the methods and what the server sees of clients."""
     with _errors(debug):
         from equipoise.cli import show
+        from equipoise.imports import import_own
 
+        import_own(import_ or ())
         if json_:
             _print_json(show.method_documents())
         else:
@@ -149,6 +159,7 @@ def data(
     download: Annotated[
         bool, typer.Option("--download", help="Get the files of mnist, emnist or cifar if they are not there.")
     ] = False,
+    import_: Import = None,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -157,7 +168,8 @@ def data(
         from equipoise.cli import show
         from equipoise.config import Override, experiment_from
 
-        overrides = [Override("data", name, "NAME")]
+        overrides = [Override("imports", import_, "--import")] if import_ else []
+        overrides += [Override("data", name, "NAME")]
         overrides += [Override("data.seed", seed, "--seed")] if seed is not None else []
         overrides += [Override.parse(text, below="data") for text in set_ or ()]
         overrides += [Override("data.download", True, "--download")] if download else []

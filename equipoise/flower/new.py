@@ -12,6 +12,7 @@ import yaml
 
 from equipoise.config import Experiment, experiment_from, read_yaml
 from equipoise.errors import InputError
+from equipoise.imports import file_of
 from equipoise.method import Sees
 
 EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml", "README.md"
@@ -94,7 +95,7 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     directory : Path
         Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names hold.
     experiment : Path
-        The experiment's file; the app gets a copy that says how many clients to wait for.
+        The experiment's file; the app gets a copy that says how many clients to wait for, and the files it imports.
 
     Returns
     -------
@@ -145,6 +146,11 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
         PROJECT: _PROJECT.substitute(facts),
         README: _README.substitute(facts),
     }
+    # Flower lets an app import what lies beside it.
+    for own in filter(None, map(file_of, read.imports)):
+        if own.name in contents:
+            raise InputError(f"{experiment}: imports {own.name!r}, a name the app needs; call the file something else")
+        contents[own.name] = own.read_text(encoding="utf-8")
     directory.mkdir(parents=True, exist_ok=True)
     for file, written in contents.items():
         (directory / file).write_text(written, encoding="utf-8")

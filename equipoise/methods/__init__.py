@@ -44,6 +44,9 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
     """
 
     def known(part: P) -> P:
+        if not part.__module__.startswith(f"{__name__}."):
+            # One's own: it must not take the name of a method that has not been looked for yet.
+            _discover()
         before = _PARTS.get(name, part)
         if (before.__module__, before.__qualname__) != (part.__module__, part.__qualname__):
             raise InputError(

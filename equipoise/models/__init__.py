@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from equipoise.errors import InputError, unknown
+from equipoise.imports import Registry, enter, look_up
 from equipoise.models.checks import count, several
 
 if TYPE_CHECKING:
     from equipoise.models.base import Model
 
-__all__ = ["MODELS", "build", "defaults"]
+__all__ = ["MODELS", "build", "defaults", "maker_of", "register"]
 
-MODELS: dict[str, str] = {
-    "logistic": "equipoise.models.dense",
-    "mlp": "equipoise.models.dense",
-    "cnn2": "equipoise.models.cnn",
-    "cnn4": "equipoise.models.cnn",
-    "bncnn": "equipoise.models.cnn",
-    "pflcnn": "equipoise.models.cnn",
-    "resnet18": "equipoise.models.resnet",
-    "charlstm": "equipoise.models.recurrent",
+Maker = Callable[..., "Model"]
+M = TypeVar("M", bound=Maker)
+
+MODELS: Registry = {
+    "logistic": "equipoise.models.dense:logistic",
+    "mlp": "equipoise.models.dense:mlp",
+    "cnn2": "equipoise.models.cnn:cnn2",
+    "cnn4": "equipoise.models.cnn:cnn4",
+    "bncnn": "equipoise.models.cnn:bncnn",
+    "pflcnn": "equipoise.models.cnn:pflcnn",
+    "resnet18": "equipoise.models.resnet:resnet18",
+    "charlstm": "equipoise.models.recurrent:charlstm",
 }
-"""Where each model is built: the module that holds a function of the model's name, imported when first asked for."""
+"""What builds each model."""
+
+
+def register(maker: M) -> M:
+    """Make a model known by the name of the function that builds it; a decorator.
+
+    Parameters
+    ----------
+    maker : callable
+        Takes the shape of a sample, the number of classes and options by keyword, with defaults and types, and returns a
+        :class:`equipoise.models.base.Model`.
+
+    Returns
+    -------
+    callable
+        The same function.
+
+    Examples
+    --------
+    >>> @register
+    ... def wide(shape, classes, *, width: int = 512):
+    ...     return build("mlp", shape=shape, classes=classes, hidden=(width,))
+    >>> build("wide", shape=(8,), classes=2, width=3).head
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+    return enter(MODELS, maker, "model")
 
 
 def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **options: Any) -> Model:
@@ -60,7 +88,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     """
     import torch
 
-    make = _maker(name)
+    make = maker_of(name)
     _refuse_unknown(options, name)
     sample = several(shape, "shape", count)
     if not sample:
@@ -93,15 +121,21 @@ def defaults(name: str) -> dict[str, Any]:
     >>> defaults("mlp")
     {'hidden': (64,), 'dropout': 0.0}
     """
-    parameters = inspect.signature(_maker(name)).parameters.values()
+    parameters = inspect.signature(maker_of(name)).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _maker(name: str) -> Callable[..., Model]:
+def maker_of(name: str) -> Maker:
+    """Give the function that builds a model.
+
+    Examples
+    --------
+    >>> maker_of("mlp").__module__
+    'equipoise.models.dense'
+    """
     if name not in MODELS:
         raise unknown("model", name, MODELS)
-    maker: Callable[..., Model] = getattr(import_module(MODELS[name]), name)
-    return maker
+    return look_up(MODELS, name)
 
 
 def _refuse_unknown(given: dict[str, Any], name: str) -> None:

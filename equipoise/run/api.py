@@ -21,6 +21,7 @@ from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
+from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
@@ -138,10 +139,8 @@ def train(
     """
     if resume and out is None:
         raise InputError("resume=True needs out=, the directory of the run to go on with")
-    if not isinstance(federation, Federation):
-        raise InputError(
-            f"train() needs a Federation, such as equipoise.data.load('digits'), as its first argument, got {federation!r}"
-        )
+    if isinstance(federation, str):
+        raise InputError(f"train() takes a federation, not the name of one: equipoise.data.load({federation!r})")
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
@@ -241,6 +240,7 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
     """
     directory = Path(run)
     config = read_config(directory)
+    import_own(config.get("imports", []))
     shared, note = load_tensors(directory / GLOBAL)
     own: Tree = {}
     clients: list[int] = []

@@ -59,6 +59,57 @@ def test_the_experiment_is_copied_and_says_how_many_clients_there_are(experiment
     assert made.method.local.lam == 0.5
 
 
+OWN = """
+from equipoise import models
+
+@models.register
+def small(shape, classes):
+    return models.build("mlp", shape=shape, classes=classes, hidden=(2,))
+"""
+WRITE = """
+from pathlib import Path
+from equipoise.flower.new import new_app
+new_app(Path("app"), Path("mine.yaml"))
+"""
+READ = """
+import sys
+sys.path.append(sys.argv[1])
+import app
+from equipoise.config import load_experiment
+print(load_experiment(app.EXPERIMENT).model)
+"""
+
+
+def python(code, *arguments, cwd):
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+
+
+def test_code_of_ones_own_travels_with_the_app(tmp_path):
+    """Seen from another directory, with the app importable, as Flower has it."""
+    places = [tmp_path / "here", tmp_path / "elsewhere"]
+    for place in places:
+        place.mkdir()
+    (places[0] / "nets.py").write_text(OWN)
+    (places[0] / "mine.yaml").write_text("imports: nets.py\ndata: digits\nmodel: small\n")
+    python(WRITE, cwd=places[0])
+    assert (places[0] / "app" / "nets.py").read_text() == OWN
+    (places[0] / "nets.py").unlink()
+    done = python(READ, str(places[0] / "app"), cwd=places[1])
+    assert done.stdout == "{'name': 'small'}\n"
+
+
+def test_own_code_must_not_take_the_place_of_the_app(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "app.py").write_text("")
+    experiment.write_text("imports: app.py\ndata: digits\n")
+    with pytest.raises(InputError, match=r"imports 'app.py', a name the app needs"):
+        new_app(tmp_path / "my-app", experiment)
+    assert not (tmp_path / "my-app").exists()
+    del sys.modules["app"]
+
+
 def test_what_the_experiment_says_of_flower_stands(experiment, tmp_path):
     experiment.write_text(experiment.read_text() + "flower: {clients: 3}\n")
     new_app(tmp_path / "my-app", experiment)

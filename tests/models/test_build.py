@@ -30,7 +30,8 @@ NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.
 
 
 def test_every_registered_model_is_covered_here() -> None:
-    assert set(SMALL) | {"charlstm"} == set(MODELS)  # charlstm takes text; see test_recurrent
+    ours = {name for name, place in MODELS.items() if isinstance(place, str)}
+    assert set(SMALL) | {"charlstm"} == ours  # charlstm takes text; see test_recurrent
 
 
 @NAMED_CASES

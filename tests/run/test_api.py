@@ -73,7 +73,7 @@ def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, 
 
 
 def test_the_name_of_a_source_is_no_federation():
-    with pytest.raises(InputError, match=r"train\(\) needs a Federation, such as .*load\('digits'\).*, got 'digits'"):
+    with pytest.raises(InputError, match=r"takes a federation, not the name of one: equipoise.data.load\('digits'\)"):
         train("digits", rounds=1)
 
 

@@ -1,0 +1,172 @@
+"""Methods, models and sources in files of one's own, from the command line and in other processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from equipoise import data, models
+from equipoise.data import Iid, Source
+from equipoise.errors import InputError
+from equipoise.imports import import_own
+
+OWN = '''
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from equipoise import data, models
+from equipoise.data import Iid, Source
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+from equipoise.models.base import Model
+
+
+@register("halved", paper="our own")
+@dataclass(frozen=True)
+class Halved(LocalRule):
+    """Half the loss: as if the learning rate were half as large."""
+
+    share: float = 0.5
+
+    def phases(self):
+        return (Phase(loss=lambda client: self.share * client.task_loss()),)
+
+
+@models.register
+def oneunit(shape, classes, *, width: int = 1):
+    return Model(nn.Sequential(nn.Flatten(), nn.Linear(shape[0], width)), nn.Linear(width, classes))
+
+
+@data.register
+def coins(*, seed: int, tosses: int = 120):
+    y = torch.arange(tosses) % 2
+    noise = torch.randn(tosses, 3, generator=torch.Generator().manual_seed(seed))
+    return Source(x=noise + y.unsqueeze(1), y=y, name="coins"), Iid(4)
+'''
+
+STUDY = {
+    "base": {
+        "imports": "mine.py",
+        "data": {"name": "coins", "tosses": 160},
+        "model": {"name": "oneunit", "width": 2},
+        "training": {"rounds": 2, "optimizer": {"name": "sgd", "lr": 0.1}},
+    },
+    "methods": ["fedavg", {"name": "halved", "share": 0.25}],
+    "settings": {"plain": {}, "faster": {"training.optimizer.lr": 0.4}},
+}
+
+
+def python(code, *arguments, cwd):
+    """Run Python elsewhere; give its exit code and what it printed."""
+    done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def equipoise(*arguments, cwd):
+    return python("from equipoise.cli import main; main()", *arguments, cwd=cwd)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    return tmp_path
+
+
+def test_a_study_of_own_code_runs_in_processes_of_its_own(place):
+    code, printed, errors = equipoise("compare", "study.yaml", "--jobs", "2", "--out", "runs", cwd=place)
+    assert code == 0, errors
+    assert "halved" in printed
+    show = """
+import sys, torch, equipoise
+print(torch.equal(*(equipoise.load(f"runs/{run}/seed0").head.weight for run in sys.argv[1:])))
+"""
+    # A quarter of the loss with four times the learning rate is plain training, to the last bit.
+    assert python(show, "plain/fedavg", "faster/halved", cwd=place)[1] == "True\n"
+    assert python(show, "plain/fedavg", "plain/halved", cwd=place)[1] == "False\n"
+    config = yaml.safe_load((place / "runs/plain/halved/seed0/config.yaml").read_text())
+    assert config["imports"] == ["mine.py"]
+    code, printed, errors = equipoise("compare", "study.yaml", "--out", "runs", cwd=place)
+    assert code == 0, errors
+    assert "halved" in printed
+
+
+def test_the_command_line_knows_own_code(place):
+    code, printed, errors = equipoise("methods", "--import", "mine.py", "--json", cwd=place)
+    assert code == 0, errors
+    assert "halved" in {method["name"] for method in json.loads(printed)}
+    code, printed, errors = equipoise("data", "coins", "--import", "mine", "--json", cwd=place)
+    assert code == 0, errors
+    own = ("--import", "mine.py", "--method", "halved", "--data", "coins", "--model", "oneunit", "--rounds", "1")
+    code, printed, errors = equipoise("run", *own, "--out", "run", "--json", cwd=place)
+    assert code == 0, errors
+    code, _, errors = equipoise("run", "run/config.yaml", "--resume", cwd=place)
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("absent.py", None, "--import: imports: no file 'absent.py' in "),
+        (
+            "absent",
+            None,
+            "--import: imports: 'absent' cannot be imported (ModuleNotFoundError: No module named 'absent')",
+        ),
+        (
+            "broken.py",
+            "1 / 0",
+            "--import: imports: 'broken.py' cannot be imported (ZeroDivisionError: division by zero)",
+        ),
+        ("json.py", "", "under the name 'json'; call the file something else"),
+        ("taken.py", OWN.replace('"halved"', '"fedavg"'), "the name 'fedavg' of Halved is taken by FedAvg"),
+        ("taken.py", OWN.replace("oneunit", "mlp"), "the name 'mlp' of a model is taken by equipoise.models.dense:mlp"),
+        (
+            "taken.py",
+            OWN.replace("def coins", "def mnist"),
+            "the name 'mnist' of a source is taken by equipoise.data.mnist:recipe",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_named(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    code, _, errors = equipoise("run", "--import", name, "--out", "run", cwd=tmp_path)
+    assert code == 2
+    assert says in " ".join(errors.split())
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_registering_again_is_no_conflict():
+    assert models.register(models.register(own_model)) is own_model
+    assert data.register(data.register(own_source)) is own_source
+    assert data.load("own_source").clients == 2
+    del models.MODELS["own_model"], data.SOURCES["own_source"]
+
+
+def own_model(shape, classes):
+    return models.build("mlp", shape=shape, classes=classes)
+
+
+def own_source(*, seed):
+    import torch
+
+    return Source(x=torch.zeros(20, 1), y=torch.arange(20) % 2), Iid(2)
+
+
+def test_a_file_is_imported_once(tmp_path, monkeypatch):
+    (tmp_path / "counted_once.py").write_text("import os\nwith open('count', 'a') as f:\n    f.write('x')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    import_own(["counted_once.py", "counted_once.py"])
+    import_own(["counted_once"])
+    assert (tmp_path / "count").read_text() == "x"
+    with pytest.raises(InputError, match="no file 'other.py'"):
+        import_own(["counted_once", "other.py"])
