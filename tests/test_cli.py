@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import equipoise.cli
-from equipoise import methods
+from equipoise import data, methods, models
 from equipoise.cli import places, show
 from equipoise.config import experiment_from
 from equipoise.data import load
@@ -470,7 +470,12 @@ def test_the_tables_are_written_even_if_nobody_reads_them(call, strange, monkeyp
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_examples_of_the_front_page():
+def test_the_examples_of_the_front_page(monkeypatch):
+    # What README registers must not stay with the tests that come after.
+    monkeypatch.setattr(methods, "_PARTS", dict(methods._PARTS))
+    monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     failed, tried = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried >= 10
     assert failed == 0

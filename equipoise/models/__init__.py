@@ -48,9 +48,9 @@ def register(maker: M) -> M:
     Examples
     --------
     >>> @register
-    ... def wide(shape, classes, *, width: int = 512):
+    ... def narrow(shape, classes, *, width: int = 8):
     ...     return build("mlp", shape=shape, classes=classes, hidden=(width,))
-    >>> build("wide", shape=(8,), classes=2, width=3).head
+    >>> build("narrow", shape=(8,), classes=2, width=3).head
     Linear(in_features=3, out_features=2, bias=True)
     """
     return enter(MODELS, maker, "model")
