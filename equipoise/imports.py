@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Registry = dict[str, str | Callable[..., Any]]
@@ -86,14 +86,16 @@ def enter(registry: Registry, function: F, kind: str) -> F:
     return function
 
 
-def look_up(registry: Registry, name: str) -> Callable[..., Any]:
-    """Give a function that is known to be there, importing it if need be.
+def look_up(registry: Registry, name: str, kind: str) -> Callable[..., Any]:
+    """Give the function of a name, importing it if need be.
 
     Examples
     --------
-    >>> look_up({"digits": "equipoise.data.digits:recipe"}, "digits").__name__
+    >>> look_up({"digits": "equipoise.data.digits:recipe"}, "digits", "data").__name__
     'recipe'
     """
+    if name not in registry:
+        raise unknown(kind, name, registry)
     entry = registry[name]
     if not isinstance(entry, str):
         return entry

@@ -100,9 +100,7 @@ def recipe_of(name: str) -> Recipe:
     >>> recipe_of("digits").__module__
     'equipoise.data.digits'
     """
-    if name not in SOURCES:
-        raise unknown("data", name, SOURCES)
-    return look_up(SOURCES, name)
+    return look_up(SOURCES, name, "data")
 
 
 def make_partition(name: str, **options: Any) -> Partition:

@@ -133,9 +133,7 @@ def maker_of(name: str) -> Maker:
     >>> maker_of("mlp").__module__
     'equipoise.models.dense'
     """
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
-    return look_up(MODELS, name)
+    return look_up(MODELS, name, "model")
 
 
 def _refuse_unknown(given: dict[str, Any], name: str) -> None:
