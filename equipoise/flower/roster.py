@@ -207,6 +207,11 @@ class Roster:
             sizes[client] = said.sizes[name]
         return Sizes(sizes)
 
+    @property
+    def client_names(self) -> tuple[str, ...]:
+        """Names of all clients, by number."""
+        return tuple(self.client_name(client) for client in range(self.clients))
+
     def client_name(self, client: int) -> str:
         """Give a client's name."""
         return self.known[client].name if client in self.known else f"client {client}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from equipoise.tree import Tree
 
 S = TypeVar("S")
 
-CONFIG, SUMMARY, GLOBAL, PERSONAL = "config.yaml", "summary.json", "model.safetensors", "personal.safetensors"
+CONFIG, SUMMARY, CLIENTS = "config.yaml", "summary.json", "clients.json"
+GLOBAL, PERSONAL = "model.safetensors", "personal.safetensors"
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class Run:
     directory: Path | None
     trainer: Trainer
 
-    def model(self, client: int | None = None) -> nn.Module:
+    def model(self, client: int | str | None = None) -> nn.Module:
         """Give the global model, or a client's personal model, ready to use.
 
         Parameters
         ----------
-        client : int, optional
-            Whose personal model; the global one by default, and for clients that have never taken part.
+        client : int or str, optional
+            Whose personal model, by number or name; the global one by default, and for clients that have never taken part.
 
         Returns
         -------
@@ -67,8 +68,9 @@ class Run:
             In evaluation mode, on the CPU.
         """
         selected = self.trainer.selected()
-        blank, registered = self.trainer.engine.network.blank(), self.trainer.federation.clients
-        return _module(blank, selected, registered, client, whole=self.trainer.has_global)
+        blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
+        number = _number(client, federation.client_names)
+        return _module(blank, selected, federation.clients, number, whole=self.trainer.has_global)
 
 
 def train(
@@ -201,6 +203,8 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
     if directory:
         selected = trainer.selected()
         save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round, "whole": trainer.has_global})
+        if names := trainer.federation.client_names:
+            write_atomically(directory / CLIENTS, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
         if selected.own:
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
         # The summary comes last: where it is, the run is complete.
@@ -208,7 +212,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
     return Run(summary, config, directory, trainer)
 
 
-def load(run: str | Path, client: int | None = None, *, module: nn.Module | None = None) -> nn.Module:
+def load(run: str | Path, client: int | str | None = None, *, module: nn.Module | None = None) -> nn.Module:
     """Give back a trained model from a run directory.
 
     Methods whose clients keep parts of the shared model for themselves, such as FedPer's head, leave no global model
@@ -218,8 +222,9 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
     ----------
     run : path
         The run directory.
-    client : int, optional
-        Whose personal model; the global one by default, and for clients that have never taken part.
+    client : int or str, optional
+        Whose personal model, by number or, where clients have names, by name; the global one by default, and for clients that
+        have never taken part.
     module : nn.Module, optional
         The model's architecture, needed only if the run was made with a module of its own and not a named model.
 
@@ -254,8 +259,9 @@ def load(run: str | Path, client: int | None = None, *, module: nn.Module | None
         resolved = config["resolved"]
         module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
     chosen = Models(note["round"], shared, clients, own)
-    registered = config["resolved"]["clients"]
-    return _module(convert(copy.deepcopy(module)), chosen, registered, client, whole=note["whole"])
+    named = (directory / CLIENTS).exists()
+    number = _number(client, json.loads((directory / CLIENTS).read_text(encoding="utf-8")) if named else None)
+    return _module(convert(copy.deepcopy(module)), chosen, config["resolved"]["clients"], number, whole=note["whole"])
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -268,6 +274,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or "resolved" not in config:
         raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
     return config
+
+
+def _number(client: int | str | None, names: Sequence[str] | None) -> int | None:
+    """Find a client's number, if it was called by its name."""
+    if not isinstance(client, str):
+        return client
+    if not names:
+        raise InputError(f"client {client!r}: clients of this run have no names; give a number")
+    numbers = [number for number, name in enumerate(names) if name == client]
+    if not numbers:
+        raise unknown("client", client, names)
+    if len(numbers) > 1:
+        raise InputError(f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a number")
+    return numbers[0]
 
 
 def _module(module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool) -> nn.Module:

@@ -474,6 +474,30 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         load(tmp_path / "nowhere")
 
 
+def test_clients_are_known_by_their_names(tmp_path):
+    draws = np.random.default_rng(0)
+    x, y, hospitals = draws.normal(size=(60, 4)), np.arange(60) % 3, np.repeat(["Nörd", "South", "West"], 20)
+    named = Federation.from_arrays(x, y, clients=hospitals)
+    run = train(named, method="local", model="logistic", rounds=1, out=tmp_path / "run")
+    for give in (run.model, lambda client: load(tmp_path / "run", client)):
+        assert torch.equal(give("South").head.weight, give(1).head.weight)
+        assert not torch.equal(give("Nörd").head.weight, give(1).head.weight)
+        with pytest.raises(InputError, match="unknown client 'Sauth'; did you mean 'South'"):
+            give("Sauth")
+    nameless = train(federation(), method="local", rounds=1, out=tmp_path / "nameless")
+    assert not (tmp_path / "nameless" / "clients.json").exists()
+    for give in (nameless.model, lambda client: load(tmp_path / "nameless", client)):
+        with pytest.raises(InputError, match="client 'South': clients of this run have no names; give a number"):
+            give("South")
+
+
+def test_a_name_that_two_clients_have_is_no_answer(tmp_path):
+    train(federation(), method="local", rounds=1, out=tmp_path / "run")
+    (tmp_path / "run" / "clients.json").write_text('["a", "b", "a"]')
+    with pytest.raises(InputError, match="client 'a': clients 0, 2 are called so; give a number"):
+        load(tmp_path / "run", "a")
+
+
 def test_an_unfinished_run_has_no_model_to_load(broken_off):
     with pytest.raises(RunError, match=r"cannot read .*model.safetensors"):
         load(broken_off)
