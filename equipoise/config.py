@@ -28,7 +28,7 @@ from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
-from equipoise.imports import import_own
+from equipoise.imports import file_of, import_own
 from equipoise.method import Method
 from equipoise.run.api import Run, train
 from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
@@ -180,7 +180,7 @@ class Experiment:
         1
         """
         import_own(self.imports)
-        sections: dict[str, Any] = {"imports": list(self.imports)} if self.imports else {}
+        sections: dict[str, Any] = {"imports": self._import_names()} if self.imports else {}
         # In one process nothing leaves a client that would need protection.
         if engine is not StackedEngine and self.flower.privacy is not None:
             sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
@@ -199,6 +199,7 @@ class Experiment:
                 checkpoint_every=self.checkpoint_every,
                 data=self.data,
                 sections=sections,
+                attached={file.name: file.read_bytes() for file in filter(None, map(file_of, self.imports))},
                 on_round=on_round,
                 engine=engine,
             )
@@ -217,7 +218,7 @@ class Experiment:
         {'name': 'fedavg', 'weights': 'size', 'sampling': {'name': 'uniform'}}
         """
         plain = {
-            **({"imports": self.imports} if self.imports else {}),
+            **({"imports": self._import_names()} if self.imports else {}),
             "method": methods.describe(self.method),
             "data": self.data,
             "model": self.model,
@@ -231,6 +232,10 @@ class Experiment:
             plain["flower"] = to_plain(self.flower)
         made: dict[str, Any] = json.loads(json.dumps(plain))
         return made
+
+    def _import_names(self) -> list[str]:
+        """Name what is imported as a run's own configuration does, which has the files beside it."""
+        return [Path(given).name if file_of(given) else given for given in self.imports]
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str | Override] = ()) -> Experiment:
@@ -300,7 +305,7 @@ def experiment_from(
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping, refusing keys that come twice.
+    """Read a YAML file that holds a mapping, refusing keys that come twice; files it imports may lie beside it.
 
     Parameters
     ----------
@@ -328,7 +333,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} is not valid YAML: {_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} must hold keys with values, such as 'data: digits', got {content!r}")
+    for section in (content, content.get("base")):
+        if isinstance(section, dict) and isinstance(section.get("imports"), str | list):
+            section["imports"] = _with_paths(section["imports"], Path(path).parent)
     return content
+
+
+def _with_paths(imports: Any, folder: Path) -> Any:
+    """Give files that lie beside the one that names them with their whole path."""
+    if isinstance(imports, list):
+        return [_with_paths(given, folder) for given in imports]
+    there = isinstance(imports, str) and imports.endswith(".py") and (folder / imports).is_file()
+    return str((folder / imports).resolve()) if there else imports
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,16 @@ Registry = dict[str, str | Callable[..., Any]]
 """Functions by name: where one is found, as ``module:function``, so that nothing is imported early, or itself."""
 
 
-def import_own(imports: Iterable[str]) -> None:
+def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
     """Import modules by file or by name; what is imported already is left as it is.
 
     Parameters
     ----------
     imports : iterable of str
-        Files that end in ``.py``, or names of modules that are installed or lie in the current directory. A file that is not
-        at its path from the current directory is looked for by its name where Python looks for modules.
+        Files that end in ``.py``, or names of modules that are installed or lie in the current directory. See :func:`file_of`
+        for where files are looked for.
+    beside : Path, optional
+        A directory to look in first.
 
     Raises
     ------
@@ -36,24 +38,27 @@ def import_own(imports: Iterable[str]) -> None:
     equipoise.errors.InputError: imports: 'a module' cannot be imported (ModuleNotFoundError: No module named 'a module')
     """
     for given in imports:
-        file = file_of(given)
+        file = file_of(given, beside=beside)
         name, folder = (file.stem, file.parent) if file else (given, Path.cwd())
         # At the end, so that a file of one's own never hides a module that others need. Processes begun from here inherit it.
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         try:
             found = import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"imports: {given!r} cannot be imported ({type(error).__name__}: {error})") from error
-        if file and (found.__file__ is None or Path(found.__file__).resolve() != file):
+        # A copy, as run directories hold one, is as good.
+        if file and (found.__file__ is None or Path(found.__file__).read_bytes() != file.read_bytes()):
             raise InputError(
                 f"imports: {given!r} cannot be imported, because Python finds {found.__file__ or 'a built-in module'} "
                 f"under the name {name!r}; call the file something else"
             )
 
 
-def file_of(given: str) -> Path | None:
-    """Find a file: from the current directory, or by its name where Python looks for modules, as in a Flower app.
+def file_of(given: str, *, beside: Path | None = None) -> Path | None:
+    """Find a file: beside another, from the current directory, or by its name where Python looks for modules.
+
+    The last is where a Flower app has it. Of the name of a module, ``None``.
 
     Examples
     --------
@@ -63,7 +68,7 @@ def file_of(given: str) -> Path | None:
     path = Path(given)
     if path.suffix != ".py":
         return None
-    for candidate in (path, *(Path(folder, path.name) for folder in sys.path)):
+    for candidate in (*([beside / path] if beside else []), path, *(Path(folder, path.name) for folder in sys.path)):
         if candidate.is_file():
             return candidate.resolve()
     raise InputError(f"imports: no file {given!r} in {Path.cwd()}; give its path from there, or a module's name")

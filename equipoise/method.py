@@ -21,7 +21,7 @@ from torch import Tensor
 
 from equipoise.engine.client import Client, Finished
 from equipoise.errors import InputError, unknown
-from equipoise.tree import PERSONAL, Parts, Tree
+from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
 
 if TYPE_CHECKING:
     from equipoise.engine.optimizers import Optimizer
@@ -187,13 +187,17 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     {'w': tensor([2.5000])}
     """
     mixed = {}
-    for name, rows in stacked.items():
+    # Whoever counts nothing is left out: nothing times the infinity of a mask would be no number.
+    counted = weights.nonzero().flatten()
+    weights = weights[counted]
+    for name, stack in stacked.items():
+        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
         weights = weights.to(rows.device, torch.float64)
         # Piece by piece, so that the float64 copy stays in the cache however large the model.
         pieces = (
-            rows.flatten(1).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1)
+            flat_rows(rows).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1)
             if rows.numel()
-            else [rows.flatten(1)]
+            else [flat_rows(rows)]
         )
         sums = [torch.mv(piece.double().T, weights) for piece in pieces]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
@@ -510,6 +514,55 @@ class Aggregation(Part):
     def evaluated(self, state: State) -> Tree:
         """Give the model that is evaluated and handed out, where it is not the one sent to clients."""
         return state.model
+
+
+def combined(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
+    """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
+
+    Parameters
+    ----------
+    aggregation : Aggregation
+        Combines.
+    state : State
+        What the server knows.
+    updates : Updates
+        What the cohort sent.
+    cohort : Cohort
+        Who is here.
+
+    Returns
+    -------
+    State
+        The next state.
+
+    Examples
+    --------
+    >>> class Forgetful(Aggregation):
+    ...     name = "forgetful"
+    ...     def combine(self, state, updates, cohort):
+    ...         return State(state.round, {})
+    >>> combined(Forgetful(), State(0, {"w": torch.zeros(2)}), Updates({}, {}, {}, {}), None)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; it must keep all names and shapes
+    """
+    after: object = aggregation.combine(state, updates, cohort)
+    where = f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
+    if not isinstance(after, State):
+        raise InputError(f"{where} must return a State, got {type(after).__name__}")
+    for name in {**state.model, **after.model}:
+        if name not in after.model:
+            fault = f"left {name} out of the model"
+        elif name not in state.model:
+            fault = f"added {name} to the model"
+        elif not isinstance(after.model[name], Tensor):
+            fault = f"made {name} a {type(after.model[name]).__name__} and no tensor"
+        elif after.model[name].shape != state.model[name].shape:
+            shapes = [tuple(tree[name].shape) for tree in (state.model, after.model)]
+            fault = f"changed the shape of {name} from {shapes[0]} to {shapes[1]}"
+        else:
+            continue
+        raise InputError(f"{where} {fault}; it must keep all names and shapes")
+    return after
 
 
 def _carried(old: Tree, new: Tree, lasting: tuple[str, ...] | None) -> Tree:

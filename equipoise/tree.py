@@ -7,6 +7,7 @@ client's own copies of the part of the same name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -83,6 +84,17 @@ def tree_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *othe
     {'w': tensor([2., 2.])}
     """
     return {name: function(tensor, *(other[name] for other in others)) for name, tensor in first.items()}
+
+
+def flat_rows(stack: Tensor) -> Tensor:
+    """View a stacked tensor as a matrix, one row a client; a number a client is a row of one.
+
+    Examples
+    --------
+    >>> flat_rows(torch.zeros(3, 2, 4)).shape, flat_rows(torch.zeros(3)).shape
+    (torch.Size([3, 8]), torch.Size([3, 1]))
+    """
+    return stack.reshape(len(stack), math.prod(stack.shape[1:]))
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -97,6 +98,25 @@ print(torch.equal(*(equipoise.load(f"runs/{run}/seed0").head.weight for run in s
     assert "halved" in printed
 
 
+def test_a_run_takes_own_code_along(place, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (place / "one.yaml").write_text(
+        "{imports: mine.py, method: halved, data: coins, model: oneunit, training: {rounds: 1}}"
+    )
+    code, _, errors = equipoise("run", place / "one.yaml", "--out", "run", cwd=elsewhere)
+    assert code == 0, errors
+    (place / "mine.py").unlink()
+    (elsewhere / "mine.py").write_text("raise RuntimeError('not this one')")
+    code, _, errors = equipoise("run", elsewhere / "run" / "config.yaml", "--resume", cwd=place)
+    assert code == 0, errors
+    # Two runs with the same code can be looked at together.
+    shutil.copytree(elsewhere / "run", elsewhere / "copy")
+    load = f"import equipoise; [equipoise.load({str(elsewhere)!r} + '/' + run) for run in ('run', 'copy')]"
+    assert python(load, cwd=place)[0] == 0
+    (elsewhere / "copy" / "mine.py").write_text(OWN + "# changed")
+    assert "under the name 'mine'; call the file something else" in python(load, cwd=place)[2]
+
+
 def test_the_command_line_knows_own_code(place):
     code, printed, errors = equipoise("methods", "--import", "mine.py", "--json", cwd=place)
     assert code == 0, errors
@@ -124,6 +144,7 @@ def test_the_command_line_knows_own_code(place):
             "1 / 0",
             "--import: imports: 'broken.py' cannot be imported (ZeroDivisionError: division by zero)",
         ),
+        ("leaving.py", "raise SystemExit(3)", "--import: imports: 'leaving.py' cannot be imported (SystemExit: 3)"),
         ("json.py", "", "under the name 'json'; call the file something else"),
         ("taken.py", OWN.replace('"halved"', '"fedavg"'), "the name 'fedavg' of Halved is taken by FedAvg"),
         ("taken.py", OWN.replace("oneunit", "mlp"), "the name 'mlp' of a model is taken by equipoise.models.dense:mlp"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equipoise.errors import InputError
-from equipoise.tree import in_parts, inner_product, select, size_in_bytes, squared_distance, tree_map
+from equipoise.tree import flat_rows, in_parts, inner_product, select, size_in_bytes, squared_distance, tree_map
 
 NAMES = ["features.0.weight", "features.1.running_mean", "head.weight", "head.bias", "personal.head.weight", "header"]
 
@@ -100,3 +100,13 @@ def test_bytes_of_nested_structures():
     }
     assert size_in_bytes(tree) == 6 * 4 + 2 * 8 + 5 * 8 + 1
     assert size_in_bytes({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"), [((3, 2, 4), (3, 8)), ((3, 2), (3, 2)), ((3,), (3, 1)), ((0, 2, 4), (0, 8)), ((3, 0), (3, 0))]
+)
+def test_rows_are_flattened_whatever_they_hold(shape, wanted):
+    stack = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    flat = flat_rows(stack)
+    assert tuple(flat.shape) == wanted
+    assert flat.flatten().tolist() == stack.flatten().tolist()

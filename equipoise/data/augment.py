@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,3 +66,28 @@ class Crop:
         images = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
         channels = torch.arange(x.shape[1], device=x.device).view(1, -1, 1, 1)
         return padded[images, channels, rows, columns]
+
+
+def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...]) -> None:
+    """Refuse samples that are no images where one of the augmentations here is to change them.
+
+    Parameters
+    ----------
+    augment : iterable of Augmentation
+        What is applied to training batches; one of somebody's own takes what it likes.
+    shape : tuple of int
+        The shape of one sample.
+
+    Examples
+    --------
+    >>> check_augmentations((Flip(),), (3, 32, 32))
+    >>> check_augmentations((Flip(),), (64,))
+    Traceback (most recent call last):
+    equipoise.errors.InputError: training.augment: Flip needs images (channels, height, width), got samples of shape (64,)
+    """
+    for augmentation in augment:
+        if isinstance(augmentation, (Flip, Crop)) and len(shape) != 3:
+            raise InputError(
+                f"training.augment: {type(augmentation).__name__} needs images (channels, height, width), "
+                f"got samples of shape {tuple(shape)}"
+            )

@@ -52,6 +52,9 @@ def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> in
     415
     """
     parameters = sum(tensor.numel() for tensor in network.initial().values())
+    if any(isinstance(layer, nn.RNNBase) for layer in network.module.modules()):
+        # PyTorch's recurrent layers cannot be stacked; equipoise.models.recurrent.Lstm can.
+        return 1
     if network.device.type == "cpu":
         # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.
         return 1 if _convolves(network) else max(1, _CPU_STACKED_PARAMETERS // parameters)

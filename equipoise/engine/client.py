@@ -128,12 +128,21 @@ class Client:
 
     def features(self) -> Tensor:
         """Give z, what the model's features make of the batch, for losses that look at it more than once."""
+        self._check_composed()
         given = Inputs.given(self)
         return given.z.to(self.network.dtype) if isinstance(given, Frozen) else self._apply(given, "features")
 
     def head(self, z: Tensor) -> Tensor:
         """Give the model's output for features."""
+        self._check_composed()
         return self._apply(z, "head")
+
+    def _check_composed(self) -> None:
+        if not self.network.composed:
+            raise InputError(
+                f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
+                "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
+            )
 
     def _apply(self, x: Tensor, part: str | None = None) -> Tensor:
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)

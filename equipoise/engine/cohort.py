@@ -93,7 +93,7 @@ class StackedEngine:
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
         self.data = DeviceData(self.view, device, machine.dtype)
         if len(self.data.x):
-            self.network.try_out(*self.data.fetch(torch.tensor([0])), federation.outputs)
+            self.network.try_out(*self.data.fetch(torch.arange(min(3, len(self.data.x)))), federation.outputs)
         self.memory = MemoryStore()
         self.absent: dict[int, str] = {}
         self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)

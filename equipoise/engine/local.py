@@ -105,11 +105,14 @@ class PhaseRun:
 
     def __init__(self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None) -> None:
         self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
-        moving = select(chunk.params, phase.move)
+        selected = select(chunk.params, phase.move)
+        moving = [name for name in selected if name.removeprefix(PERSONAL) not in chunk.network.fixed]
         self.moving = frozenset(moving)
         self.features_rest = features_rest(chunk, self.moving)
         self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
         self.names = [name for name in moving if name not in self.moving_buffers]
+        if not self.names:
+            raise InputError(f"nothing is left to train of {phase.move!r}: requires_grad is off for all of it")
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)

@@ -46,10 +46,13 @@ class Optimizer(Protocol):
 
 def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
     for name, (low, high) in limits.items():
-        value = getattr(optimizer, name)
-        if not (isinstance(value, (int, float)) and low <= value < high):
-            limit = f"below {high}" if math.isfinite(high) else "finite"
-            raise InputError(f"optimizer.{name} must be at least {low} and {limit}, got {value!r}")
+        _check_number(f"optimizer.{name}", getattr(optimizer, name), low, high)
+
+
+def _check_number(what: str, value: Any, low: float = 0, high: float = math.inf) -> None:
+    if not (isinstance(value, (int, float)) and low <= value < high):
+        limit = f"below {high}" if math.isfinite(high) else "finite"
+        raise InputError(f"{what} must be at least {low} and {limit}, got {value!r}")
 
 
 def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
@@ -291,7 +294,7 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind or steps that do not match."""
+        """Refuse an unknown kind, steps that do not match, and factors that would walk uphill."""
         kinds = ("constant", "exponential", "steps", "cosine")
         if self.kind not in kinds:
             raise unknown("schedule", self.kind, kinds)
@@ -299,6 +302,10 @@ class Schedule:
             raise InputError(
                 f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
             )
+        _check_number("schedule.decay", self.decay)
+        _check_number("schedule.floor", self.floor)
+        for factor in self.factors:
+            _check_number("each of schedule.factors", factor)
 
     def factor(self, round_: int, rounds: int) -> float:
         """Give the factor of a round, counted from 0."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.errors import unknown
+from equipoise.errors import InputError, unknown
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ class Task:
         """Give cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
         if self.kind == "classification":
             return _cross_entropy(output, y)
+        # Shapes alone are looked at, which works under ``vmap`` and costs nothing.
+        if output.shape != y.shape and _without_last_ones(output.shape) != _without_last_ones(y.shape):
+            raise InputError(
+                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its targets have shape "
+                f"{tuple(y.shape)}; valid: the same shape, or one with a last dimension of 1 more or less"
+            )
         error = (output.reshape(y.shape) - y).square()
         return error.flatten(1).mean(1) if y.dim() > 1 else error
 
@@ -52,6 +58,12 @@ class Task:
         if self.kind == "classification":
             measured["accuracy"] = (output.argmax(1) == y).to(output.dtype)
         return measured
+
+
+def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:

@@ -131,8 +131,9 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     text, clients = experiment.read_text(encoding="utf-8"), read.flower.clients
     if "clients" not in (content.get("flower") or {}):
         clients = _count_clients(read)
-        text = _with_clients(text, content, clients)
-        experiment_from(yaml.safe_load(text), str(experiment))
+        text = _with_clients(text, yaml.safe_load(text), clients)
+        imports = {"imports": content["imports"]} if "imports" in content else {}
+        experiment_from({**yaml.safe_load(text), **imports}, str(experiment))
     facts = {
         "name": name,
         "method": read.method.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix, places
@@ -52,9 +53,14 @@ class Afl(Aggregation):
         raised[here] += self.ascent * len(raised) / len(here) * updates.reports["loss_before"]
         weight = torch.from_numpy(project_to_simplex(raised.numpy()))
         new = state.with_global(mix(updates, ours / ours.sum())) if ours.sum() > 0 else state
-        mean = tree_map(lambda old, now: old + (now - old) / (state.round + 1), state.kept["mean"], new.model)
+        mean = tree_map(lambda old, now: _next_mean(old, now, state.round + 1), state.kept["mean"], new.model)
         return new.with_kept(clients={**clients, "weight": weight}, mean=mean)
 
     def evaluated(self, state: State) -> Tree:
         """Give the mean of w over the rounds."""
         return {name: state.kept["mean"][name] for name in state.model} if self.average and state.round else state.model
+
+
+def _next_mean(old: Tensor, now: Tensor, count: int) -> Tensor:
+    """Give the mean of ``count`` tensors from the last one and the mean of those before; a mask's −∞ stays what it is."""
+    return torch.where(now == old, old, old + (now - old) / count)

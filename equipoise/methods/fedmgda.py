@@ -11,6 +11,7 @@ from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
 from equipoise.methods import register
 from equipoise.solvers import shortest_mixture
+from equipoise.tree import flat_rows
 
 
 @register("fedmgda", paper="Hu et al., IEEE TNSE 2022", sees=Sees.UPDATES)
@@ -66,5 +67,5 @@ def inner_products(state: State, updates: Updates) -> Tensor:
     tensor([[ 1., -2.],
             [-2.,  4.]], dtype=torch.float64)
     """
-    differences = ((rows - state.model[name]).double().flatten(1) for name, rows in updates.params.items())
+    differences = (flat_rows(rows - state.model[name]).double() for name, rows in updates.params.items())
     return torch.stack([rows @ rows.T for rows in differences]).sum(0).cpu()

@@ -10,6 +10,7 @@ from torch import Tensor
 from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
 from equipoise.methods import register
+from equipoise.tree import flat_rows
 
 # Added to every loss, as in the authors' program: a loss of 0 has no negative power.
 _TINY = 1e-10
@@ -62,5 +63,5 @@ def squared_differences(state: State, updates: Updates) -> Tensor:
     >>> squared_differences(State(0, {"w": torch.tensor([2.0])}), two)
     tensor([1., 4.], dtype=torch.float64)
     """
-    squares = [(rows - state.model[name]).double().square().flatten(1).sum(1) for name, rows in updates.params.items()]
-    return torch.stack(squares).sum(0).cpu()
+    differences = (flat_rows(rows - state.model[name]) for name, rows in updates.params.items())
+    return torch.stack([rows.double().square().sum(1) for rows in differences]).sum(0).cpu()

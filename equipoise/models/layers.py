@@ -1,6 +1,6 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, Dropout, convolution and max-pooling layers by these. Outside the engine they
+``convert`` replaces a model's BatchNorm, Dropout, convolution, max-pooling and padded embedding layers by these. Outside the engine they
 behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from equipoise.engine.random import fold_tensor, keep_mask
 from equipoise.errors import InputError
+
+L = TypeVar("L", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,19 @@ class Forward:
 
 
 _current: Forward | None = None
+# How often each dropout layer has been called in the current pass.
+_calls: dict[nn.Module, int] = {}
 
 
 @contextmanager
 def forward_pass(forward: Forward) -> Iterator[None]:
     """Make ``forward`` what the layers of this module see while the block runs."""
-    global _current
-    before, _current = _current, forward
+    global _current, _calls
+    before, _current, _calls = (_current, _calls), forward, {}
     try:
         yield
     finally:
-        _current = before
+        _current, _calls = before
 
 
 def _kernels(x: Tensor) -> Any:
@@ -88,12 +92,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         super().__init__(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
         )
-        # The layer's own tensors take the place of those without data: no rounding to another type.
-        self.load_state_dict(layer.state_dict(), assign=True)
+        _adopt(self, layer)
         # A count of batches has no meaning after averaging, and nothing reads it while momentum is a number.
         self.num_batches_tracked = None
         # Set by the engine: statistics of a part that does not move in this phase are frozen with it.
         self.moves = True
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
+        kind = type(layer)
+        usual = kind.forward is nn.modules.batchnorm._BatchNorm.forward and kind.train is nn.Module.train
+        return kind is nn.SyncBatchNorm or (usual and isinstance(layer, nn.modules.batchnorm._BatchNorm))
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -216,7 +226,12 @@ class Dropout(nn.Module):
         if threshold == 0:
             return torch.zeros_like(x)
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.channels else x.shape
-        kept = keep_mask(fold_tensor(_current.key, self.layer), torch.Size(shape), threshold)
+        key = fold_tensor(_current.key, self.layer)
+        # A layer that is called again in the same pass draws anew.
+        if calls := _calls.get(self, 0):
+            key = fold_tensor(key, calls)
+        _calls[self] = calls + 1
+        kept = keep_mask(key, torch.Size(shape), threshold)
         return x * (kept.to(x.dtype) * (65536 / threshold))
 
 
@@ -238,13 +253,14 @@ class Convolution(nn.Conv2d):
             bias=layer.bias is not None,
             device="meta",
         )
-        self.load_state_dict(layer.state_dict(), assign=True)
+        _adopt(self, layer)
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
         """Say whether a layer is an ordinary convolution, which this one can stand in for."""
         return (
             type(layer) is nn.Conv2d
+            and not has_hooks(layer)
             and layer.groups == 1
             and layer.dilation == (1, 1)
             and layer.padding_mode == "zeros"
@@ -354,6 +370,7 @@ class MaxPool(nn.MaxPool2d):
         """Say whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
         return (
             type(layer) is nn.MaxPool2d
+            and not has_hooks(layer)
             and _pair(layer.stride) == _pair(layer.kernel_size)
             and _pair(layer.padding) == (0, 0)
             and _pair(layer.dilation) == (1, 1)
@@ -376,10 +393,38 @@ def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def convert(module: nn.Module) -> nn.Module:
-    """Replace BatchNorm, Dropout, ordinary convolution and max-pooling layers, at any depth, by the ones above.
+class Embedding(nn.Embedding):
+    """An embedding whose padding row never moves, stacked or not: PyTorch's rule for ``vmap`` forgets about it."""
 
-    Parameters and buffers keep their names and their values.
+    def __init__(self, layer: nn.Embedding) -> None:
+        super().__init__(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
+        _adopt(self, layer)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is an embedding with padding and nothing else unusual."""
+        return (
+            type(layer) is nn.Embedding
+            and layer.padding_idx is not None
+            and layer.max_norm is None
+            and not (layer.sparse or layer.scale_grad_by_freq)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up a batch of numbers."""
+        numbers = torch.arange(self.num_embeddings, device=self.weight.device).unsqueeze(1)
+        padding = numbers.eq(cast(int, self.padding_idx))
+        return F.embedding(x, torch.where(padding, self.weight.detach(), self.weight))
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def convert(module: nn.Module) -> nn.Module:
+    """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
+
+    Parameters and buffers keep their names, their values and their identity, so what shares them goes on doing so. Classes
+    derived from those of PyTorch are left as they are if they do anything else.
 
     Examples
     --------
@@ -388,21 +433,46 @@ def convert(module: nn.Module) -> nn.Module:
     ['torch.nn.modules.linear', 'equipoise.models.layers', 'equipoise.models.layers']
     """
     dropouts = 0
+    # A layer in two places stays one layer.
+    done: dict[nn.Module, nn.Module] = {}
 
     def replaced(layer: nn.Module) -> nn.Module:
+        if layer not in done:
+            done[layer] = counterpart(layer)
+            for name, child in done[layer]._modules.items():
+                done[layer]._modules[name] = None if child is None else replaced(child)
+        return done[layer]
+
+    def counterpart(layer: nn.Module) -> nn.Module:
         nonlocal dropouts
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, BatchNorm):
-            return BatchNorm(layer)
-        if Convolution.replaces(layer):
-            return Convolution(cast(nn.Conv2d, layer))
-        if MaxPool.replaces(layer):
-            return MaxPool(cast(nn.MaxPool2d, layer))
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
+        if type(layer) in DROPOUTS:
             dropouts += 1
-            return Dropout(layer.p, dropouts, channels=not isinstance(layer, nn.Dropout))
-        for name, child in layer.named_children():
-            if (new := replaced(child)) is not child:
-                setattr(layer, name, new)
+            return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
+        for kind in (BatchNorm, Convolution, MaxPool, Embedding):
+            if not isinstance(layer, kind) and kind.replaces(layer):
+                return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer
 
     return replaced(module)
+
+
+_HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "_backward"))]
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Say whether something is called before or after a layer, and may change what it gives."""
+    return any(getattr(layer, hooks) for hooks in _HOOKS)
+
+
+def _watch(new: L, old: nn.Module) -> L:
+    """Let one layer call the hooks of another."""
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+def _adopt(new: nn.Module, old: nn.Module) -> None:
+    """Give one layer the very parameters and buffers of another, and its hooks."""
+    new._parameters.update(old._parameters)
+    new._buffers.update(old._buffers)
+    _watch(new, old)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +16,12 @@ from typing import Any, TypeVar
 import torch
 import yaml
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import equipoise
 from equipoise import methods, models
 from equipoise.engine.cohort import StackedEngine
+from equipoise.engine.network import places_of
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
@@ -31,7 +35,7 @@ from equipoise.tree import Tree
 
 S = TypeVar("S")
 
-CONFIG, SUMMARY, CLIENTS = "config.yaml", "summary.json", "clients.json"
+CONFIG, SUMMARY, NAMES = "config.yaml", "summary.json", "names.json"
 GLOBAL, PERSONAL = "model.safetensors", "personal.safetensors"
 
 
@@ -60,7 +64,7 @@ class Run:
         Parameters
         ----------
         client : int or str, optional
-            Whose personal model, by number or name; the global one by default, and for clients that have never taken part.
+            Whose personal model, by number or name: the one it was evaluated with. The global model by default.
 
         Returns
         -------
@@ -87,6 +91,7 @@ def train(
     checkpoint_every: int = 1,
     data: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
+    attached: Mapping[str, bytes] | None = None,
     engine: MakeEngine = StackedEngine,
     on_round: Callable[[Progress], None] | None = None,
     **settings: Any,
@@ -120,6 +125,8 @@ def train(
         How the federation was made, for the run's configuration.
     sections : mapping, optional
         Whatever else the run depends on, for its configuration.
+    attached : mapping of bytes, optional
+        Files that configuration speaks of, by name, to be put beside it.
     engine : callable
         Makes the engine that carries the method out; by default in this process.
     on_round : callable, optional
@@ -166,7 +173,8 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished = _open(directory, config, federation, machine, resume)
+    own = model if isinstance(model, nn.Module) else None
+    config, finished = _open(directory, config, federation, machine, own, resume)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
@@ -191,6 +199,8 @@ def train(
                     # Another run may have come and gone while this one began.
                     _refuse_a_run_in(directory)
                 write_atomically(directory / CONFIG, _yaml(config))
+                for name, content in (attached or {}).items():
+                    write_atomically(directory / name, content)
         if finished and directory:
             return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
         trainer.run(on_round)
@@ -204,7 +214,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
         selected = trainer.selected()
         save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round, "whole": trainer.has_global})
         if names := trainer.federation.client_names:
-            write_atomically(directory / CLIENTS, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
+            write_atomically(directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
         if selected.own:
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
         # The summary comes last: where it is, the run is complete.
@@ -223,8 +233,8 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
     run : path
         The run directory.
     client : int or str, optional
-        Whose personal model, by number or, where clients have names, by name; the global one by default, and for clients that
-        have never taken part.
+        Whose personal model, by number or, where clients have names, by name: the one it was evaluated with, which clients held
+        out of training have made of the global one. The global model by default.
     module : nn.Module, optional
         The model's architecture, needed only if the run was made with a module of its own and not a named model.
 
@@ -245,7 +255,7 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
     """
     directory = Path(run)
     config = read_config(directory)
-    import_own(config.get("imports", []))
+    import_own(config.get("imports", []), beside=directory)
     shared, note = load_tensors(directory / GLOBAL)
     own: Tree = {}
     clients: list[int] = []
@@ -259,8 +269,8 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
         resolved = config["resolved"]
         module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
     chosen = Models(note["round"], shared, clients, own)
-    named = (directory / CLIENTS).exists()
-    number = _number(client, json.loads((directory / CLIENTS).read_text(encoding="utf-8")) if named else None)
+    named = (directory / NAMES).exists()
+    number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
     return _module(convert(copy.deepcopy(module)), chosen, config["resolved"]["clients"], number, whole=note["whole"])
 
 
@@ -277,9 +287,23 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _number(client: int | str | None, names: Sequence[str] | None) -> int | None:
-    """Find a client's number, if it was called by its name."""
+    """Find a client's number by its name, or see that a number cannot be mistaken for a name."""
+    if client is None:
+        return None
     if not isinstance(client, str):
-        return client
+        if isinstance(client, bool) or not hasattr(client, "__index__"):
+            raise InputError(f"client {client!r} is no client; give its number, a whole one, or its name")
+        number, own, names = int(client), str(int(client)), names or ()
+        called = names[number] if 0 <= number < len(names) else None
+        numeric = called is not None and all(name.removeprefix("-").isdecimal() for name in names)
+        agrees = called == own or (numeric and int(called or 0) == number)
+        # Where two clients share a name, only the number tells them apart.
+        if agrees or names.count(called) > 1 or not (numeric or own in names):
+            return number
+        here = f"there is no number {number}" if called is None else f"number {number} is called {called!r}"
+        there = f"{own!r} is number {names.index(own)}" if own in names else f"no client is called {own!r}"
+        valid = " or ".join(f"client={name!r}" for name in (own, called) if name in names)
+        raise InputError(f"client {number} is ambiguous: {here}, and {there}; give {valid}")
     if not names:
         raise InputError(f"client {client!r}: clients of this run have no names; give a number")
     numbers = [number for number, name in enumerate(names) if name == client]
@@ -313,18 +337,23 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
             row = chosen.clients.index(client)
             tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
     dtype = next(iter(tensors.values())).dtype
-    # The module's own state carries the versions of its layers, without which BatchNorm expects a count of batches.
-    state = module.to(dtype=dtype, device="cpu").state_dict()
-    there, here = ({name: tuple(tensor.shape) for name, tensor in tree.items()} for tree in (tensors, state))
-    if difference := _difference(there, here):
+    places = places_of(module.to(dtype=dtype, device="cpu"))
+    there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if difference := _difference(there, {place.name: tuple(place.tensor.shape) for place in places}):
         raise InputError(f"the module does not fit the run: the shape of {difference}")
-    state.update({name: tensor.cpu() for name, tensor in tensors.items()})
-    module.load_state_dict(state)
+    with torch.no_grad():
+        for place in places:
+            place.tensor.copy_(tensors[place.name])
     return module.eval()
 
 
 def _open(
-    directory: Path | None, config: dict[str, Any], federation: Federation, machine: Machine, resume: bool
+    directory: Path | None,
+    config: dict[str, Any],
+    federation: Federation,
+    machine: Machine,
+    own: nn.Module | None,
+    resume: bool,
 ) -> tuple[dict[str, Any], bool]:
     """Complete the configuration, see that the directory is free or holds this very run, and say whether it is done."""
     resolved = {
@@ -337,6 +366,8 @@ def _open(
         "outputs": federation.outputs,
         "clients": federation.clients,
     }
+    if own is not None:
+        resolved["module"] = _architecture(own)
     config = {**config, "resolved": resolved}
     if directory is None:
         return config, False
@@ -347,14 +378,26 @@ def _open(
         chunk = found["resolved"].pop("chunk", None)
         # Where clients may not come and go, the fingerprint counts them too.
         found["resolved"]["clients"] = resolved["clients"]
+        # Runs of older versions do not say what their module was like.
+        found["resolved"].setdefault("module", resolved.get("module"))
         if difference := _difference(found, json.loads(json.dumps(config))):
-            raise InputError(f"{directory} holds another experiment: {difference}; choose another directory")
+            same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
+            raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()
     # A process killed while it wrote the very first file leaves that one half behind, and nothing to lose.
     leftover = f"{CONFIG}.tmp"
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
     return config, False
+
+
+def _architecture(module: nn.Module) -> str:
+    """Hash what a module is made of: its layers as they print, and its tensors but for their values."""
+    # Functions print with their address, which is another in every process.
+    layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [(name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    return hashlib.sha256(repr((layers, tensors)).encode()).hexdigest()[:16]
 
 
 def _refuse_a_run_in(directory: Path) -> None:

@@ -110,7 +110,9 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
             note = json.loads((file.metadata() or {})[_KEY])
-            return {name: file.get_tensor(name) for name in file.keys()}, note  # noqa: SIM118
+            # Copied, because tensors begin anywhere in the file: kernels round by how their memory is aligned, and fresh
+            # memory is aligned as it was before the tensors were written.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}, note  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise RunError(
             f"cannot read {path}: {error}; the file is missing, truncated or not written by Equipoise"

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from equipoise.data.augment import check_augmentations
 from equipoise.engine.chunking import fastest
 from equipoise.engine.cohort import Adapting, FineTuning, Layout, StackedEngine, exact_arithmetic
 from equipoise.engine.contract import ClientsLost, Engine, Personal, RoundCohort
@@ -23,7 +24,7 @@ from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, State, Updates
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
-from equipoise.tree import PERSONAL, Tree, tree_map
+from equipoise.tree import PERSONAL, Tree, flat_rows, tree_map
 
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
@@ -140,6 +141,7 @@ class Trainer:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
+        check_augmentations(training.augment, federation.shape)
         self.engine = engine(federation, model, training, machine, seed, self.view)
         if self.view is not federation and evaluation.fine_tune:
             raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
@@ -155,6 +157,8 @@ class Trainer:
         self._adapts = bool([Layout(rule, self.engine.network.initial()) for rule in adaptations])
         self._has_personal = method.personal or self._adapts
         self.state = State(0, self.engine.network.initial())
+        # A mask may hold −∞ from the start; only what training has made so is a fault.
+        self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
         self.metrics, self.rounds, self.timings = (
             Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
@@ -262,10 +266,12 @@ class Trainer:
             except ClientsLost as lost:
                 updates = updates.rows(~np.isin(cohort.ids, lost.ids))
                 cohort = cohort.without(lost.ids)
-        if not bool(torch.stack([torch.isfinite(tensor).all() for tensor in state.model.values()]).all()):
+        checked = [torch.isfinite(tensor).all() for name, tensor in state.model.items() if name in self._begun_finite]
+        if checked and not bool(torch.stack(checked).all()):
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
-            for stack in (*updates.params.values(), *updates.buffers.values()):
-                finite &= torch.isfinite(stack).flatten(1).all(1).cpu()
+            for name, stack in (*updates.params.items(), *updates.buffers.items()):
+                if name in self._begun_finite:
+                    finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
             self._refuse_non_finite(finite, cohort, number, "model")
             raise RunError(f"round {number}: the global model became non-finite when updates were combined")
         self.state = replace(state, round=number)
@@ -374,8 +380,9 @@ class Trainer:
     def _models(self) -> Models:
         clients: list[int] = []
         if self._has_personal:
-            # Who cannot adapt has a model of its own only once it has taken part.
-            clients = self.federation.seen.tolist() if self._adapts else self.engine.remembering
+            # Who cannot adapt has a model of its own only once it has taken part; who can, needs data to adapt to.
+            able = np.flatnonzero(self.federation.split("train").sizes)
+            clients = able.tolist() if self._adapts else self.engine.remembering
         own = self.personal_models(np.array(clients))[1] if clients else {}
         return Models(self.state.round, dict(self.global_model), clients, own)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from equipoise import Federation, train
 from equipoise.data.augment import Crop, Flip
 from equipoise.engine.optimizers import Sgd
 from equipoise.engine.random import fold_tensor
@@ -64,6 +66,30 @@ def test_an_image_does_not_depend_on_its_batch(augmentation):
 def test_crop_refuses_to_stand_still():
     with pytest.raises(InputError, match="crop.padding must be at least 1, got 0"):
         Crop(padding=0)
+
+
+@pytest.mark.parametrize("augmentation", [Flip(), Crop(padding=2)])
+@pytest.mark.parametrize("shape", [(5,), (5, 5), (1, 2, 5, 5)])
+def test_samples_that_are_no_images_are_refused_before_training(augmentation, shape, tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, *shape))
+    data = Federation.from_arrays(x, np.arange(8) % 2, clients=np.arange(8) // 4, splits=(1, 0, 0))
+    name = type(augmentation).__name__
+    message = f"training.augment: {name} needs images (channels, height, width), got samples of shape {shape}"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        train(data, model="logistic", rounds=1, augment=(augmentation,), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_augmentation_of_ones_own_may_change_any_samples():
+    seen = []
+
+    def noise(x, keys):
+        seen.append((x.shape, keys.shape))
+        return x + 1
+
+    data = Federation.from_arrays(np.ones((6, 5)), np.arange(6) % 2, clients=[0] * 6, splits=(1, 0, 0))
+    train(data, model="logistic", rounds=1, batch_size=6, augment=(noise,))
+    assert seen == [((6, 5), (6,))]
 
 
 def test_augmented_training_does_not_depend_on_the_chunk():

@@ -72,7 +72,7 @@ def train_client(module, x, y, *, client_key, make_optimizer, batch_size, epochs
 def federated_averaging(module, federation, cohorts, *, seed, **how):
     """Run one round a cohort and give the global model's state dict, weights by size, buffers averaged too."""
     module = with_plain_dropout(module)
-    x = federation.x.to(next(module.parameters()).dtype)
+    x = federation.x.to(next(module.parameters()).dtype) if federation.x.is_floating_point() else federation.x
     for round_, cohort in enumerate(cohorts):
         held = [torch.from_numpy(federation.train.of(int(client))) for client in cohort]
         total = sum(len(samples) for samples in held)
@@ -81,7 +81,7 @@ def federated_averaging(module, federation, cohorts, *, seed, **how):
             key = fold(fold(seed, round_), int(client))
             trained = train_client(module, x[samples], federation.y[samples], client_key=key, **how)
             for name, tensor in trained.state_dict().items():
-                if not name.endswith("num_batches_tracked"):
+                if tensor.is_floating_point():
                     average[name] = average.get(name, 0) + tensor.double() * (len(samples) / total)
         module.load_state_dict(average, strict=False)
-    return {n: t for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+    return {name: tensor for name, tensor in module.state_dict().items() if tensor.is_floating_point()}

@@ -180,6 +180,14 @@ def test_schedules_by_hand(schedule, wanted):
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"kind": "steps", "at": (1, 2), "factors": (0.5,)}, "of one length"),
         ({"kind": "steps", "at": (5, 2), "factors": (0.5, 0.1)}, "rounds rising"),
+        ({"kind": "exponential", "decay": -0.5}, "schedule.decay must be at least 0 and finite, got -0.5"),
+        ({"kind": "exponential", "decay": math.nan}, "schedule.decay must be at least 0 and finite, got nan"),
+        ({"kind": "cosine", "floor": -1}, "schedule.floor must be at least 0 and finite, got -1"),
+        ({"kind": "cosine", "floor": "low"}, "schedule.floor must be at least 0 and finite, got 'low'"),
+        (
+            {"kind": "steps", "at": (1, 2), "factors": (0.5, -0.1)},
+            "each of schedule.factors must be at least 0 and finite, got -0.1",
+        ),
     ],
 )
 def test_broken_schedules_are_refused(options, message):

@@ -16,6 +16,7 @@ from flwr.common.constant import ErrorCode
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
 from equipoise.flower.client import client_app
+from equipoise.flower.engine import _fitting, _Misfit
 from equipoise.flower.memory import Versions
 from equipoise.flower.nodes import Nodes
 from equipoise.flower.roster import Roster
@@ -112,6 +113,13 @@ WRONG_ANSWERS = {
     "impostor": (impostor, "answered as client 3"),
     "loss": (infinite_loss, "answered with inf as train_loss"),
 }
+
+
+def test_a_mask_that_was_sent_as_minus_infinity_is_no_wrong_answer():
+    sent = {"mask": torch.tensor([0.0, -torch.inf]), "head.bias": torch.zeros(2)}
+    assert _fitting(to_record(sent), sent)["mask"].tolist() == [0.0, -torch.inf]
+    with pytest.raises(_Misfit, match="answered with NaN or infinity in head.bias"):
+        _fitting(to_record({**sent, "head.bias": torch.tensor([0.0, torch.nan])}), sent)
 
 
 @pytest.mark.parametrize("what", WRONG_ANSWERS)

@@ -74,6 +74,16 @@ def test_sums_are_taken_in_float64():
     assert mix_tree(rows, torch.full((3,), 0.5))["w"].dtype == torch.float32
 
 
+def test_single_numbers_and_masks_are_averaged():
+    stacked = {"temperature": torch.tensor([1.0, 3.0, 5.0]), "mask": torch.tensor([[0.0, -torch.inf]] * 3)}
+    mixed = mix_tree(stacked, torch.tensor([0.25, 0.75, 0.0]))
+    # 1/4 · 1 + 3/4 · 3; and the client that does not count takes nothing from the mask.
+    assert mixed["temperature"].shape == ()
+    assert mixed["temperature"].item() == 2.5
+    assert mixed["mask"].tolist() == [0.0, -torch.inf]
+    assert mix_tree(stacked, torch.zeros(3))["temperature"].item() == 0.0
+
+
 def test_a_model_larger_than_a_piece_is_mixed_without_seams():
     rows = torch.arange(3 * 700_001, dtype=torch.float64).view(3, 700_001)
     weights = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

@@ -11,6 +11,7 @@ from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
+from equipoise.methods.fedmgda import inner_products
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
@@ -39,6 +40,14 @@ def test_three_clients_by_hand():
     # (a + 0.6·7/30, 23/30 - a + 0.8·7/30) is shortest where both entries are equal, which the bounds allow: a = 0.407.
     half = (23 / 30 + 1.4 * 7 / 30) / 2
     assert combined(rows, epsilon=0.1) == pytest.approx([half, half], abs=1e-12)
+
+
+def test_a_single_number_is_part_of_the_inner_products():
+    params = {"a": torch.tensor([[1.0, 2.0], [3.0, 0.0]]), "temperature": torch.tensor([2.0, 3.0])}
+    model = {"a": torch.zeros(2), "temperature": torch.tensor(5.0)}
+    # Differences (1, 2, -3) and (3, 0, -2).
+    found = inner_products(State(0, model), Updates(params, {}, {}, {}))
+    assert found.tolist() == [[14.0, 9.0], [9.0, 13.0]]
 
 
 def test_the_length_runs_over_the_whole_model():

@@ -15,6 +15,7 @@ from equipoise.engine.optimizers import Schedule, Sgd
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
+from equipoise.methods.qffl import squared_differences
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
@@ -54,6 +55,13 @@ def test_one_round_by_hand():
     # 0.25 and h_k = 16 + 40, 16 + 40, 1 + 2.5.
     played = play(build("qffl", q=1.0), targets(*TARGETS), scalar(1.0), [[0, 1, 2]], steps=1, optimizer=Sgd(lr=0.1))
     assert weight(played.model) == pytest.approx(1 - 0.25 / 115.5, abs=1e-9)
+
+
+def test_a_single_number_is_part_of_the_norm():
+    params = {"a": torch.tensor([[1.0, 2.0], [0.0, 0.0]]), "temperature": torch.tensor([2.0, 3.0])}
+    model = {"a": torch.zeros(2), "temperature": torch.tensor(5.0)}
+    # 1 + 4 + (2 - 5)² and 0 + 0 + (3 - 5)².
+    assert squared_differences(State(0, model), Updates(params, {}, {}, {})).tolist() == [14.0, 4.0]
 
 
 def test_the_norm_runs_over_the_whole_model():

@@ -227,6 +227,43 @@ def test_a_dropout_mask_is_the_hash_worked_out_in_integers():
     assert kept.flatten().tolist() == wanted
 
 
+def test_a_dropout_layer_that_is_called_again_draws_again():
+    layer, x = Dropout(0.5, layer=1, channels=False), torch.ones(40, 5)
+
+    def twice():
+        with forward_pass(Forward(train=True, key=key())):
+            return layer(x), layer(x)
+
+    first, second = twice()
+    assert 0.3 < float((first == second).double().mean()) < 0.7
+    again = twice()
+    assert torch.equal(again[0], first)
+    assert torch.equal(again[1], second)
+
+
+def test_a_layer_in_several_places_stays_one():
+    layer = nn.BatchNorm1d(3)
+    module = convert(nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Dropout(0.5)), "c": layer}))
+    assert module["a"] is module["c"] is module["b"][0]
+    assert isinstance(module["a"], BatchNorm)
+    assert module["a"].weight is layer.weight
+
+
+class Doubled(nn.Dropout):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Kept(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+@pytest.mark.parametrize("layer", [Doubled(0.5), Kept(3), nn.AlphaDropout(0.5), nn.Embedding(3, 2, max_norm=1.0)])
+def test_layers_that_do_something_else_are_left_alone(layer):
+    assert convert(nn.Sequential(layer))[0] is layer
+
+
 def test_padding_rows_do_not_change_the_mask_of_samples():
     with forward_pass(Forward(train=True, key=key())):
         short, long = (Dropout(0.5, 1, channels=False)(torch.ones(rows, 9)) for rows in (4, 10))

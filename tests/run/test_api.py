@@ -12,9 +12,11 @@ import yaml
 from torch import nn
 
 from equipoise import Evaluation, Federation, Machine, Training, load, train
+from equipoise.data import load as load_data
 from equipoise.engine.optimizers import Schedule, optimizer_named
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
+from equipoise.run.api import _number
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
 from tests.run.small import MODEL, TRAINING, Stop, federation, measure, promised, rows_of, small_run, stop_after
@@ -427,13 +429,16 @@ def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
 def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
     run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
     taken_part = run.trainer.selected().clients
-    absent = next(client for client in range(run.trainer.federation.clients) if client not in taken_part)
+    # With the parts others keep, whoever has data can make a model its own; a client alone has nothing to begin with.
+    absent = [client for client in range(run.trainer.federation.clients) if client not in taken_part]
+    assert bool(absent) == (method == "local")
     valid = f"valid: client= one of {', '.join(map(str, taken_part))}"
     for give in (run.model, lambda client=None: load(tmp_path / "run", client)):
         with pytest.raises(InputError, match=f"there is no global model, and clients of this method keep.*{valid}"):
             give()
-        with pytest.raises(InputError, match=f"client {absent} has never taken part.*{valid}"):
-            give(absent)
+        for client in absent:
+            with pytest.raises(InputError, match=f"client {client} has never taken part.*{valid}"):
+                give(client)
         assert isinstance(give(taken_part[0]), nn.Module)
 
 
@@ -484,8 +489,13 @@ def test_clients_are_known_by_their_names(tmp_path):
         assert not torch.equal(give("Nörd").head.weight, give(1).head.weight)
         with pytest.raises(InputError, match="unknown client 'Sauth'; did you mean 'South'"):
             give("Sauth")
-    nameless = train(federation(), method="local", rounds=1, out=tmp_path / "nameless")
-    assert not (tmp_path / "nameless" / "clients.json").exists()
+    nameless = train(
+        load_data("digits", partition={"name": "iid", "clients": 8}),
+        method="local",
+        rounds=1,
+        out=tmp_path / "nameless",
+    )
+    assert not (tmp_path / "nameless" / "names.json").exists()
     for give in (nameless.model, lambda client: load(tmp_path / "nameless", client)):
         with pytest.raises(InputError, match="client 'South': clients of this run have no names; give a number"):
             give("South")
@@ -493,7 +503,7 @@ def test_clients_are_known_by_their_names(tmp_path):
 
 def test_a_name_that_two_clients_have_is_no_answer(tmp_path):
     train(federation(), method="local", rounds=1, out=tmp_path / "run")
-    (tmp_path / "run" / "clients.json").write_text('["a", "b", "a"]')
+    (tmp_path / "run" / "names.json").write_text('["a", "b", "a"]')
     with pytest.raises(InputError, match="client 'a': clients 0, 2 are called so; give a number"):
         load(tmp_path / "run", "a")
 
@@ -552,11 +562,76 @@ def test_resuming_needs_a_directory():
         train(federation(), resume=True)
 
 
-def test_an_unseen_client_has_the_global_model(tmp_path):
-    small_run(tmp_path / "run", "ditto", rounds=1)
+@pytest.mark.parametrize("method", ["ditto", "fedrep", "fedbabu"])
+def test_an_unseen_client_has_the_model_it_was_evaluated_with(method, tmp_path):
+    """One it has made its own, as the method does it."""
+    run = small_run(tmp_path / "run", method, rounds=2)
     data = federation()
-    (absent,) = np.flatnonzero(data.unseen)
-    shared, own = load(tmp_path / "run").state_dict(), load(tmp_path / "run", int(absent)).state_dict()
-    assert all(torch.equal(shared[name], own[name]) for name in shared)
-    trained = load(tmp_path / "run", int(data.seen[0])).state_dict()
-    assert any(not torch.equal(shared[name], trained[name]) for name in shared)
+    (absent,) = np.flatnonzero(data.unseen).tolist()
+    rows = [
+        row
+        for row in rows_of(tmp_path / "run")
+        if (row["round"], row["client"], row["model"]) == (2, absent, "personal")
+    ]
+    assert {row["split"] for row in rows} == {"val", "test"}
+    for row in rows:
+        for module in (load(tmp_path / "run", absent), run.model(absent)):
+            loss, accuracy = measure(module, data, row["split"], absent)
+            assert row["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+            assert row["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_path):
+    draws = np.random.default_rng(0)
+    x, y, ids = draws.normal(size=(40, 4)), np.arange(40) % 2, np.repeat([3, 1, 2, 0], 10)
+    data = Federation.from_arrays(x, y, clients=ids)
+    run = train(data, method="local", model="logistic", rounds=1, out=tmp_path / "run")
+    for give in (run.model, lambda client: load(tmp_path / "run", client)):
+        message = "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; give client='3' or client='0'"
+        with pytest.raises(InputError, match=re.escape(message)):
+            give(3)
+        # Each name gives the model of the samples that carried it, in whichever order they came.
+        for name in "0123":
+            kept = run.trainer.selected()
+            row = kept.clients.index(list(dict.fromkeys(ids.tolist())).index(int(name)))
+            assert torch.equal(give(name).head.weight, kept.own["head.weight"][row])
+        assert torch.equal(give(1).head.weight, give("1").head.weight)
+        assert torch.equal(give(np.int64(2)).head.weight, give("2").head.weight)
+
+
+@pytest.mark.parametrize(
+    ("client", "names", "message"),
+    [
+        (1, ("1", "2"), "number 1 is called '2', and '1' is number 0; give client='1' or client='2'"),
+        (2, ("1", "2"), "there is no number 2, and '2' is number 1; give client='2'"),
+        (4, ("0", "1", "2", "3", "5"), "number 4 is called '5', and no client is called '4'; give client='5'"),
+        (-1, ("0", "-1"), "there is no number -1, and '-1' is number 1; give client='-1'"),
+        (0, ("north", "0"), "number 0 is called 'north', and '0' is number 1; give client='0' or client='north'"),
+    ],
+)
+def test_a_number_that_may_be_another_clients_name_is_refused(client, names, message):
+    with pytest.raises(InputError, match=re.escape(f"client {client} is ambiguous: {message}")):
+        _number(client, names)
+
+
+@pytest.mark.parametrize(
+    ("client", "names", "number"),
+    [
+        (None, ("1", "0"), None),
+        (1, None, 1),
+        (1, ("north", "south"), 1),
+        (5, ("north", "south"), 5),
+        (5, ("0", "1"), 5),
+        (1, ("2", "1", "0"), 1),
+        (1, ("00", "01"), 1),
+        (0, ("1", "1"), 0),
+    ],
+)
+def test_a_number_that_cannot_be_mistaken_is_taken_as_it_is(client, names, number):
+    assert _number(client, names) == number
+
+
+@pytest.mark.parametrize("client", [True, 1.0, np.float32(1), np.bool_(True), [1]], ids=repr)
+def test_what_is_neither_a_number_nor_a_name_is_no_client(client):
+    with pytest.raises(InputError, match=re.escape(f"client {client!r} is no client; give its number")):
+        _number(client, ("0", "1"))

@@ -104,6 +104,12 @@ def test_tensors_and_their_note_come_back(tmp_path):
         assert torch.equal(found[name], tensor)
 
 
+def test_tensors_lie_in_memory_as_fresh_ones_do(tmp_path):
+    """PyTorch aligns what it makes to 64 bytes; in the file tensors follow each other without gaps."""
+    save_tensors(tmp_path / "file", {str(size): torch.arange(float(size)) for size in range(1, 20)})
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in load_tensors(tmp_path / "file")[0].values())
+
+
 def test_the_order_of_names_does_not_change_the_bytes(tmp_path):
     one, two = torch.ones(2), torch.zeros(3)
     save_tensors(tmp_path / "first", {"x": one, "y": two}, {"a": 1, "b": 2})

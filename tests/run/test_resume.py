@@ -7,8 +7,14 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
 
 from equipoise import Evaluation, Machine
+from equipoise.engine.optimizers import optimizer_named
+from equipoise.errors import InputError
+from equipoise.models.base import Model
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
 from tests.run.small import PROMISED, TRAINING, Stop, promised, rows_of, small_run, stop_after
@@ -225,3 +231,86 @@ def test_a_moved_directory_can_be_resumed(undisturbed, tmp_path):
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     small_run(tmp_path / "elsewhere", resume=True)
     assert promised(tmp_path / "elsewhere") == promised(undisturbed(method="fedavg"))
+
+
+# ---- modules of one's own --------------------------------------------------------------------------------------------
+
+
+class Activation(nn.Module):
+    """A layer that prints the function it applies, address and all."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def extra_repr(self):
+        return repr(self.function)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def module(width=8, dropout=0.1, activation=None, dtype=torch.float32, seed=7):
+    torch.manual_seed(seed)
+    layers = nn.Linear(5, width), nn.BatchNorm1d(width), activation or nn.ReLU(), nn.Dropout(dropout)
+    return Model(nn.Sequential(*layers), nn.Linear(width, 3)).to(dtype)
+
+
+def test_a_head_that_never_moves_is_the_same_after_resuming(tmp_path):
+    how = {"method": "fedbabu", "model": module(), "optimizer": optimizer_named("adamw", lr=0.02)}
+    small_run(tmp_path / "whole", **how)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(3))
+    small_run(tmp_path / "run", **how, resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 9}, {"dropout": 0.9}, {"activation": nn.Sigmoid()}, {"dtype": torch.float64}],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_module_is_not_resumed(other, tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", model=module(), on_round=stop_after(3))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(
+        InputError,
+        match=r"holds another experiment: resolved.module is '\w{16}' there and '\w{16}' here; "
+        "pass the module the run began with or choose another directory",
+    ):
+        small_run(tmp_path / "run", model=module(**other), resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_module_built_again_is_resumed_whatever_its_values(tmp_path):
+    small_run(tmp_path / "whole", model=module())
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", model=module(), on_round=stop_after(3))
+    small_run(tmp_path / "run", model=module(seed=8), resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+def test_the_address_of_a_function_is_no_part_of_a_module(tmp_path):
+    """A function made anew is at another address, as it is in another process."""
+    one, other = (lambda x: F.relu(x) for _ in range(2))
+    assert repr(one) != repr(other)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", model=module(activation=Activation(one)), on_round=stop_after(3))
+    small_run(tmp_path / "run", model=module(activation=Activation(other)), resume=True)
+
+
+def test_a_directory_that_says_nothing_of_its_module_is_resumed(tmp_path):
+    small_run(tmp_path / "whole", model=module())
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", model=module(), on_round=stop_after(3))
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    del config["resolved"]["module"]
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    small_run(tmp_path / "run", model=module(), resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+def test_only_a_module_of_ones_own_is_written_down():
+    assert "module" not in small_run(rounds=1).config["resolved"]
+    assert "module" in small_run(rounds=1, model=module()).config["resolved"]

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from equipoise import Evaluation, Federation, Machine, Training, train
 from equipoise.data import load as load_data
@@ -17,6 +18,7 @@ from equipoise.engine.random import fold
 from equipoise.errors import RunError
 from equipoise.federation import Split
 from equipoise.models import build
+from equipoise.models.base import Model
 from equipoise.run.files import load_tensors
 from tests.engine.plain_loop import train_client
 from tests.run.small import MODEL, TRAINING, Stop, federation, measure, rows_of, small_run, stop_after
@@ -221,6 +223,58 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
     with pytest.raises(RunError, match=r"round 1: the test loss of the global model of client 6 \(6\) is not finite"):
         small_run(tmp_path / "run", federation=spoiled, model="logistic", optimizer=Sgd(lr=50.0))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+class Masked(nn.Module):
+    """Attends to all of its seven features but two, which a mask of minus infinity hides."""
+
+    def __init__(self, *, buffer):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(5, 7)
+        self.hidden = torch.tensor([False, True, False, False, True, False, False])
+        if buffer:
+            self.register_buffer("mask", torch.where(self.hidden, -torch.inf, 0.0))
+
+    def forward(self, x):
+        z = self.linear(x)
+        return torch.softmax(z + self.mask if hasattr(self, "mask") else z.masked_fill(self.hidden, -torch.inf), 1)
+
+
+# FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD takes differences of all it sends, AFL a mean over rounds.
+@pytest.mark.parametrize(
+    "method",
+    ["fedavg", {"name": "fedmgda", "epsilon": 1.0}, {"name": "afl", "ascent": 5.0}, "scaffold", "ditto", "qffl"],
+)
+def test_a_mask_of_minus_infinity_is_no_failure_and_stays_what_it_is(method):
+    how = {"method": method, "machine": EXACT, "rounds": 4, "cohort": 8}
+    with_mask, without = (
+        small_run(None, model=Model(Masked(buffer=buffer), nn.Linear(7, 3)), **how) for buffer in (True, False)
+    )
+    found, wanted = with_mask.trainer.global_model, without.trainer.global_model
+    assert found["features.mask"].tolist() == [0, -math.inf, 0, 0, -math.inf, 0, 0]
+    assert set(found) == {*wanted, "features.mask"}
+    assert distance(found, wanted) <= 1e-9
+
+
+class Scaled(nn.Module):
+    """Multiplies scores that differ by thousands by one learnable number."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, z):
+        return z[:, :3] * self.temperature * torch.tensor([1e3, -1e3, 5e3])
+
+
+def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
+    """The only step of the round takes the temperature, whose gradient is far above one, out of the range of float32."""
+    model = Model(Masked(buffer=True), Scaled())
+    with pytest.raises(
+        RunError, match=r"round 1: the model of client \d \(\d\) is not finite; a smaller learning rate"
+    ):
+        small_run(None, model=model, optimizer=Sgd(lr=3e38), steps=1)
 
 
 # ---- which round counts ----------------------------------------------------------------------------------------------

@@ -1,0 +1,246 @@
+"""Parts of one's own: what is refused when they are registered, when they are named, and when they combine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise import methods, train
+from equipoise.data import load
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, LocalRule, Phase, Sampler, State, combined
+from equipoise.methods import build, describe, make_part, register
+from equipoise.methods.fedavg import FedAvg
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """What a test registers is gone after it."""
+    methods.names()
+    monkeypatch.setattr(methods, "_PARTS", dict(methods._PARTS))
+    monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
+
+
+@dataclass(frozen=True)
+class Varied(LocalRule):
+    """One hyper-parameter of every type."""
+
+    rate: float = 0.5
+    count: int = 1
+    maybe: float | None = None
+    on: bool = False
+    word: str = "a"
+    pair: tuple[float, int] = (1.0, 2)
+    many: tuple[float, ...] = ()
+    words: tuple[str, ...] | None = None
+    either: int | str = 1
+    anything: dict[str, float] | None = None
+
+    def phases(self):
+        """Train as usual."""
+        return (Phase(),)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"name": "fedprox", "mu": "big"}, "method 'fedprox': mu must be a number, got 'big'"),
+        ({"name": "qffl", "q": "1"}, "method 'qffl': q must be a number, got '1'"),
+        ({"name": "qffl", "lipschitz": "1"}, "method 'qffl': lipschitz must be a number or None, got '1'"),
+        ({"name": "gifair", "lam": "1"}, "method 'gifair': lam must be a number, got '1'"),
+        ({"name": "gifair", "exact": 1}, "method 'gifair': exact must be true or false, got 1"),
+        ({"name": "fedcrc", "tau": "x"}, "method 'fedcrc': tau must be a number, got 'x'"),
+        ({"name": "fedprox", "mu": None}, "method 'fedprox': mu must be a number, got None"),
+        ({"name": "fedprox", "mu": True}, "method 'fedprox': mu must be a number, got True"),
+        (
+            {"name": "fedrep", "head_epochs": 1.5},
+            "method 'fedrep': head_epochs must be a whole number or None, got 1.5",
+        ),
+        ({"name": "fedavgm", "variant": 3}, "method 'fedavgm': variant must be text, got 3"),
+        (
+            {"name": "fedavg", "local": {"name": "fedprox", "mu": [1]}},
+            r"method.local 'fedprox': mu must be a number, got \[1\]",
+        ),
+        (
+            {"name": "fedavg", "aggregation": {"name": "fedadam", "lr": "fast"}},
+            "method.aggregation 'fedadam': lr must be a number, got 'fast'",
+        ),
+    ],
+)
+def test_hyper_parameters_of_another_type_are_named(method, message):
+    with pytest.raises(InputError, match=message):
+        train(load("digits"), method=method, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("count", 2.0, "a whole number"),
+        ("count", True, "a whole number"),
+        ("on", "no", "true or false"),
+        ("pair", (1.0, 2, 3), "a tuple of 2: a number, a whole number"),
+        ("pair", (1.0, 2.5), "a tuple of 2: a number, a whole number"),
+        ("pair", 1.0, "a tuple of 2: a number, a whole number"),
+        ("many", (1, "x"), "a tuple, each of it a number"),
+        ("many", "12", "a tuple, each of it a number"),
+        ("words", "abc", "a tuple, each of it text or None"),
+        ("either", 0.5, "a whole number or text"),
+    ],
+)
+def test_types_are_those_of_the_annotations(option, value, wanted):
+    register("varied")(Varied)
+    with pytest.raises(InputError) as caught:
+        build("varied", **{option: value})
+    assert str(caught.value) == f"method 'varied': {option} must be {wanted}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 2},
+        {"rate": np.float32(0.5)},
+        {"count": np.int64(3)},
+        {"maybe": 3},
+        {"maybe": None},
+        {"pair": [1, 2]},
+        {"many": [1, 2.5]},
+        {"many": ()},
+        {"words": ("a", "b")},
+        {"either": "x"},
+        {"anything": 3},
+    ],
+    ids=str,
+)
+def test_values_that_fit_are_taken_as_they_are(options):
+    register("varied")(Varied)
+    ((option, value),) = options.items()
+    assert getattr(build("varied", **options).local, option) == value
+
+
+def test_what_was_described_and_written_down_still_fits():
+    register("varied")(Varied)
+    plain = json.loads(json.dumps(describe(build("varied", pair=(0.5, 1), words=("a",)))))
+    assert build(**plain).local.rate == 0.5
+
+
+def test_annotations_out_of_reach_are_left_alone():
+    class Hidden:
+        """Seen inside this function only."""
+
+    @register("shy")
+    @dataclass(frozen=True)
+    class Shy(LocalRule):
+        of: Hidden | None = None
+        mu: float = 1.0
+
+    assert build("shy", mu=2.0).local == Shy(mu=2.0)
+
+
+def test_a_part_that_is_no_dataclass_is_refused_with_the_order_of_decorators():
+    message = (
+        r"is not yet a dataclass when it is registered; valid: @register\('late'\), "
+        r"below it @dataclass\(frozen=True\), below that class Late"
+    )
+    with pytest.raises(InputError, match=message):
+
+        @dataclass(frozen=True)
+        @register("late")
+        class Late(LocalRule):
+            mu: float = 1.0
+
+    assert "late" not in methods.names()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Aggregation, "Idle, registered as 'idle', is an Aggregation without a method 'combine'"),
+        (Sampler, "Idle, registered as 'idle', is a Sampler without a method 'select'"),
+        (object, "is no part; it must be one of Sampler, LocalRule, Aggregation, View"),
+    ],
+)
+def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
+    with pytest.raises(InputError, match=message):
+
+        @register("idle")
+        @dataclass(frozen=True)
+        class Idle(kind):
+            pass
+
+    assert "idle" not in methods.names()
+
+
+def test_what_a_part_needs_may_come_from_another():
+    @register("renamed")
+    @dataclass(frozen=True)
+    class Renamed(FedAvg):
+        """Nothing of its own."""
+
+    assert isinstance(build("renamed").aggregation, Renamed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": "foo"}, "unknown method.sampling 'foo'. Valid: size, uniform"),
+        ({"sampling": "sise"}, "unknown method.sampling 'sise'; did you mean 'size'? Valid: size, uniform"),
+        (
+            {"sampling": {"name": ["size"]}},
+            "unknown method.sampling ['size']; did you mean 'size'? Valid: size, uniform",
+        ),
+        ({"sampling": "plain"}, "method.sampling: 'plain' is no sampler; valid: size, uniform"),
+    ],
+)
+def test_a_name_that_no_part_has_is_refused_with_those_of_its_slot(options, message):
+    with pytest.raises(InputError) as caught:
+        build("fedavg", **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("slot", ["local", "aggregation"])
+def test_only_parts_of_the_slot_are_suggested(slot):
+    with pytest.raises(InputError, match=f"unknown method.{slot} 'xyz'") as caught:
+        build("fedavg", **{slot: "xyz"})
+    assert str(caught.value).endswith(f"Valid: {', '.join(methods.fitting(slot))}")
+    assert "uniform" not in str(caught.value)
+    assert make_part("fedprox").mu == 0.1
+
+
+@dataclass(frozen=True)
+class Careless(Aggregation):
+    """Gives back whatever it is told to."""
+
+    name = "careless"
+    result: object = None
+
+    def combine(self, state, updates, cohort):
+        """Forget what the cohort sent."""
+        return self.result
+
+
+BEFORE = State(3, {"features.w": torch.zeros(2, 3), "head.b": torch.zeros(3)}, {"speed": {"w": torch.zeros(1)}})
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        (None, "must return a State, got NoneType"),
+        ({"features.w": torch.zeros(2, 3)}, "must return a State, got dict"),
+        (replace(BEFORE, model={"features.w": torch.zeros(2, 3)}), "left head.b out of the model"),
+        (BEFORE.with_global({"head.c": torch.zeros(3)}), "added head.c to the model"),
+        (BEFORE.with_global({"head.b": torch.zeros(1, 3)}), r"changed the shape of head.b from \(3,\) to \(1, 3\)"),
+        (BEFORE.with_global({"head.b": 0.5}), "made head.b a float and no tensor"),
+    ],
+)
+def test_what_is_no_next_state_is_refused(result, fault):
+    with pytest.raises(InputError, match=f"^aggregation 'careless': combine {fault}"):
+        combined(Careless(result), BEFORE, None, None)
+
+
+def test_a_next_state_may_have_other_numbers_in_another_order_and_other_things_kept():
+    after = State(3, {"head.b": torch.ones(3), "features.w": torch.ones(2, 3)}, {"pace": {}})
+    assert combined(Careless(after), BEFORE, None, None) is after
