@@ -55,6 +55,11 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
             found = _batchnorm(names, part)
         else:
             found = [name for name in names if in_parts(name, part)]
+        if not found and part in ("features", "head"):
+            raise InputError(
+                f"the method names the part {part!r}, but the model has no parameters there; "
+                "valid: a model that has, such as mlp or cnn2"
+            )
         if not found and part != "all":
             roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}
             raise unknown("part", part, {"all", *roots}, where="the method")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -70,6 +71,21 @@ def test_every_command_shows_an_example(call, command):
     assert f"Example: equipoise {command}" in stdout
 
 
+def test_the_example_of_run_runs(call):
+    _, stdout, _ = call("run", "--help")
+    example = shlex.split(stdout.partition("Example: equipoise ")[2])
+    assert example[example.index("--rounds") + 1] == "20"
+    code, stdout, stderr = call(*example, "--rounds", 1)
+    assert (code, stderr) == (0, "")
+    assert "files: runs/mine\n" in stdout
+
+
+@pytest.mark.parametrize("command", ["run", "methods", "data", "compare"])
+def test_files_of_examples_are_there(call, command):
+    example = call(command, "--help")[1].partition("Example: ")[2]
+    assert all((README.parent / word).is_file() for word in example.split() if word.endswith(".yaml"))
+
+
 def test_version(call):
     assert call("--version") == (0, f"{equipoise.__version__}\n", "")
 
@@ -125,7 +141,14 @@ def test_the_tables_show_every_metric_and_who_is_left_behind(call):
 def test_nothing_evaluated(call):
     code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.every=0")
     assert code == 0
-    assert "nothing was evaluated" in stdout
+    assert "\nnothing was evaluated (evaluation.every is 0)\n" in stdout
+
+
+def test_nobody_has_test_data(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[0.8,0.2,0]")
+    assert code == 0
+    assert "\nno results: no client has test data (data.splits is [0.8, 0.2, 0.0])\n" in stdout
+    assert "evaluation.every" not in stdout
 
 
 def test_an_interrupted_run_goes_on(call, monkeypatch):
@@ -194,6 +217,39 @@ def test_mistakes_end_with_one_line_and_code_2(call, arguments, message):
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: {message}")
     assert stderr.count("\n") == 1
+
+
+STUDY = "{base: {data: digits}, methods: [fedavg, local], seeds: [0]}"
+EXPERIMENT = "{data: digits, method: fedavg, training: {rounds: 1}}"
+NEEDS = "it needs base and methods, such as 'base: {data: digits}' and 'methods: [fedavg, local]'"
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("run", STUDY, "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml"),
+        ("run", "methods: [fedavg]", "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml"),
+        ("run", "{data: digits, methods: [fedavg]}", "unknown key 'methods' in f.yaml; did you mean 'method'?"),
+        ("compare", EXPERIMENT, "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml"),
+        ("compare", "data: digits", "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml"),
+        (
+            "compare",
+            "{base: {data: digits}, method: [fedavg]}",
+            "unknown key 'method' in f.yaml; did you mean 'methods'",
+        ),
+        ("compare", "", f"f.yaml holds no study; {NEEDS}\n"),
+        ("compare", "# nothing yet", f"f.yaml holds no study; {NEEDS}\n"),
+        ("compare", "- fedavg", f"f.yaml holds no study; {NEEDS}\n"),
+        ("compare", "base: [", "f.yaml is not valid YAML: "),
+    ],
+)
+def test_a_file_for_another_command(call, command, content, message):
+    Path("f.yaml").write_text(content)
+    code, stdout, stderr = call(command, "f.yaml")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"error: {message}")
+    assert stderr.count("\n") == 1
+    assert not Path("runs").exists()
 
 
 def test_a_directory_in_use_is_refused(call):

@@ -129,11 +129,13 @@ def test_methods_by_settings_by_seeds():
         ({"seeds": [1, 1]}, "s.yaml: seeds must be a list of different whole numbers, got [1, 1]"),
         ({"seeds": [True]}, "s.yaml: seeds must be a list of different whole numbers, got [True]"),
         ({"metrics": ["men"]}, "unknown metric 'men' in metrics of s.yaml; did you mean 'mean'?"),
+        ({"metrics": "mean"}, "s.yaml: metrics must be a list of different names, got 'mean'"),
         ({"metrics": ["global.men"]}, "unknown metric 'global.men' in metrics of s.yaml"),
         ({"split": "train"}, "unknown split 'train' in s.yaml. Valid: test, val"),
         ({"tuning": 3}, "tuning of s.yaml must hold keys with values, got 3"),
         ({"tuning": {"sed": 3}}, "unknown key 'sed' in tuning of s.yaml; did you mean 'seed'?"),
         ({"tuning": {"seed": "a"}}, "tuning of s.yaml: seed must be a whole number, got 'a'"),
+        ({"seeds": [-1]}, "seeds of s.yaml: seed must be from 0 to"),
         ({"tuning": {"by": "sigma"}}, "unknown metric 'sigma' in tuning of s.yaml"),
         ({"tuning": {"by": "clients"}}, "unknown metric 'clients' in tuning of s.yaml"),
         ({"tuning": {"by": "worst_client_id"}}, "unknown metric 'worst_client_id' in tuning of s.yaml"),
@@ -151,6 +153,14 @@ def test_methods_by_settings_by_seeds():
         (
             {"methods": [{"name": "fedavg", "grid": {"aggregation": [{"name": "a/b", "q": 1}]}}]},
             "has the label 'fedavg aggregation=a/b,q=1', which cannot name a directory",
+        ),
+        (
+            {"methods": ["fedavg", {"name": "qffl", "grid": {"p": [1, 2]}}]},
+            "unknown key 'method.p' in methods of s.yaml; did you mean 'method.q'?",
+        ),
+        (
+            {"methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, "two"]}}]},
+            "methods of s.yaml: method.q must be a number, got 'two'",
         ),
         ({"methods": [{"name": "fedavg", "label": "ö" * 128}]}, "which is too long to name a directory"),
     ],
@@ -178,6 +188,89 @@ def test_which_model_a_short_name_means():
     assert value_of(both, "groups.b") is None
     assert value_of(both, "bytes_up") == 7
     assert value_of(alone, "personal.mean") is None
+
+
+# ---- a part of a study -----------------------------------------------------------------------------------------------
+
+WIDE = {
+    "base": BASE,
+    "methods": ["fedavg", {"name": "fedprox", "label": "strong", "mu": 1, "grid": {"mu": [1, 2]}}, "local"],
+    "settings": {"even": {"data.imbalance": 1}, "uneven": {"data.imbalance": 20, "training.rounds": 3}},
+    "seeds": [4, 5],
+    "tuning": {"seed": 9, "set": {"training.rounds": 4}},
+}
+
+
+def test_a_part_of_a_study_is_the_same_jobs():
+    whole = {job.path: job.experiment.plain() for job in study_from(WIDE).jobs}
+    study = study_from(WIDE, settings=["uneven"], methods=["local", "strong"], seeds=[5])
+    assert (study.settings, study.methods, study.seeds) == (("uneven",), ("strong", "local"), (5,))
+    assert [job.path.as_posix() for job in study.jobs] == ["uneven/strong/seed5", "uneven/local/seed5"]
+    assert all(job.experiment.plain() == whole[job.path] for job in study.jobs)
+    assert [job.seed for job in study_from(WIDE, methods=["local"], seeds=[7, 6]).jobs] == [7, 6] * 2
+
+
+def test_overrides_have_the_last_word():
+    study = study_from(WIDE, overrides=["training.rounds=1", "data.imbalance=2", "machine.device=cpu"])
+    made = [job.experiment for job in study.jobs]
+    assert len(made) == 12
+    assert {(one.training.rounds, one.data["imbalance"], one.machine.device) for one in made} == {(1, 2.0, "cpu")}
+    assert study.jobs[0].path == study_from(WIDE).jobs[0].path
+    tuned = study_from(WIDE, tune=True, overrides=["training.rounds=1"])
+    assert {job.experiment.training.rounds for job in tuned.jobs} == {1}
+
+
+def test_a_part_of_a_study_that_is_tuned_keeps_the_first_method():
+    grids = {**WIDE, "methods": [*WIDE["methods"], {"name": "qffl", "grid": {"q": [0, 1]}}]}
+    study = study_from(grids, tune=True, methods=["qffl"], settings=["even"], seeds=[2])
+    assert [job.path.as_posix() for job in study.jobs] == [f"even/{label}/seed2" for label in study.methods]
+    assert study.methods == ("fedavg", "qffl q=0", "qffl q=1")
+    assert (list(study.tried), study.seeds, study.tuning.seed) == (["qffl"], (2,), 2)
+    first = {**grids, "methods": grids["methods"][:0:-1]}
+    study = study_from(first, tune=True, methods=["strong"])
+    assert study.methods == ("qffl q=0", "strong mu=1", "strong mu=2")
+    assert list(study.tried) == ["strong"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"settings": ["evn"]}, "unknown setting 'evn' in --setting; did you mean 'even'? Valid: even, uneven"),
+        ({"methods": ["fedprox"]}, "unknown method 'fedprox' in --method. Valid: fedavg, local, strong"),
+        ({"seeds": [1, 1]}, "--seed must be a list of different whole numbers, got [1, 1]"),
+        ({"seeds": [-1]}, "--seed: seed must be from 0 to"),
+        ({"seeds": [1, 2], "tune": True}, "--seed: tuning takes one seed, got 1, 2"),
+        ({"methods": ["local"], "tune": True}, "s.yaml: no method has a grid of values to try"),
+        ({"metrics": ["mean", "mean"]}, "--metrics must be a list of different names, got ['mean', 'mean']"),
+        ({"overrides": ["method.mu=2"]}, "--set method.mu=2: method cannot be set for all runs of a study; change"),
+        ({"overrides": ["methods=[local]"]}, "methods cannot be set for all runs of a study; change the methods in"),
+        ({"overrides": ["seed=2"]}, "--set seed=2: seed cannot be set for all runs of a study; use --seed"),
+        (
+            {"overrides": ["trainig.rounds=2"]},
+            "unknown key 'trainig' in --set trainig.rounds=2; did you mean 'training'",
+        ),
+        (
+            {"overrides": ["training.rounds=x"]},
+            "--set training.rounds=x: training.rounds must be a whole number, got 'x'",
+        ),
+    ],
+)
+def test_mistakes_in_choosing_a_part(options, message):
+    with pytest.raises(InputError) as caught:
+        study_from(WIDE, "s.yaml", **options)
+    assert message in str(caught.value)
+
+
+def test_columns_of_groups_that_the_part_does_not_have_stay_empty(tmp_path):
+    write_silos(tmp_path / "silos", all=[0.0])
+    silos = {"name": "silos", "root": str(tmp_path / "silos"), "task": "regression"}
+    settings = {"mixed": {"data": silos}, "by style": None}
+    mapping = {**STUDY, "methods": ["fedavg"], "settings": settings, "metrics": ["groups.plain"]}
+    results, _ = outcomes(study_from(mapping, settings=["mixed"], seeds=[0]), tmp_path / "runs")
+    assert results.cell("mixed", "fedavg", "groups.plain") == "–"
+    assert results.warnings == ["no run has a value of groups.plain"]
+    with pytest.raises(InputError, match="unknown group 'plain' in --metrics. Valid: all"):
+        study_from(mapping, settings=["mixed"], metrics=["groups.plain"]).run(tmp_path / "again")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -264,14 +357,62 @@ def test_one_failure_does_not_stop_the_others(tmp_path):
     assert results.plain()["failures"]["wild/fedavg/seed1"]
 
 
-def test_a_directory_of_another_experiment_is_that_runs_failure(tmp_path):
+def test_a_directory_of_another_experiment_is_refused_before_anything_runs(tmp_path):
+    outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [1]}), tmp_path)
+    before = snapshot(tmp_path)
+    changed = {**STUDY, "base": {**BASE, "training": {"rounds": 3}}, "methods": ["fedavg"], "seeds": [0, 1]}
+    seen = []
+    with pytest.raises(InputError) as caught:
+        study_from(changed).run(tmp_path, watch=lambda job, outcome: seen.append(outcome))
+    assert str(caught.value) == (
+        f"{tmp_path / 'base' / 'fedavg' / 'seed1'} holds another experiment: training.rounds is 2 there and 3 here; "
+        "choose another directory with --out"
+    )
+    assert (seen, snapshot(tmp_path)) == ([], before)
+    outcomes(study_from({**changed, "settings": {"other": {}}}), tmp_path)
+    assert (tmp_path / "other" / "fedavg" / "seed1" / "summary.json").exists()
+
+
+def test_a_part_that_only_one_of_two_experiments_has_is_a_difference(tmp_path):
+    small = {**STUDY, "methods": ["fedavg"], "seeds": [0]}
+    outcomes(study_from(small), tmp_path)
+    parted = {**BASE, "data": {"name": "digits", "partition": {"name": "iid", "clients": 4}}}
+    with pytest.raises(InputError, match="another experiment: data.partition.name is None there and 'iid' here;"):
+        study_from({**small, "base": parted}).run(tmp_path)
+
+
+def test_what_only_flower_needs_makes_no_other_experiment(tmp_path):
+    small = {**STUDY, "methods": ["fedavg"], "seeds": [0]}
+    outcomes(study_from(small), tmp_path)
+    _, seen = outcomes(study_from({**small, "base": {**BASE, "flower": {"retries": 7}}}), tmp_path)
+    assert seen == [("base/fedavg/seed0", "already there")]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"round": 2}', "5"])
+def test_a_damaged_summary_is_named_and_the_others_run(tmp_path, damage):
     outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path)
-    changed = {**STUDY, "base": {**BASE, "training": {"rounds": 3}}, "methods": ["fedavg"]}
-    results, _ = outcomes(study_from(changed), tmp_path)
-    assert list(results.failures) == [Path("base/fedavg/seed0")]
+    file = tmp_path / "base" / "fedavg" / "seed0" / "summary.json"
+    whole = file.read_bytes()
+    file.write_text(damage)
+    results, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"]}), tmp_path)
     message = results.failures[Path("base/fedavg/seed0")]
-    assert "holds another experiment: training.rounds is 2 there and 3 here" in message
-    assert results.cell("base", "fedavg", "mean").endswith("(1 of 2)")
+    assert str(file) in message
+    assert seen[0] == ("base/fedavg/seed0", f"failed: {message}")
+    assert seen[-1] == ("base/fedavg/seed1", "done")
+    assert message.endswith("; without this file, the same command writes it again")
+    file.unlink()
+    results, _ = outcomes(study_from({**STUDY, "methods": ["fedavg"]}), tmp_path)
+    assert (results.failures, file.read_bytes()) == ({}, whole)
+
+
+def test_damaged_rows_are_named_and_the_others_run(tmp_path):
+    study = study_from({**STUDY, "methods": ["fedavg"], "split": "val"})
+    outcomes(study, tmp_path)
+    file = tmp_path / "base" / "fedavg" / "seed0" / "metrics.jsonl"
+    file.write_text(file.read_text()[:-9])
+    results, _ = outcomes(study, tmp_path)
+    assert results.failures[Path("base/fedavg/seed0")].startswith(f"cannot read {file}: JSONDecodeError: ")
+    assert list(results.values("base", "fedavg", "mean")) == [1]
 
 
 # ---- which model a number is of --------------------------------------------------------------------------------------
@@ -429,8 +570,37 @@ def test_tuning_tries_the_first_method_and_every_combination_with_one_seed():
 
 
 def test_there_must_be_something_to_tune():
+    with pytest.raises(InputError, match="tuning of s.yaml: seed must be from 0 to"):
+        study_from({**GRIDS, "tuning": {"seed": -1}}, "s.yaml", tune=True)
     with pytest.raises(InputError, match=re.escape("s.yaml: no method has a grid of values to try")):
         study_from(STUDY, "s.yaml", tune=True)
+
+
+def test_one_value_is_a_grid_too():
+    study = study_from({**STUDY, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [2]}}]}, tune=True)
+    assert study.tried == {"qffl": {"qffl q=2": {"q": 2}}}
+    part = {"global": {"seen": EVEN}}
+    assert results_of(study, part, part).chosen("base") == {"qffl": {"q": 2}}
+    with pytest.raises(InputError, match="no method has a grid"):
+        study_from({**STUDY, "methods": ["fedavg", {"name": "qffl", "grid": {}}]}, tune=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "place"),
+    [
+        ({"base": {**BASE, "data": {"name": "digits", "splits": [0.8, 0, 0.2]}}}, {}, "base of s.yaml"),
+        ({"settings": {"a": None, "b": {"data.splits": [0.8, 0, 0.2]}}}, {}, "settings.b of s.yaml"),
+        ({}, {"overrides": ["data.splits=[0.8, 0, 0.2]"]}, "--set data.splits=[0.8, 0, 0.2]"),
+    ],
+)
+def test_tuning_needs_validation_data(changes, options, place):
+    mapping = {**GRIDS, **changes}
+    message = f"needs validation data; data.splits of {place} gives none, got [0.8, 0.0, 0.2]"
+    with pytest.raises(InputError, match=f"^tuning {re.escape(message)}$"):
+        study_from(mapping, "s.yaml", tune=True, **options)
+    with pytest.raises(InputError, match=f"^s.yaml: split: val {re.escape(message)}$"):
+        study_from({**mapping, "split": "val"}, "s.yaml", **options)
+    assert study_from(mapping, "s.yaml", **options).jobs
 
 
 def test_which_values_are_best():
@@ -530,6 +700,7 @@ def test_where_nothing_can_be_chosen_the_results_say_why():
     assert results.warnings == [
         "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients"
     ]
+    assert results.undecided == [("base", "qffl")]
     assert results_of(study, part, None, None).warnings == []
 
 
@@ -645,6 +816,72 @@ def test_compare_ends_with_1_when_a_run_failed(tmp_path, monkeypatch, capsys):
     assert code == 1
     assert "failed: wild/fedavg/seed0: round 1: the training loss of client" in stdout
     assert "[1/1] wild/fedavg/seed0: failed: " in stderr
+
+
+def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["fedavg"]}))
+    assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md")[0] == 0
+    before = snapshot(tmp_path / "runs"), Path("s.md").read_text()
+    message = (
+        "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and 1 here; "
+        "choose another directory with --out\n"
+    )
+    again = ("s.yaml", "--set", "training.rounds=1", "--markdown", "s.md")
+    assert compare(monkeypatch, capsys, *again) == (2, "", message)
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "base": {**BASE, "training": {"rounds": 1}}}))
+    assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md") == (2, "", message)
+    assert (snapshot(tmp_path / "runs"), Path("s.md").read_text()) == before
+    assert compare(monkeypatch, capsys, "s.yaml", "--out", "other")[0] == 0
+
+
+def test_compare_tries_a_study_in_small(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("wide.yaml").write_text(yaml.safe_dump(WIDE))
+    chosen = ("--setting", "uneven", "--method", "fedavg", "--method", "strong", "--seed", 0, "--seed", 6)
+    options = (*chosen, "--set", "training.rounds=1", "--set", "model.hidden=[4]", "--device", "cpu", "--json")
+    code, stdout, stderr = compare(monkeypatch, capsys, "wide.yaml", *options)
+    assert code == 0, stderr
+    written = json.loads(Path("runs/wide/results.json").read_text())
+    assert json.loads(stdout) == {"directory": "runs/wide", **written}
+    assert {(row["setting"], row["method"]) for row in written["results"]} == {
+        ("uneven", "fedavg"),
+        ("uneven", "strong"),
+    }
+    assert all(list(row["seeds"]) == ["0", "6"] for row in written["results"])
+    configs = sorted(Path("runs/wide").rglob("config.yaml"))
+    paths = [config.parent.relative_to("runs/wide").as_posix() for config in configs]
+    assert paths == [f"uneven/{method}/seed{seed}" for method in ("fedavg", "strong") for seed in (0, 6)]
+    for config in map(yaml.safe_load, (path.read_text() for path in configs)):
+        assert (config["training"]["rounds"], config["model"]["hidden"]) == (1, [4])
+        assert (config["data"]["imbalance"], config["machine"]["device"]) == (20.0, "cpu")
+
+
+def test_compare_ends_with_1_when_nothing_could_be_chosen(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    mapping = {**GRIDS, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, 2]}}]}
+    Path("t.yaml").write_text(yaml.safe_dump({**mapping, "tuning": {"by": "personal.sigma_clients"}}))
+    code, stdout, _ = compare(monkeypatch, capsys, "t.yaml", "--tune", "--set", "training.rounds=1")
+    assert code == 1
+    assert "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients" in stdout
+    Path("t.yaml").write_text(yaml.safe_dump({**mapping, "tuning": {"set": {"data.splits": [0.8, 0, 0.2]}}}))
+    code, stdout, stderr = compare(monkeypatch, capsys, "t.yaml", "--tune", "--out", "none")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: tuning needs validation data; data.splits of tuning of t.yaml, set gives none")
+    assert not Path("none").exists()
+
+
+def test_compare_ends_with_1_when_a_summary_is_damaged(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["fedavg"]}))
+    compare(monkeypatch, capsys, "s.yaml")
+    Path("runs/s/base/fedavg/seed0/summary.json").write_text("{")
+    code, stdout, stderr = compare(monkeypatch, capsys, "s.yaml")
+    assert code == 1
+    said = "cannot read runs/s/base/fedavg/seed0/summary.json: Expecting property name"
+    assert f"failed: base/fedavg/seed0: {said}" in stdout
+    assert stderr.splitlines()[0].startswith(f"[1/2] base/fedavg/seed0: failed: {said}")
+    assert stderr.splitlines()[1:] == ["[2/2] base/fedavg/seed1: already there"]
 
 
 def test_compare_refuses_a_broken_file(tmp_path, monkeypatch, capsys):

@@ -110,3 +110,11 @@ def test_rows_are_flattened_whatever_they_hold(shape, wanted):
     flat = flat_rows(stack)
     assert tuple(flat.shape) == wanted
     assert flat.flatten().tolist() == stack.flatten().tolist()
+
+
+@pytest.mark.parametrize(("names", "part"), [(["head.weight"], "features"), (["features.0.weight"], "head")])
+def test_a_part_without_parameters_is_no_unknown_part(names, part):
+    with pytest.raises(
+        InputError, match=f"names the part '{part}', but the model has no parameters there; valid: .*mlp"
+    ):
+        select(names, part)

@@ -40,6 +40,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."),
 ]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Import = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,7 +71,9 @@ def _app(
     pass
 
 
-@app.command(epilog="Example: equipoise run experiments/fedprox.yaml --set method.mu=0.5 --seed 1 --out runs/mine")
+@app.command(
+    epilog="Example: equipoise run --method fedprox --data digits --rounds 20 --set method.mu=0.5 --seed 1 --out runs/mine"
+)
 def run(
     experiment: Annotated[
         Path | None, typer.Argument(help="A YAML file; without one, the defaults and the options below.")
@@ -85,7 +88,7 @@ def run(
     ] = None,
     set_: Set = None,
     import_: Import = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
     json_: Json = False,
     debug: Debug = False,
@@ -108,6 +111,8 @@ def run(
 
         overrides = _overrides(flags, set_)
         content: dict[str, Any] = {"data": "digits"} if experiment is None else read_yaml(experiment)
+        if experiment and _leaning(content) > 0:
+            raise InputError(f"{experiment} is a study, not an experiment; run it with: equipoise compare {experiment}")
         made = experiment_from(content, "" if experiment is None else str(experiment), overrides)
         directory = out or _fresh(RUNS / f"{made.data['name']}-{made.method.name}-seed{made.seed}")
         if not resume:
@@ -201,20 +206,43 @@ def compare(
     tune: Annotated[
         bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
     ] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="Only this setting; may be repeated.", show_default="all of them"),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="Only this method; may be repeated.", show_default="all of them"),
+    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="A seed; may be repeated.", show_default="the file's")] = None,
+    set_: Set = None,
+    device: Device = None,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
     """Run methods by settings by seeds, and show the tables.
 
     Runs that are done are left alone, those broken off are gone on with. Every cell is the mean ± the sample standard
-    deviation over seeds.
+    deviation over seeds. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
-        from equipoise.study import load_study
+        from equipoise.study.reading import read_study, study_from
 
         shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
-        planned = load_study(study, metrics=shown, tune=tune)
+        content = read_study(study)
+        if _leaning(content) < 0:
+            raise InputError(f"{study} is an experiment, not a study; run it with: equipoise run {study}")
+        planned = study_from(
+            content,
+            str(study),
+            metrics=shown,
+            tune=tune,
+            settings=setting,
+            methods=method,
+            seeds=seed,
+            overrides=_overrides({"machine.device": ("--device", device)}, set_),
+        )
         directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         check_directory(directory, "choose another with --out")
         if markdown:
@@ -239,7 +267,7 @@ def compare(
             if csv:
                 _write(csv, results.csv())
                 _write(_beside(csv), results.csv_seeds())
-        if results.failures:
+        if results.failures or results.undecided:
             raise typer.Exit(1)
 
 
@@ -248,6 +276,14 @@ def _overrides(flags: dict[str, tuple[str, Any]], assignments: list[str] | None)
 
     given = [Override(key, value, flag) for key, (flag, value) in flags.items() if value is not None]
     return given + [Override.parse(text) for text in assignments or ()]
+
+
+def _leaning(content: dict[str, Any]) -> int:
+    """Say how many more of a file's keys are a study's than an experiment's."""
+    from equipoise.config import SECTIONS
+    from equipoise.study.reading import KEYS
+
+    return sum((key in KEYS) - (key in SECTIONS) for key in content)
 
 
 def _directory_of(experiment: Path | None) -> Path:

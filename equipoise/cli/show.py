@@ -133,11 +133,18 @@ def run(run: Run) -> None:
         console.print(_overall(summary))
         console.print(_groups(run))
     else:
-        console.print("nothing was evaluated (evaluation.every is 0)")
+        console.print(_why_nothing(run.config))
     moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _why_nothing(config: dict[str, Any]) -> str:
+    """Say why there are no results."""
+    if config["evaluation"]["every"] == 0:
+        return "nothing was evaluated (evaluation.every is 0)"
+    return f"no results: no client has test data (data.splits is {list(config['data']['splits'])})"
 
 
 def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:

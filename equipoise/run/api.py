@@ -339,7 +339,7 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
     dtype = next(iter(tensors.values())).dtype
     places = places_of(module.to(dtype=dtype, device="cpu"))
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if difference := _difference(there, {place.name: tuple(place.tensor.shape) for place in places}):
+    if difference := first_difference(there, {place.name: tuple(place.tensor.shape) for place in places}):
         raise InputError(f"the module does not fit the run: the shape of {difference}")
     with torch.no_grad():
         for place in places:
@@ -380,7 +380,7 @@ def _open(
         found["resolved"]["clients"] = resolved["clients"]
         # Runs of older versions do not say what their module was like.
         found["resolved"].setdefault("module", resolved.get("module"))
-        if difference := _difference(found, json.loads(json.dumps(config))):
+        if difference := first_difference(found, json.loads(json.dumps(config))):
             same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
             raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()
@@ -405,10 +405,17 @@ def _refuse_a_run_in(directory: Path) -> None:
         raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
 
 
-def _difference(found: Any, wanted: Any, path: str = "") -> str | None:
+def first_difference(found: Any, wanted: Any, path: str = "") -> str | None:
+    """Say in which key nested mappings differ first, or that they do not.
+
+    Examples
+    --------
+    >>> first_difference({"training": {"rounds": 1}}, {"training": {"rounds": 2}})
+    'training.rounds is 1 there and 2 here'
+    """
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in [*found, *(k for k in wanted if k not in found)]:
-            inner = _difference(found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
+            inner = first_difference(found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
             if inner:
                 return inner
         return None

@@ -2,7 +2,8 @@
 
 A study file holds ``base`` (an experiment without method and seed), ``methods``, ``settings`` (labels with what they
 change), ``seeds``, ``metrics`` and the ``split`` they are of. Its runs are in ``OUT/<setting>/<method>/seed<k>``; starting
-a study again runs what is missing, goes on with what was broken off and leaves alone what is done.
+a study again runs what is missing, goes on with what was broken off and leaves alone what is done. Where one of these
+directories holds another experiment, as after changes to the study, nothing runs at all.
 
 A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. A study ignores it until it is
 tuned. Then every combination is a method of its own, runs with the one seed of ``tuning``, and is judged by validation

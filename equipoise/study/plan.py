@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.config import Experiment
-from equipoise.errors import unknown
+from equipoise.errors import RunError, unknown
 from equipoise.run.files import write_atomically
 from equipoise.study.metrics import group_of, should_be_high
 from equipoise.study.results import Results
-from equipoise.study.runs import Watch, carry_out, finished, on_split
+from equipoise.study.runs import Watch, carry_out, check_directories, finished
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class Study:
     def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
         """Run what is missing; a run that fails does not keep the others from running.
 
+        Nothing runs if a run directory holds another experiment, as it does after changes to the study.
+
         Parameters
         ----------
         out : path
@@ -134,19 +136,26 @@ class Study:
         summaries: dict[Path, dict[str, Any]] = {}
         failures: dict[Path, str] = {}
         missing = []
+        check_directories(self.jobs, out)
         for job in self.jobs:
-            if summary := finished(job, out / job.path):
-                summaries[job.path] = on_split(summary, out / job.path, self.split)
+            try:
+                summary = finished(out / job.path, self.split)
+            except RunError as error:
+                failures[job.path] = str(error)
+                tell(job, f"failed: {error}")
+                continue
+            if summary:
+                summaries[job.path] = summary
                 tell(job, "already there")
             else:
                 missing.append(job)
         self._check_groups(Results(self, summaries, failures))
-        for job, result in carry_out(missing, out, jobs, tell):
+        for job, result in carry_out(missing, out, jobs, self.split, tell):
             if isinstance(result, str):
                 failures[job.path] = result
                 tell(job, f"failed: {result}")
             else:
-                summaries[job.path] = on_split(result, out / job.path, self.split)
+                summaries[job.path] = result
                 tell(job, "done")
         results = Results(self, summaries, failures)
         out.mkdir(parents=True, exist_ok=True)

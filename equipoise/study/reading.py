@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
-from equipoise.config import Override, experiment_from, read_yaml
+from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError, unknown
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
+from equipoise.study.runs import flat
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "tuning")
 SPLITS = ("test", "val")
 # Of a file or directory, in bytes, on the usual file systems.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
+# What cannot be set for all runs of a study, and what people want who try.
+INSTEAD = {
+    **dict.fromkeys(("method", "methods"), "change the methods in the study, or choose among them with --method"),
+    **dict.fromkeys(("seed", "seeds"), "use --seed"),
+    "settings": "choose among them with --setting",
+    "metrics": "use --metrics",
+}
 
+T = TypeVar("T")
 Tried = dict[str, dict[str, dict[str, Any]]]
 
 
-def load_study(path: str | Path, *, metrics: Sequence[str] | None = None, tune: bool = False) -> Study:
+def load_study(
+    path: str | Path,
+    *,
+    metrics: Sequence[str] | None = None,
+    tune: bool = False,
+    settings: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    overrides: Sequence[str | Override] = (),
+) -> Study:
     """Read a study file.
 
     Parameters
@@ -33,6 +52,8 @@ def load_study(path: str | Path, *, metrics: Sequence[str] | None = None, tune: 
         What to show instead of what the file says.
     tune : bool
         Whether to try the grids of its methods instead of running what it says.
+    settings, methods, seeds, overrides
+        A part of the study, or a smaller one; as in :func:`study_from`.
 
     Returns
     -------
@@ -47,11 +68,51 @@ def load_study(path: str | Path, *, metrics: Sequence[str] | None = None, tune: 
     >>> len(load_study(file).jobs)
     6
     """
-    return study_from(read_yaml(path), str(path), metrics=metrics, tune=tune)
+    return study_from(
+        read_study(path),
+        str(path),
+        metrics=metrics,
+        tune=tune,
+        settings=settings,
+        methods=methods,
+        seeds=seeds,
+        overrides=overrides,
+    )
+
+
+def read_study(path: str | Path) -> dict[str, Any]:
+    """Read what a study file holds, unchecked.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "study.yaml"
+    >>> _ = file.write_text("{base: {data: digits}, methods: [fedavg]}")
+    >>> read_study(file)["methods"]
+    ['fedavg']
+    """
+    try:
+        return read_yaml(path)
+    except InputError as error:
+        # A file that cannot be read, or is no YAML, has another error behind it.
+        if error.__cause__:
+            raise
+        raise InputError(
+            f"{path} holds no study; it needs base and methods, "
+            "such as 'base: {data: digits}' and 'methods: [fedavg, local]'"
+        ) from error
 
 
 def study_from(
-    mapping: Mapping[str, Any], where: str = "the study", *, metrics: Sequence[str] | None = None, tune: bool = False
+    mapping: Mapping[str, Any],
+    where: str = "the study",
+    *,
+    metrics: Sequence[str] | None = None,
+    tune: bool = False,
+    settings: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    overrides: Sequence[str | Override] = (),
 ) -> Study:
     """Make a study of plain values.
 
@@ -68,6 +129,12 @@ def study_from(
         the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
+    settings, methods : sequence of str, optional
+        The labels of those to keep; by default all. A study that is tuned keeps its first method beside them.
+    seeds : sequence of int, optional
+        Seeds in place of the mapping's; to tune, one.
+    overrides : sequence of str
+        ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the study says.
 
     Returns
     -------
@@ -77,10 +144,12 @@ def study_from(
     Examples
     --------
     >>> base = {"data": "digits"}
-    >>> settings = {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}}}
-    >>> study = study_from({"base": base, "methods": [{"name": "fedprox", "mu": 1, "label": "strong"}], "settings": settings})
-    >>> [str(job.path) for job in study.jobs]
+    >>> changes = {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}}}
+    >>> mapping = {"base": base, "methods": [{"name": "fedprox", "mu": 1, "label": "strong"}], "settings": changes}
+    >>> [str(job.path) for job in study_from(mapping).jobs]
     ['even/strong/seed0', 'uneven/strong/seed0']
+    >>> [str(job.path) for job in study_from(mapping, settings=["even"], seeds=[7], overrides=["training.rounds=2"]).jobs]
+    ['even/strong/seed7']
     >>> tried = study_from({"base": base, "methods": ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]}, tune=True)
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
@@ -94,68 +163,142 @@ def study_from(
     for key in ("method", "seed"):
         if key in base:
             raise InputError(f"{where}: base.{key} has no meaning in a study; use {key}s")
-    methods, tried = _methods(mapping.get("methods"), where, tune=tune)
-    settings = _settings(mapping.get("settings"), where)
+    described, changed = _methods(mapping.get("methods"), where), _settings(mapping.get("settings"), where)
     tuning, changes = _tuning(mapping.get("tuning", {}), where)
-    seeds = _list(mapping.get("seeds", [0]), int, "seeds", "a list of different whole numbers", where)
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
+    shown = _list(metrics or mapping.get("metrics", COLUMNS), "--metrics" if metrics else f"{where}: metrics", str)
+    drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
-        seeds, split = [tuning.seed], "val"
-        settings = {label: [*overrides, *changes] for label, overrides in settings.items()}
-    shown = _list(list(metrics or mapping.get("metrics", COLUMNS)), str, "metrics", "a list of different names", where)
+        tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
+        drawn = [tuning.seed]
+    kept, part = _kept(described, methods, "method"), _kept(changed, settings, "setting")
+    made, tried = _to_tune(described, kept, where) if tune else ({label: kept[label].options for label in kept}, {})
+    for_all = _for_all(overrides)
+    drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
+
+    def experiment(method: Mapping[str, Any], setting: str, seed: int, *, tuned: bool) -> Experiment:
+        named = Override("method", method, f"methods of {where}")
+        between = [*part[setting], *(changes if tuned else ()), Override("seed", seed, drawn_by)]
+        return experiment_from(base, f"base of {where}", [named, *between, *for_all])
+
+    jobs = [
+        Job(setting, label, seed, experiment(method, setting, seed, tuned=tune))
+        for setting in part
+        for label, method in made.items()
+        for seed in drawn
+    ]
+    if not tune:
+        # A mistake in a grid is found now, and not when somebody tunes.
+        for described_as in kept.values():
+            for values in described_as.variants.values():
+                experiment(described_as.options | values, next(iter(part)), drawn[0], tuned=True)
+    if split == "val":
+        _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
     for metric, origin in origins.items():
         check_metric(metric, origin)
+    if len(part) < len(changed) and not metrics:
+        # A column may be of a group that only the other settings have.
+        origins = {}
     if tune:
         origins[tuning.by] = f"tuning of {where}"
-    jobs = [
-        Job(setting, label, seed, experiment_from(base, f"base of {where}", [*method, *changes, _seed(seed, where)]))
-        for setting, changes in settings.items()
-        for label, method in methods.items()
-        for seed in seeds
-    ]
-    return Study(
-        tuple(settings), tuple(methods), tuple(seeds), tuple(shown), tuple(jobs), split, tuning, tried, origins
-    )
+    return Study(tuple(part), tuple(made), tuple(drawn), tuple(shown), tuple(jobs), split, tuning, tried, origins)
 
 
-def _methods(given: Any, where: str, *, tune: bool) -> tuple[dict[str, list[Override]], Tried]:
-    """Read the methods; to tune, the first one and every combination of a grid's values, with what they stand for."""
+@dataclass(frozen=True)
+class _Method:
+    """A method as a study describes it: its options, and the values its grid stands for by the labels of its variants."""
+
+    options: dict[str, Any]
+    variants: dict[str, dict[str, Any]]
+
+
+def _methods(given: Any, where: str) -> dict[str, _Method]:
+    """Read the methods by their labels."""
     if not isinstance(given, list) or not given:
         raise InputError(f"{where}: methods must be a list of names or mappings with a name, got {given!r}")
-    methods: dict[str, list[Override]] = {}
-    tried: Tried = {}
+    methods: dict[str, _Method] = {}
     for item in given:
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
         label = _label(options.pop("label", options.get("name")), "methods", where)
-        combinations = _combinations(options.pop("grid", {}), label, where)
-        variants: dict[str, dict[str, Any]] = {}
-        for values in combinations:
-            variant = _label(_variant(label, values), "methods", where)
-            if variant in variants:
-                raise InputError(f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice")
-            variants[variant] = values
-        if tune and len(variants) > 1:
-            tried[label] = variants
-        elif tune and methods:
-            continue
-        for variant, values in (variants if tune else {label: {}}).items():
-            if variant in methods:
-                raise InputError(f"{where}: two methods are called {variant!r}; tell them apart with label")
-            methods[variant] = [Override("method", options | values, f"methods of {where}")]
-    if tune and not tried:
+        if label in methods:
+            raise _called_alike(label, where)
+        methods[label] = _Method(options, _variants(options.pop("grid", {}), label, where))
+    return methods
+
+
+def _called_alike(label: str, where: str) -> InputError:
+    return InputError(f"{where}: two methods are called {label!r}; tell them apart with label")
+
+
+def _to_tune(
+    described: Mapping[str, _Method], kept: Mapping[str, _Method], where: str
+) -> tuple[dict[str, dict[str, Any]], Tried]:
+    """Give the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
+    tried = {label: method.variants for label, method in kept.items() if method.variants}
+    if not tried:
         raise InputError(f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}")
-    return methods, tried
+    first, method = next(iter(described.items()))
+    reference = dict(itertools.islice(method.variants.items(), 1)) or {first: {}}
+    made: dict[str, dict[str, Any]] = {}
+    for label, variants in ({first: reference} | tried).items():
+        for variant, values in variants.items():
+            if variant in made:
+                raise _called_alike(variant, where)
+            made[variant] = described[label].options | values
+    return made, tried
 
 
-def _combinations(grid: Any, label: str, where: str) -> list[dict[str, Any]]:
+def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
+    """Give every combination of a grid's values by the label it runs under."""
     if not isinstance(grid, Mapping) or not all(isinstance(values, list) and values for values in grid.values()):
         raise InputError(
             f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, got {grid!r}"
         )
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    variants: dict[str, dict[str, Any]] = {}
+    for combination in itertools.product(*grid.values()) if grid else ():
+        values = dict(zip(grid, combination, strict=True))
+        variant = _label(_variant(label, values), "methods", where)
+        if variant in variants:
+            raise InputError(f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice")
+        variants[variant] = values
+    return variants
+
+
+def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> dict[str, T]:
+    """Give those that were chosen by their labels, in the study's order; all if none were."""
+    for label in chosen or ():
+        if label not in there:
+            raise unknown(kind, label, there, where=f"--{kind}")
+    return {label: value for label, value in there.items() if not chosen or label in chosen}
+
+
+def _for_all(given: Sequence[str | Override]) -> list[Override]:
+    """Read what is set for every run, refusing what runs of a study differ in."""
+    overrides = [item if isinstance(item, Override) else Override.parse(item) for item in given]
+    for override in overrides:
+        key = override.key.partition(".")[0]
+        if key in INSTEAD:
+            raise InputError(f"{override.origin}: {key} cannot be set for all runs of a study; {INSTEAD[key]}")
+    return overrides
+
+
+def _with_seed(tuning: Tuning, seeds: Sequence[int]) -> Tuning:
+    if len(seeds) > 1:
+        raise InputError(f"--seed: tuning takes one seed, got {', '.join(map(str, seeds))}")
+    return replace(tuning, seed=seeds[0])
+
+
+def _check_validation(jobs: Sequence[Job], what: str) -> None:
+    """Refuse to judge by validation data where clients keep none aside."""
+    for experiment in (job.experiment for job in jobs):
+        if not experiment.data["splits"][1]:
+            raise InputError(
+                f"{what} needs validation data; data.splits of {experiment.origins.of('data.splits')} gives none, "
+                f"got {list(experiment.data['splits'])}"
+            )
 
 
 def _variant(label: str, values: Mapping[str, Any]) -> str:
@@ -186,7 +329,7 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
             raise InputError(f"{origin}: {key} must be {words}, got {value!r}")
     made = Tuning(**fields)
     check_metric(made.by, origin)
-    return made, [Override(key, value, f"{origin}, set") for key, value in _flat(given.get("set", {}))]
+    return made, [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
 
 
 def _settings(given: Any, where: str) -> dict[str, list[Override]]:
@@ -199,19 +342,11 @@ def _settings(given: Any, where: str) -> dict[str, list[Override]]:
         origin = f"settings.{label} of {where}"
         if not isinstance(changes, Mapping | NoneType):
             raise InputError(f"{origin} must hold keys with values, got {changes!r}")
-        overrides = [Override(key, value, origin) for key, value in _flat(changes or {})]
+        overrides = [Override(key, value, origin) for key, value in flat(changes or {})]
         if any(override.key == "seed" for override in overrides):
             raise InputError(f"{origin}: seed has no meaning in a setting; use seeds")
         settings[_label(label, "settings", where)] = overrides
     return settings
-
-
-def _flat(changes: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _label(given: Any, key: str, where: str) -> str:
@@ -223,12 +358,12 @@ def _label(given: Any, key: str, where: str) -> str:
     return label
 
 
-def _list(given: Any, kind: type[Any], key: str, valid: str, where: str) -> list[Any]:
-    right = isinstance(given, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in given)
+def _list(given: Any, what: str, kind: type[Any]) -> list[Any]:
+    """Check that ``what`` is a list of different things of a kind."""
+    right = isinstance(given, list | tuple) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item in given
+    )
     if not right or not given or len(set(given)) < len(given):
-        raise InputError(f"{where}: {key} must be {valid}, got {given!r}")
+        kinds = "whole numbers" if kind is int else "names"
+        raise InputError(f"{what} must be a list of different {kinds}, got {given!r}")
     return list(given)
-
-
-def _seed(seed: int, where: str) -> Override:
-    return Override("seed", seed, f"seeds of {where}")

@@ -124,6 +124,12 @@ class Results:
         return self.values(setting, method, metric).get(self.study.tuning.seed)
 
     @property
+    def undecided(self) -> list[tuple[str, str]]:
+        """List the settings and methods with a grid for which nothing could be chosen."""
+        settings, tried = self.study.settings, self.study.tried
+        return [(setting, method) for setting in settings for method in tried if method not in self.chosen(setting)]
+
+    @property
     def warnings(self) -> list[str]:
         """Say what was asked for and is not there, although its runs succeeded."""
         summaries, by = self.summaries.values(), self.study.tuning.by
@@ -133,11 +139,9 @@ class Results:
             first, chosen = self.study.methods[0], self.chosen(setting)
             if chosen and self._tuned(setting, first, "mean") is None:
                 found.append(f"{setting}: chosen whatever the mean, because {first} has none to compare with")
-            for method, variants in self.study.tried.items():
-                if method not in chosen and any(any(self._runs(setting, label)) for label in variants):
-                    found.append(
-                        f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}"
-                    )
+        for setting, method in self.undecided:
+            if any(any(self._runs(setting, label)) for label in self.study.tried[method]):
+                found.append(f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}")
         return found
 
     def plain(self) -> dict[str, Any]:

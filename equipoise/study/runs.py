@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,43 +16,82 @@ import torch
 
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
-from equipoise.run.api import CONFIG, SUMMARY, read_config
+from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
 from equipoise.run.records import summarize_rows
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
 
+_AGAIN = "without this file, the same command writes it again"
 Watch = Callable[["Job", str], None]
 
 
-def finished(job: Job, directory: Path) -> dict[str, Any] | None:
-    """Give the summary if this very experiment is done."""
-    if not (directory / SUMMARY).exists() or not (directory / CONFIG).exists():
-        return None
-    config = read_config(directory)
-    del config["resolved"]
-    if config != job.experiment.plain():
-        return None
-    summary: dict[str, Any] = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
-    return summary
+def check_directories(jobs: Iterable[Job], out: Path) -> None:
+    """Refuse to run where one of the run directories holds another experiment."""
+    for job in jobs:
+        directory = out / job.path
+        if not (directory / CONFIG).exists():
+            continue
+        found, wanted = read_config(directory), job.experiment.plain()
+        del found["resolved"]
+        # In one process there is no Flower, and such a run's configuration says nothing of it.
+        wanted.pop("flower", None)
+        if difference := first_difference(found, wanted):
+            raise InputError(f"{directory} holds another experiment: {difference}; choose another directory with --out")
 
 
-def on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str, Any]:
+def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Give the values of nested mappings by dotted keys.
+
+    Examples
+    --------
+    >>> dict(flat({"data": {"imbalance": 2, "partition": {"name": "iid"}}, "seed": 1}))
+    {'data.imbalance': 2, 'data.partition.name': 'iid', 'seed': 1}
+    """
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def finished(directory: Path, split: str) -> dict[str, Any] | None:
+    """Give the summary of a split if the run is done."""
+    path = directory / SUMMARY
+    if not path.exists() or not (directory / CONFIG).exists():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"round", "score", "results"} - set(summary)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"cannot read {path}: {error}; {_AGAIN}") from error
+    if missing:
+        raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}; {_AGAIN}")
+    return _on_split(summary, directory, split)
+
+
+def _on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str, Any]:
     """Give the summary with the results of another split than the test split, worked out from the run's rows."""
     if split == "test":
         return summary
-    rows = (row for row in Journal(directory / "metrics.jsonl") if row["round"] == summary["round"])
+    journal = Journal(directory / "metrics.jsonl")
     task = Task("regression" if summary["score"] == "loss" else "classification")
-    return {**summary, "results": summarize_rows(rows, task, split=split)}
+    try:
+        rows = [row for row in journal if row["round"] == summary["round"]]
+        return {**summary, "results": summarize_rows(rows, task, split=split)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"cannot read {journal.path}: {type(error).__name__}: {error}") from error
 
 
-def carry_out(missing: Sequence[Job], out: Path, jobs: int, tell: Watch) -> Iterator[tuple[Job, dict[str, Any] | str]]:
-    """Run jobs, so many at a time, and give the summary of each, or why there is none, as they end."""
+def carry_out(
+    missing: Sequence[Job], out: Path, jobs: int, split: str, tell: Watch
+) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+    """Run jobs, so many at a time, and give the summary of each on a split, or why there is none, as they end."""
     if jobs == 1 or len(missing) < 2:
         for job in missing:
             tell(job, "begun")
-            yield job, _run(job, out / job.path, torch.get_num_threads())
+            yield job, _run(job, out / job.path, split, torch.get_num_threads())
         return
     threads = max(1, torch.get_num_threads() // jobs)
     # Not forked: PyTorch's threads do not survive that.
@@ -61,7 +100,7 @@ def carry_out(missing: Sequence[Job], out: Path, jobs: int, tell: Watch) -> Iter
     )
     try:
         futures: dict[Future[dict[str, Any] | str], Job] = {
-            pool.submit(_run, job, out / job.path, threads): job for job in missing
+            pool.submit(_run, job, out / job.path, split, threads): job for job in missing
         }
         for future in as_completed(futures):
             error = future.exception()
@@ -70,14 +109,15 @@ def carry_out(missing: Sequence[Job], out: Path, jobs: int, tell: Watch) -> Iter
         pool.shutdown(cancel_futures=True)
 
 
-def _run(job: Job, directory: Path, threads: int) -> dict[str, Any] | str:
+def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] | str:
     """Run one job, from the start or from where it was broken off; give its summary, or why there is none."""
     try:
         broken_off = (directory / CONFIG).exists()
         # A run keeps its number of threads: another one would round differently.
         recorded = read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
         with _threads(recorded):
-            return job.experiment.run(directory, resume=broken_off).summary
+            summary = job.experiment.run(directory, resume=broken_off).summary
+        return _on_split(summary, directory, split)
     except (InputError, RunError) as error:
         return str(error)
     except Exception as error:

@@ -38,6 +38,8 @@ class Varied(LocalRule):
     many: tuple[float, ...] = ()
     words: tuple[str, ...] | None = None
     either: int | str = 1
+    bare: tuple = ()
+    tables: tuple[dict[str, float], ...] = ()
     anything: dict[str, float] | None = None
 
     def phases(self):
@@ -48,26 +50,24 @@ class Varied(LocalRule):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"name": "fedprox", "mu": "big"}, "method 'fedprox': mu must be a number, got 'big'"),
-        ({"name": "qffl", "q": "1"}, "method 'qffl': q must be a number, got '1'"),
-        ({"name": "qffl", "lipschitz": "1"}, "method 'qffl': lipschitz must be a number or None, got '1'"),
-        ({"name": "gifair", "lam": "1"}, "method 'gifair': lam must be a number, got '1'"),
-        ({"name": "gifair", "exact": 1}, "method 'gifair': exact must be true or false, got 1"),
-        ({"name": "fedcrc", "tau": "x"}, "method 'fedcrc': tau must be a number, got 'x'"),
-        ({"name": "fedprox", "mu": None}, "method 'fedprox': mu must be a number, got None"),
-        ({"name": "fedprox", "mu": True}, "method 'fedprox': mu must be a number, got True"),
-        (
-            {"name": "fedrep", "head_epochs": 1.5},
-            "method 'fedrep': head_epochs must be a whole number or None, got 1.5",
-        ),
-        ({"name": "fedavgm", "variant": 3}, "method 'fedavgm': variant must be text, got 3"),
+        ({"name": "fedprox", "mu": "big"}, "method: fedprox.mu must be a number, got 'big'"),
+        ({"name": "qffl", "q": "1"}, "method: qffl.q must be a number, got '1'"),
+        ({"name": "qffl", "lipschitz": "1"}, "method: qffl.lipschitz must be a number or None, got '1'"),
+        ({"name": "gifair", "lam": "1"}, "method: gifair.lam must be a number, got '1'"),
+        ({"name": "gifair", "exact": 1}, "method: gifair.exact must be true or false, got 1"),
+        ({"name": "fedcrc", "tau": "x"}, "method: fedcrc.tau must be a number, got 'x'"),
+        ({"name": "fedprox", "mu": None}, "method: fedprox.mu must be a number, got None"),
+        ({"name": "fedprox", "mu": True}, "method: fedprox.mu must be a number, got True"),
+        # Where a part knows more than the type, its own words count.
+        ({"name": "fedrep", "head_epochs": 1.5}, "^fedrep.head_epochs must be a whole number of at least 1, got 1.5"),
+        ({"name": "fedavgm", "variant": 3}, "^unknown fedavgm.variant 3. Valid: dampened, hsu, nesterov"),
         (
             {"name": "fedavg", "local": {"name": "fedprox", "mu": [1]}},
-            r"method.local 'fedprox': mu must be a number, got \[1\]",
+            r"method.local: fedprox.mu must be a number, got \[1\]",
         ),
         (
             {"name": "fedavg", "aggregation": {"name": "fedadam", "lr": "fast"}},
-            "method.aggregation 'fedadam': lr must be a number, got 'fast'",
+            "method.aggregation: fedadam.lr must be a number, got 'fast'",
         ),
     ],
 )
@@ -89,13 +89,15 @@ def test_hyper_parameters_of_another_type_are_named(method, message):
         ("many", "12", "a tuple, each of it a number"),
         ("words", "abc", "a tuple, each of it text or None"),
         ("either", 0.5, "a whole number or text"),
+        ("bare", 1, "a tuple"),
+        ("tables", 1, "a tuple, each of it a dict"),
     ],
 )
 def test_types_are_those_of_the_annotations(option, value, wanted):
     register("varied")(Varied)
     with pytest.raises(InputError) as caught:
         build("varied", **{option: value})
-    assert str(caught.value) == f"method 'varied': {option} must be {wanted}, got {value!r}"
+    assert str(caught.value) == f"method: varied.{option} must be {wanted}, got {value!r}"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,8 @@ def test_types_are_those_of_the_annotations(option, value, wanted):
         {"words": ("a", "b")},
         {"either": "x"},
         {"anything": 3},
+        {"bare": (1, "x")},
+        {"tables": [3]},
     ],
     ids=str,
 )
@@ -172,6 +176,14 @@ def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
             pass
 
     assert "idle" not in methods.names()
+
+
+def test_a_function_is_no_part():
+    with pytest.raises(InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"):
+
+        @register("idle")
+        def average():
+            pass
 
 
 def test_what_a_part_needs_may_come_from_another():
