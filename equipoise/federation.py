@@ -204,14 +204,14 @@ class Federation:
             Samples and labels (or targets), one row a sample. Tensors keep their type; other floating point arrays take
             torch's default type.
         clients : sequence of hashables of length N
-            The client each sample belongs to.
+            The client each sample belongs to. Written out, ids are the clients' names, so they must differ then too.
         groups : mapping of client to str, optional
-            The group each client belongs to; one group named ``"all"`` by default.
+            The group each client belongs to, and nobody else; one group named ``"all"`` by default.
         splits : tuple of three floats
             Shares of train, val and test, summing to 1. Every client trains on at least one sample, and from three
             samples on has at least one in each split whose share is positive.
         unseen : iterable of clients
-            Clients to hold out of training.
+            Clients to hold out of training; a lone string is one client.
         classes : int, optional
             Number of classes; one more than the largest label by default.
         task : {"classification", "regression"}
@@ -237,13 +237,14 @@ class Federation:
         ids, holders = _number(clients)
         if len(holders) != len(samples):
             raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
+        names = _names(ids)
         if groups is not None and (strays := [client for client in ids if client not in groups]):
             raise InputError(f"groups names no group for client {strays[0]!r}; it must name one for every client")
-        held_out = set(unseen)
-        if strays := sorted(held_out - set(ids), key=str):
-            raise InputError(f"unseen client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
+        held_out = _held_out(unseen)
+        for what, named in (("groups: ", groups or ()), ("unseen ", held_out)):
+            if strays := sorted(set(named) - set(ids), key=str):
+                raise InputError(f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
         group_names, group_of = _number(["all"] * len(ids) if groups is None else [groups[client] for client in ids])
-        names = tuple(str(client) for client in ids)
         held = Split(np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids))))
         return cls(
             samples,
@@ -265,7 +266,7 @@ class Federation:
         Parameters
         ----------
         dataset : torch.utils.data.Dataset
-            Has a length; every item is read once, and all samples have one shape.
+            Has a length; every item is a tuple or list of two and is read once, and all samples have one shape.
         clients : sequence of hashables of length N
             The client each item belongs to.
         **options
@@ -287,6 +288,12 @@ class Federation:
         if not len(dataset):
             raise InputError(f"dataset {type(dataset).__name__} is empty; a federation needs samples")
         items = [dataset[position] for position in range(len(dataset))]
+        for position, item in enumerate(items):
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
+                raise InputError(
+                    f"item {position} of the dataset must be a pair (x, y), got {type(item).__name__}{length}"
+                )
         samples, targets = ([_tensor(item[part], "xy"[part]) for item in items] for part in (0, 1))
         for position, sample in enumerate(samples):
             if sample.shape != samples[0].shape:
@@ -599,6 +606,8 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
     [[7], [1], [2]]
     """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed={seed!r} must be a whole number, 0 or more")
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
     place = np.arange(len(held.indices)) - held.offsets[holders]
@@ -646,6 +655,26 @@ def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[An
     numbers: dict[Hashable, int] = {}
     places = [numbers.setdefault(value, len(numbers)) for value in values]
     return list(numbers), np.array(places, np.int64)
+
+
+def _names(ids: Sequence[Hashable]) -> tuple[str, ...]:
+    """Write clients' ids out; ids that differ only before that, such as 1 and "1", are refused."""
+    holders: dict[str, Hashable] = {}
+    for client in ids:
+        if (other := holders.setdefault(str(client), client)) is not client:
+            raise InputError(
+                f"clients {other!r} and {client!r} would both be called {str(client)!r}; "
+                "give ids that differ when written out"
+            )
+    return tuple(holders)
+
+
+def _held_out(unseen: Iterable[Hashable]) -> set[Hashable]:
+    if isinstance(unseen, str):
+        return {unseen}
+    if not isinstance(unseen, Iterable):
+        raise InputError(f"unseen={unseen!r} must be a list of clients, such as [{unseen!r}]")
+    return set(_number(unseen if isinstance(unseen, np.ndarray | Tensor) else list(unseen))[0])
 
 
 def _targets(y: ArrayLike | Tensor, task: str) -> Tensor:

@@ -214,6 +214,19 @@ def test_from_arrays_takes_any_hashables() -> None:
     assert as_array.fingerprint() == as_tensor.fingerprint() == as_list.fingerprint()
 
 
+@pytest.mark.parametrize("unseen", ["east", ["east"], ("east",), {"east"}, np.array(["east"])], ids=repr)
+def test_a_lone_string_is_one_unseen_client(unseen: Any) -> None:
+    clients = ["east", "e", "a", "s", "t"] * 3
+    federation = Federation.from_arrays(np.zeros((15, 1)), np.zeros(15, int), clients=clients, unseen=unseen)
+    assert federation.unseen.tolist() == [True, False, False, False, False]
+
+
+def test_unseen_clients_may_come_as_a_tensor_or_one_by_one() -> None:
+    x, y, clients = np.zeros((6, 1)), np.zeros(6, int), torch.tensor([9, 9, 9, 4, 4, 4])
+    for unseen in (torch.tensor([4]), iter([4]), np.array([4])):
+        assert Federation.from_arrays(x, y, clients=clients, unseen=unseen).unseen.tolist() == [False, True]
+
+
 def test_adding_a_client_changes_nothing_for_the_others() -> None:
     x, y = torch.zeros(60, 1), torch.zeros(60).long()
     alone = Federation.from_arrays(x[:40], y[:40], clients=["ann"] * 20 + ["bob"] * 20)
@@ -289,7 +302,16 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
     [
         ({"clients": [0, 0, 0]}, "4 samples, 3 names"),
         ({"groups": {1: "north"}}, "no group for client 0"),
+        ({"groups": {0: "north", 7: "south"}}, "groups: client 7 holds no sample; the clients are 0"),
+        ({"groups": {0: "north", "0": "south"}}, "groups: client '0' holds no sample; the clients are 0"),
+        ({"clients": [1, 1, "1", "1"]}, "clients 1 and '1' would both be called '1'"),
+        ({"clients": ["(1, 2)", (1, 2), 3, 3]}, r"clients '\(1, 2\)' and \(1, 2\) would both be called '\(1, 2\)'"),
+        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
+        ({"seed": 0.5}, "seed=0.5 must be a whole number"),
+        ({"seed": True}, "seed=True must be a whole number"),
         ({"unseen": [5]}, "unseen client 5 holds no sample; the clients are 0"),
+        ({"unseen": "east"}, "unseen client 'east' holds no sample; the clients are 0"),
+        ({"unseen": 0}, r"unseen=0 must be a list of clients, such as \[0\]"),
         ({"unseen": [0]}, "all 1 are unseen"),
         ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
         ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
@@ -330,6 +352,28 @@ def test_from_dataset_refuses() -> None:
         Federation.from_dataset([], clients=[])
     with pytest.raises(InputError, match="sample 1 of the dataset has shape"):
         Federation.from_dataset([(torch.zeros(2), 0), (torch.zeros(3), 0)], clients=[0, 0])
+    with pytest.raises(InputError, match="clients 1 and '1' would both be called '1'"):
+        Federation.from_dataset([(torch.zeros(2), 0)] * 2, clients=[1, "1"])
+
+
+@pytest.mark.parametrize(
+    ("item", "given"),
+    [
+        (torch.tensor([3.0, 1.0]), "Tensor"),
+        (np.array([3.0, 1.0]), "ndarray"),
+        ({0: 3.0, 1: 1.0}, "dict"),
+        ("ab", "str"),
+        ((torch.zeros(2), 0, 0.5), "tuple of 3"),
+        ([torch.zeros(2)], "list of 1"),
+    ],
+)
+def test_items_that_are_no_pairs_are_refused(item: Any, given: str) -> None:
+    with pytest.raises(InputError, match=rf"item 1 of the dataset must be a pair \(x, y\), got {given}$"):
+        Federation.from_dataset([(torch.zeros(2), 0), item], clients=[0, 0])
+
+
+def test_pairs_may_be_lists() -> None:
+    assert Federation.from_dataset([[torch.zeros(2), 0]] * 3, clients=[0] * 3).shape == (2,)
 
 
 def test_a_million_clients_are_quick() -> None:

@@ -10,13 +10,27 @@ import dataclasses
 import pkgutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, LocalRule, Method, Part, Sampler, Sees, View
 
 SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggregation": Aggregation, "view": View}
 WEIGHTS = ("size", "uniform")
+# What each slot is called among a method's options, where that is not its own name.
+_OPTION = {"sampler": "sampling"}
+# What a part of this kind cannot do without.
+_NEEDED = {Sampler: "select", Aggregation: "combine"}
+# Plain types of hyper-parameters: what fits them, and the words for it.
+_PLAIN: dict[Any, tuple[type, str]] = {
+    float: (Real, "a number"),
+    int: (Integral, "a whole number"),
+    bool: (bool, "true or false"),
+    str: (str, "text"),
+    NoneType: (NoneType, "None"),
+}
 
 _PARTS: dict[str, type[Part]] = {}
 _METHODS: set[str] = set()
@@ -24,7 +38,7 @@ P = TypeVar("P", bound=type[Part])
 
 
 def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: bool = True) -> Callable[[P], P]:
-    """Make a part known by name.
+    """Make a part known by name: a dataclass, decorated with ``@register`` above ``@dataclass(frozen=True)``.
 
     Parameters
     ----------
@@ -44,6 +58,7 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
     """
 
     def known(part: P) -> P:
+        _refuse_incomplete(part, name)
         if not part.__module__.startswith(f"{__name__}."):
             # One's own: it must not take the name of a method that has not been looked for yet.
             _discover()
@@ -59,6 +74,25 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
         return part
 
     return known
+
+
+def _refuse_incomplete(part: type[Any], name: str) -> None:
+    """Refuse what could not be used, now and not in the first round."""
+    if not (isinstance(part, type) and issubclass(part, tuple(SLOTS.values()))):
+        kinds = ", ".join(kind.__name__ for kind in SLOTS.values())
+        raise InputError(f"{part.__qualname__}, registered as {name!r}, is no part; it must be one of {kinds}")
+    if not dataclasses.is_dataclass(part):
+        raise InputError(
+            f"{part.__qualname__} is not yet a dataclass when it is registered; valid: @register({name!r}), "
+            f"below it @dataclass(frozen=True), below that class {part.__name__}"
+        )
+    for kind, needed in _NEEDED.items():
+        if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
+            raise InputError(f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}")
+
+
+def _a(kind: type[Part]) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
 
 
 def _discover() -> dict[str, type[Part]]:
@@ -179,24 +213,76 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
     >>> make_part({"name": "fedprox", "mu": 1.0})
     FedProx(mu=1.0)
     """
-    where = f"method.{slot}" if slot else "method"
+    where = f"method.{_OPTION.get(slot, slot)}" if slot else "method"
     if isinstance(value, Part):
         part = value
     elif isinstance(value, (str, Mapping)):
         options: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
         if "name" not in options:
             raise InputError(f"{where} is {dict(options)!r} without a name; valid: a mapping with 'name'")
-        kind = part_class(options.pop("name"))
+        name = options.pop("name")
+        if slot and (not isinstance(name, str) or name not in _discover()):
+            raise unknown(where, name, fitting(slot))
+        kind = part_class(name)
         valid = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         for key in options:
             if key not in valid:
                 raise unknown(f"hyper-parameter of {kind.name}", key, [*valid, *extra], where=where)
-        part = kind(**options)
+        # A part's own words come first, because it knows its bounds.
+        try:
+            part = kind(**options)
+        except (AttributeError, TypeError):
+            _check_types(kind, options, where)
+            raise
+        _check_types(kind, options, where)
     else:
         raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
     if slot and not isinstance(part, SLOTS[slot]):
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
     return part
+
+
+def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> None:
+    """Refuse values that are not of the type their field of the dataclass is annotated with."""
+    try:
+        wanted = get_type_hints(kind)
+    except NameError:
+        # Of a class inside a function, names used in annotations may be out of reach.
+        return
+    for key, value in options.items():
+        if not _fits(value, wanted[key]):
+            raise InputError(f"{where}: {kind.name}.{key} must be {_words(wanted[key])}, got {value!r}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Say whether a value is of a type made of numbers, true or false, text, None and tuples; any value is of another."""
+    inner = get_args(wanted)
+    if get_origin(wanted) in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if wanted is tuple or get_origin(wanted) is tuple:
+        if not isinstance(value, tuple | list):
+            return False
+        if not inner:
+            return True
+        each = inner[:1] * len(value) if inner[-1] is ... else inner
+        return len(value) == len(each) and all(map(_fits, value, each))
+    if wanted not in _PLAIN:
+        return True
+    # Python takes true and false for the numbers 1 and 0.
+    return isinstance(value, _PLAIN[wanted][0]) and (wanted is bool or not isinstance(value, bool))
+
+
+def _words(wanted: Any) -> str:
+    inner = get_args(wanted)
+    if get_origin(wanted) in (Union, UnionType):
+        return " or ".join(map(_words, inner))
+    if wanted in _PLAIN:
+        return _PLAIN[wanted][1]
+    if get_origin(wanted) is not tuple:
+        return f"a {getattr(wanted, '__name__', wanted)}"
+    if inner[-1] is ...:
+        return f"a tuple, each of it {_words(inner[0])}"
+    return f"a tuple of {len(inner)}: {', '.join(map(_words, inner))}"
 
 
 def describe(method: Method) -> dict[str, Any]:

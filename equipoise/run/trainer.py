@@ -21,7 +21,7 @@ from equipoise.engine.random import Purpose, fold
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
-from equipoise.method import Aggregation, Method, State, Updates
+from equipoise.method import Aggregation, Method, State, Updates, combined
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree, flat_rows, tree_map
@@ -261,7 +261,7 @@ class Trainer:
         """Make the next state; clients lost on the way are left out, and everything is reckoned again without them."""
         while True:
             try:
-                state = self.method.aggregation.combine(self.state, updates, cohort)
+                state = combined(self.method.aggregation, self.state, updates, cohort)
                 break
             except ClientsLost as lost:
                 updates = updates.rows(~np.isin(cohort.ids, lost.ids))

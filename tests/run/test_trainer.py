@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from equipoise.data import load as load_data
 from equipoise.data.augment import Crop, Flip
 from equipoise.engine.optimizers import Schedule, Sgd, optimizer_named
 from equipoise.engine.random import fold
-from equipoise.errors import RunError
+from equipoise.errors import InputError, RunError
 from equipoise.federation import Split
+from equipoise.methods import build as build_method
+from equipoise.methods.fedavg import FedAvg
 from equipoise.models import build
 from equipoise.models.base import Model
 from equipoise.run.files import load_tensors
@@ -428,3 +431,17 @@ def test_partial_participation_draws_new_cohorts_and_touches_nobody_else(tmp_pat
     assert 4 < len(moved) <= 8
     memory = load_tensors(tmp_path / "run" / "checkpoint.safetensors")[0]
     assert sorted(memory["memory/clients"].tolist()) == moved
+
+
+@dataclass(frozen=True)
+class Forgetful(FedAvg):
+    """Averages, and forgets to say so."""
+
+    def combine(self, state, updates, cohort):
+        """Average."""
+        super().combine(state, updates, cohort)
+
+
+def test_an_aggregation_that_gives_no_state_back_is_named():
+    with pytest.raises(InputError, match="aggregation 'fedavg': combine must return a State, got NoneType"):
+        small_run(None, build_method("fedavg", aggregation=Forgetful()))
