@@ -86,6 +86,12 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
             f"{part.__qualname__} is not yet a dataclass when it is registered; valid: @register({name!r}), "
             f"below it @dataclass(frozen=True), below that class {part.__name__}"
         )
+    for field in dataclasses.fields(part):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(
+                f"{part.__qualname__}, registered as {name!r}, has no default for {field.name}; give it one, "
+                "so that a name alone makes a part"
+            )
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
             raise InputError(f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}")

@@ -20,6 +20,7 @@ from equipoise import Federation, train
 from equipoise.data import Dirichlet, Iid, Partition, load
 from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.run.trainer import Evaluation, Trainer
 
@@ -71,7 +72,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/fedcrc-figure1"))
     arguments = parser.parse_args()
-    everything = load("mnist", root=arguments.root, portion="train", partition=Iid(1), splits=WHOLE)
+    try:
+        everything = load("mnist", root=arguments.root, portion="train", partition=Iid(1), splits=WHOLE)
+    except InputError as error:
+        parser.error(str(error))
     model = pretrained(everything)
     curves = {}
     for label, partition in PARTITIONS.items():

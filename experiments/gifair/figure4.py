@@ -48,7 +48,10 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="the directory of the study")
     parser.add_argument("--out", type=Path, default=Path("runs/gifair-figure4.svg"))
     arguments = parser.parse_args()
-    accuracies = read(arguments.runs)
+    try:
+        accuracies = read(arguments.runs)
+    except ValueError:
+        parser.error(f"{arguments.runs} holds runs of another study: its methods are not called by values of λ")
     if not accuracies:
         parser.error(f"{arguments.runs} holds no runs of a study")
     for group, by_strength in accuracies.items():

@@ -116,3 +116,13 @@ def test_figure_4_reads_the_groups_of_every_strength_and_seed(tmp_path):
     assert found == {"male": {0.0: [0.4, 0.5], 0.9: [0.35]}, "female": {0.0: [0.2, 0.3], 0.9: [0.3]}}
     figure.draw(found, tmp_path / "figure4.svg")
     assert (tmp_path / "figure4.svg").stat().st_size > 1000
+
+
+def test_figure_4_of_another_study_is_refused(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "base" / "fedavg" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["figure4.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        load_script(HOME / "figure4.py").main()
+    assert "holds runs of another study: its methods are not called by values of λ" in capsys.readouterr().err

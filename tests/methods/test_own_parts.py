@@ -178,6 +178,15 @@ def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
     assert "idle" not in methods.names()
 
 
+def test_hyper_parameters_need_defaults():
+    @dataclass(frozen=True)
+    class Strict(LocalRule):
+        rate: float
+
+    with pytest.raises(InputError, match="Strict, registered as 'strict', has no default for rate; give it one"):
+        register("strict")(Strict)
+
+
 def test_a_function_is_no_part():
     with pytest.raises(InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"):
 
