@@ -82,7 +82,7 @@ def interpreter(peer: Peer, choices: Choices) -> Path:
 
 
 def variables(peer: Peer, choices: Choices, threads: int) -> dict[str, str]:
-    """Give the environment variables of a peer's process: this repository importable, and the same threads for all."""
+    """Return the environment variables of a peer's process: this repository importable, and the same threads for all."""
     paths = [ROOT, *([choices.pythonpaths[peer.name]] if peer.name in choices.pythonpaths else [])]
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     # Importing equipoise has set this here; the peers are to run as they come.

@@ -75,7 +75,7 @@ def one_round(trainer: Trainer) -> float:
 
 
 def median_seconds(counts: Sequence[int], *, rounds: int, warm_up: int) -> list[float]:
-    """Give the median time of a round among each number of clients, taking turns round by round."""
+    """Return the median time of a round among each number of clients, taking turns round by round."""
     trainers = [trainer(count, warm_up + rounds) for count in counts]
     ticks = [[one_round(each) for each in trainers] for _ in range(warm_up + rounds)]
     return [statistics.median(seconds) for seconds in zip(*ticks[warm_up:], strict=True)]

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.whole_run import Setting, by_engine, by_loop, compare, in_turn, of_the_way
 from equipoise import Federation, Machine, Training
-from equipoise.engine.optimizers import Schedule, Sgd
 from equipoise.models import build
+from equipoise.optimizers import Schedule, Sgd
 
 SIZES = (3, 7, 4, 1)
 

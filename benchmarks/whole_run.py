@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.config import Experiment, experiment_from
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError, unknown
 from equipoise.method import Sampler, State
 from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
+from equipoise.optimizers import Sgd
 from equipoise.run.trainer import Trainer
 from equipoise.study import load_study
 
@@ -40,7 +40,7 @@ class InTurn(Sampler):
     """Clients take part one after another, the next ones in every round."""
 
     def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        """Give the cohort of the round."""
+        """Return the cohort of the round."""
         return in_turn(state.round, len(sizes), count)
 
 

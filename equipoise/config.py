@@ -23,13 +23,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
 from equipoise.engine.cohort import StackedEngine
-from equipoise.engine.optimizers import Adam, Schedule, Sgd
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.imports import file_of, import_own
 from equipoise.method import Method
+from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
 from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
 from equipoise.run.trainer import Evaluation, MakeEngine, Progress
@@ -340,7 +340,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _with_paths(imports: Any, folder: Path) -> Any:
-    """Give files that lie beside the one that names them with their whole path."""
+    """Return files that lie beside the one that names them with their whole path."""
     if isinstance(imports, list):
         return [_with_paths(given, folder) for given in imports]
     there = isinstance(imports, str) and imports.endswith(".py") and (folder / imports).is_file()
@@ -600,7 +600,7 @@ def _override(content: dict[str, Any], override: Override) -> None:
 
 
 def _types(made_from: Callable[..., Any]) -> dict[str, Any]:
-    """Give the options of a dataclass, or the keyword-only ones of a function, with their types."""
+    """Return the options of a dataclass, or the keyword-only ones of a function, with their types."""
     hints = get_type_hints(made_from)
     if dataclasses.is_dataclass(made_from):
         return {item.name: hints[item.name] for item in dataclasses.fields(made_from) if item.init}

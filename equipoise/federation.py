@@ -92,7 +92,7 @@ class Split:
         return np.repeat(np.arange(self.clients), self.sizes)
 
     def of(self, client: int) -> Ints:
-        """Give the sample positions one client holds.
+        """Return the sample positions one client holds.
 
         Parameters
         ----------
@@ -326,7 +326,7 @@ class Federation:
         return self.y.shape[1] if self.y.ndim == 2 else 1
 
     def split(self, name: str) -> Split:
-        """Give one of the three splits by its name.
+        """Return one of the three splits by its name.
 
         Parameters
         ----------
@@ -350,7 +350,7 @@ class Federation:
         return chosen
 
     def client_name(self, client: int) -> str:
-        """Give a client's name, or ``"client 12"`` where clients have no names of their own.
+        """Return a client's name, or ``"client 12"`` where clients have no names of their own.
 
         Parameters
         ----------

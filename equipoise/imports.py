@@ -92,7 +92,7 @@ def enter(registry: Registry, function: F, kind: str) -> F:
 
 
 def look_up(registry: Registry, name: str, kind: str) -> Callable[..., Any]:
-    """Give the function of a name, importing it if need be.
+    """Return the function of a name, importing it if need be.
 
     Examples
     --------

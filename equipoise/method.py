@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.engine.client import Client, Finished
+from equipoise.client import Client, Finished
 from equipoise.errors import InputError, unknown
 from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
 
 if TYPE_CHECKING:
-    from equipoise.engine.optimizers import Optimizer
     from equipoise.federation import Federation
+    from equipoise.optimizers import Optimizer
 
 
 class Sees(IntEnum):
@@ -76,7 +76,7 @@ class Updates:
     reports: Reports
 
     def rows(self, which: NDArray[np.bool_]) -> Updates:
-        """Give the updates of some of the clients.
+        """Return the updates of some of the clients.
 
         Examples
         --------
@@ -267,12 +267,12 @@ Loss = Callable[[Client], Tensor]
 
 
 def task_loss(client: Client) -> Tensor:
-    """Give the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
+    """Return the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
     return client.task_loss()
 
 
 def personal_loss(client: Client) -> Tensor:
-    """Give the task's own loss of the client's personal model, sample by sample."""
+    """Return the task's own loss of the client's personal model, sample by sample."""
     return client.personal().task_loss()
 
 
@@ -451,11 +451,11 @@ class LocalRule(Part):
         return ()
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Give the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
+        """Return the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
         return {}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Give the client's new memory and its uploads, after local training.
+        """Return the client's new memory and its uploads, after local training.
 
         Kept parts stay as training left them, unless the memory names them in a tree ``kept``.
         """
@@ -512,7 +512,7 @@ class Aggregation(Part):
         raise NotImplementedError
 
     def evaluated(self, state: State) -> Tree:
-        """Give the model that is evaluated and handed out, where it is not the one sent to clients."""
+        """Return the model that is evaluated and handed out, where it is not the one sent to clients."""
         return state.model
 
 
@@ -578,7 +578,7 @@ class View(Part):
     """On which view of the federation does training happen?"""
 
     def of(self, federation: Federation) -> Federation:
-        """Give the federation to train on; evaluation is always on the original."""
+        """Return the federation to train on; evaluation is always on the original."""
         return federation
 
 

@@ -39,7 +39,7 @@ def in_parts(name: str, parts: Parts) -> bool:
 
 
 def select(names: Iterable[str], parts: Parts) -> list[str]:
-    """Give the names that lie in the parts, in their order; a part that holds nothing is refused.
+    """Return the names that lie in the parts, in their order; a part that holds nothing is refused.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
 
 
 def _batchnorm(names: list[str], part: str) -> list[str]:
-    """Give the tensors of every layer that keeps statistics of its batches."""
+    """Return the tensors of every layer that keeps statistics of its batches."""
     layers = {name.removesuffix(_STATISTIC) for name in names if name.endswith(_STATISTIC)}
     within = [name for name in names if name.startswith(PERSONAL) == part.startswith(PERSONAL)]
     found = [name for name in within if name.rpartition(".")[0] in layers]

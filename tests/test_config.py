@@ -10,9 +10,9 @@ import yaml
 from equipoise import methods
 from equipoise.config import Override, experiment_from, load_experiment, read_yaml
 from equipoise.data.augment import Crop, Flip
-from equipoise.engine.optimizers import Adam, Schedule, Sgd, TorchOptimizer
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
+from equipoise.optimizers import Adam, Schedule, Sgd, TorchOptimizer
 from equipoise.run.trainer import Evaluation
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equipoise import Federation, Training, train
-from equipoise.engine.optimizers import Sgd
+from equipoise.optimizers import Sgd
 
 HOME = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[2] / "shared" / "data")) / "mnist"
 IMAGES, LABELS = HOME / "t10k-images-idx3-ubyte.gz", HOME / "t10k-labels-idx1-ubyte.gz"

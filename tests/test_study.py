@@ -56,7 +56,7 @@ def score_by_hand(directory, *, model, metric, split="test"):
 
 
 def snapshot(directory):
-    """Give inode, time of change and content of all files."""
+    """Return inode, time of change and content of all files."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 

@@ -29,11 +29,11 @@ class WithLoss(nn.Module):
         self.model = model
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Give the mean cross-entropy of one batch."""
+        """Return the mean cross-entropy of one batch."""
         return nn.functional.cross_entropy(self.model(x), y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Weighted]:
-        """Give next to nothing: pfl always evaluates its first round, and evaluation is no part of the job."""
+        """Return next to nothing: pfl always evaluates its first round, and evaluation is no part of the job."""
         return {"samples": Weighted(len(y), 1)}
 
 

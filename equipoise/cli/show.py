@@ -111,7 +111,7 @@ def runs(total: int) -> Iterator[Callable[[Job, str], None]]:
 
 
 def run_document(run: Run) -> dict[str, Any]:
-    """Give what ``equipoise run --json`` prints."""
+    """Return what ``equipoise run --json`` prints."""
     directory = str(run.directory) if run.directory else None
     return {**run.summary, "seconds": _seconds(run), "config": run.config, "directory": directory}
 
@@ -197,7 +197,7 @@ def _bytes(count: int) -> str:
 
 
 def method_documents() -> list[dict[str, Any]]:
-    """Give what ``equipoise methods --json`` prints."""
+    """Return what ``equipoise methods --json`` prints."""
     documents = []
     for name in registry.names():
         part, method = registry.part_class(name), registry.build(name)
@@ -247,7 +247,7 @@ def draw(federation: Federation, path: Path, *, asked: bool) -> Path | None:
 
 
 def federation_document(federation: Federation, picture: Path | None) -> dict[str, Any]:
-    """Give what ``equipoise data --json`` prints."""
+    """Return what ``equipoise data --json`` prints."""
     clients = federation.describe()
     return {
         "name": federation.name,
@@ -337,7 +337,7 @@ def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
 
 
 def _methods(results: Results, setting: str, metrics: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Give the first columns' headers and cells: each method and, unless it is the global one, whose model is meant."""
+    """Return the first columns' headers and cells: each method and, unless it is the global one, whose model is meant."""
     if models := results.models(setting, metrics):
         return ["method", "model"], {label: [label, models[label]] for label in results.study.methods}
     return ["method"], {label: [label] for label in results.study.methods}

@@ -93,7 +93,7 @@ def register(recipe: R) -> R:
 
 
 def recipe_of(name: str) -> Recipe:
-    """Give the function that makes a source.
+    """Return the function that makes a source.
 
     Examples
     --------

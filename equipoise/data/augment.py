@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from equipoise.engine.random import fold_tensor, uniform
 from equipoise.errors import InputError
+from equipoise.random import fold_tensor, uniform
 
 
 class Augmentation(Protocol):

@@ -114,7 +114,7 @@ def recipe(
     standardize: bool = True,
     download: bool = False,
 ) -> tuple[Source, Dirichlet]:
-    """Give CIFAR and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
+    """Return CIFAR and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ class _Unpickler(pickle.Unpickler):
     allowed = _allowed()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give what a pickle may call."""
+        """Return what a pickle may call."""
         if (module, name) not in self.allowed:
             raise InputError(f"it asks for {module}.{name}, which files of CIFAR have no use for")
         return self.allowed[module, name]

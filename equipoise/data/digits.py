@@ -52,7 +52,7 @@ STYLES: dict[str, Callable[[Images, np.random.Generator], Images]] = {
 
 
 def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
-    """Give the embedded digits, each in one of five styles, which are the groups.
+    """Return the embedded digits, each in one of five styles, which are the groups.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
 
 
 def recipe(*, seed: int, imbalance: float | None = 10.0) -> tuple[Source, ByGroup]:
-    """Give the digits and their usual partition: by style, rare styles with fewer clients and fewer images.
+    """Return the digits and their usual partition: by style, rare styles with fewer clients and fewer images.
 
     Parameters
     ----------

@@ -140,7 +140,7 @@ def _unpack(archive: Archive, path: Path, into: Path) -> list[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Callable[[str], IO[bytes]]]:
-    """Give the function that opens a member of a tar or zip archive."""
+    """Return the function that opens a member of a tar or zip archive."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as bundle:
             yield bundle.open

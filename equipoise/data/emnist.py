@@ -101,7 +101,7 @@ def recipe(
     scale: float = 1.0,
     download: bool = False,
 ) -> tuple[Source, Skewed | ThreeGroups]:
-    """Give EMNIST and its usual partition: `ThreeGroups` for all characters, `Skewed` for a choice of them.
+    """Return EMNIST and its usual partition: `ThreeGroups` for all characters, `Skewed` for a choice of them.
 
     Parameters
     ----------

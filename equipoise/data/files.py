@@ -208,7 +208,7 @@ def as_pixels(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _home(root: str | Path | None) -> tuple[Path, str]:
-    """Give the data directory and who chose it."""
+    """Return the data directory and who chose it."""
     if root is not None:
         return Path(root).expanduser().absolute(), f"root={str(root)!r}"
     if chosen := os.environ.get(VARIABLE):
@@ -217,7 +217,7 @@ def _home(root: str | Path | None) -> tuple[Path, str]:
 
 
 def _complete(places: Sequence[Path], choices: Sequence[Sequence[str]]) -> tuple[Path, ...]:
-    """Give the files of the first set that is complete in one place, or none."""
+    """Return the files of the first set that is complete in one place, or none."""
     for place in places:
         for choice in choices:
             found = [_matches(place, name) for name in choice]
@@ -235,5 +235,5 @@ def _offer(source: str, archives: Sequence[Archive]) -> str:
 
 
 def _matches(place: Path, name: str) -> list[Path]:
-    """Give the files of a name or pattern, compressed ones only where there are no others."""
+    """Return the files of a name or pattern, compressed ones only where there are no others."""
     return sorted(place.glob(name)) or sorted(place.glob(f"{name}.gz"))

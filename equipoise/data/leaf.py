@@ -196,7 +196,7 @@ def leaf(*, dataset: str = "femnist", root: str | None = None, clients: int | No
 def recipe(
     *, seed: int, dataset: str = "femnist", root: str | None = None, clients: int | None = None
 ) -> tuple[Source, Natural]:
-    """Give a dataset prepared by LEAF and its usual partition: every client holds what came from it.
+    """Return a dataset prepared by LEAF and its usual partition: every client holds what came from it.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
 def recipe(
     *, seed: int, root: str | None = None, portion: str = "all", download: bool = False
 ) -> tuple[Source, Dirichlet]:
-    """Give MNIST and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
+    """Return MNIST and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
 
     ``partition="skewed"`` gives GIFAIR's Skewed partition instead.
 

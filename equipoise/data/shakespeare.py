@@ -181,7 +181,7 @@ def recipe(
     stride: int = 1,
     root: str | None = None,
 ) -> tuple[Source, Natural]:
-    """Give roles of Shakespeare's plays and their usual partition: every role is a client.
+    """Return roles of Shakespeare's plays and their usual partition: every role is a client.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ def silo_federation(
 def recipe(
     *, seed: int, root: str | None = None, classes: int | None = None, task: str = "classification"
 ) -> tuple[Source, Natural]:
-    """Give the silos and their natural partition.
+    """Return the silos and their natural partition.
 
     Parameters
     ----------

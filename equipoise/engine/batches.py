@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.engine.random import Purpose, fold_tensor, permutations
 from equipoise.federation import Split
+from equipoise.random import Purpose, fold_tensor, permutations
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Batches:
         return np.where(made, self.counts, 0).sum(1)
 
     def active(self, step: int) -> int:
-        """Give the number of clients still training at a step: the first so many of the chunk."""
+        """Return the number of clients still training at a step: the first so many of the chunk."""
         return int(np.searchsorted(-self.steps, -step, side="left"))
 
 

@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import vmap
 
+from equipoise.client import Client
 from equipoise.engine.batches import Batches, draw_batches
 from equipoise.engine.chunking import chunk_by_rule
-from equipoise.engine.client import Client
 from equipoise.engine.contract import Personal
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.local import Chunk, Pace, Workshop, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
-from equipoise.engine.optimizers import Column, TorchOptimizer
-from equipoise.engine.random import Purpose, choose, fold, fold_tensor
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation, Split
 from equipoise.method import LocalRule, Method, Phase, Reports, Updates, mix_tree
 from equipoise.models.layers import Forward
+from equipoise.optimizers import Column, TorchOptimizer
+from equipoise.random import Purpose, choose, fold, fold_tensor
 from equipoise.tree import PERSONAL, Parts, Tree, select, size_in_bytes
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, before its first call.
@@ -129,7 +129,7 @@ class StackedEngine:
         return mix_tree(own, self.cohort(method, clients, 0).prior)
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
         rule = personal.method.local
         layout = Layout(rule, model)
         memory, seen = self.memory.read(clients, layout.first_memory(rule, model), self.network.device)
@@ -157,7 +157,7 @@ class StackedEngine:
         who: NDArray[np.bool_],
         personal: Personal,
     ) -> Tree:
-        """Give what personal models are made of after some clients follow a rule, whose memory is a passing one."""
+        """Return what personal models are made of after some clients follow a rule, whose memory is a passing one."""
         if not who.any():
             return own
         members = clients[who]
@@ -190,7 +190,7 @@ class StackedEngine:
         self.memory.commit()
 
     def export(self) -> Tree:
-        """Give all memories."""
+        """Return all memories."""
         return self.memory.export()
 
     def restore(self, tensors: Tree) -> None:
@@ -328,7 +328,7 @@ class StackedCohort:
         return answer
 
     def without(self, ids: Iterable[int]) -> StackedCohort:
-        """Give the cohort less some clients."""
+        """Return the cohort less some clients."""
         return StackedCohort(
             self.engine, self.method, np.setdiff1d(self.ids, list(ids)), self.round, self.memory, *self.purpose
         )
@@ -428,7 +428,7 @@ class StackedCohort:
         return reports
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
-        """Give the samples that clients' reports look at, and the clients' places among them."""
+        """Return the samples that clients' reports look at, and the clients' places among them."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
@@ -471,7 +471,7 @@ class Layout:
         self.shared = [name for name in model if name in moving and name not in self.kept]
 
     def first_memory(self, local: LocalRule, model: Tree) -> Memory:
-        """Give the memory of a client that has never taken part."""
+        """Return the memory of a client that has never taken part."""
         memory = local.first_memory(model)
         if self.kept:
             memory = {KEPT: {name: model[name.removeprefix(PERSONAL)] for name in self.kept}, **memory}
@@ -511,7 +511,7 @@ class FineTuning(LocalRule):
 
 
 def _personal_parts(kept: Tree) -> Tree:
-    """Give kept parts the names they have in the personal model."""
+    """Return kept parts the names they have in the personal model."""
     return {name.removeprefix(PERSONAL): stack for name, stack in kept.items()}
 
 

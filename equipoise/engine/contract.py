@@ -56,7 +56,7 @@ class RoundCohort(Cohort, Protocol):
     bytes_down: int
 
     def without(self, ids: Iterable[int]) -> RoundCohort:
-        """Give the cohort less the clients that were lost after training."""
+        """Return the cohort less the clients that were lost after training."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Engine(Protocol):
     absent: dict[int, str]
 
     def newcomers(self) -> Sequence[int]:
-        """Give the clients that have come since the last time; the federation knows them from now on."""
+        """Return the clients that have come since the last time; the federation knows them from now on."""
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> RoundCohort:
         """Gather clients for a round (counted from 0)."""
@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
 
     @property
     def remembering(self) -> list[int]:
@@ -126,7 +126,7 @@ class Engine(Protocol):
         """Hold on to the memories as they are: the models of this round may be the ones that count."""
 
     def export(self) -> Tree:
-        """Give what a checkpoint must hold of the engine."""
+        """Return what a checkpoint must hold of the engine."""
 
     def restore(self, tensors: Tree) -> None:
         """Take back what :meth:`export` gave."""

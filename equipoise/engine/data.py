@@ -12,7 +12,7 @@ _LARGEST_SHARE = 0.4
 
 
 def at(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Give the rows of a tensor at positions of any shape.
+    """Return the rows of a tensor at positions of any shape.
 
     Examples
     --------
@@ -55,13 +55,13 @@ class DeviceData:
         self.x, self.y = x.to(home), y.to(home)
 
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the samples and targets at positions of any shape."""
+        """Return the samples and targets at positions of any shape."""
         return self.inputs(positions), self.targets(positions)
 
     def inputs(self, positions: Tensor) -> Tensor:
-        """Give the samples alone."""
+        """Return the samples alone."""
         return at(self.x, positions.to(self.x.device)).to(self.device)
 
     def targets(self, positions: Tensor) -> Tensor:
-        """Give the targets alone."""
+        """Return the targets alone."""
         return at(self.y, positions.to(self.y.device)).to(self.device)

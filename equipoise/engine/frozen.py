@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from equipoise.client import Frozen
 from equipoise.engine.batches import Batches
 from equipoise.engine.chunking import samples_a_pass
-from equipoise.engine.client import Frozen
 from equipoise.engine.data import DeviceData, at
 from equipoise.engine.stack import passes, rows, tree_rows
 from equipoise.tree import PERSONAL, Tree, in_parts
@@ -59,7 +59,7 @@ class FrozenFeatures:
 
     @torch.no_grad()
     def _z_of_one(self, chunk: Chunk, batches: Batches) -> Tensor:
-        """Give z of one sample, which has the shape of all others."""
+        """Return z of one sample, which has the shape of all others."""
         if self._like is None:
             network, x = chunk.network, chunk.data.inputs(batches.held[:1])
             self._like = network.resting_features(network.initial(), x)[0].to(network.dtype)
@@ -103,7 +103,7 @@ class FrozenFeatures:
             self._z = z.new_empty(self._room, *z.shape)
 
     def fetch(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Give z and the targets of samples at places (see :class:`~equipoise.engine.batches.Batches`)."""
+        """Return z and the targets of samples at places (see :class:`~equipoise.engine.batches.Batches`)."""
         # The head must get z in the type in which features give it. Autocast may lower it for a lone client only.
         return at(self._z, places).to(self._type), at(self._y, places)
 

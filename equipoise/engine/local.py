@@ -20,19 +20,19 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as tree_map_any
 
+from equipoise.client import Client, Finished
 from equipoise.data.augment import Augmentation
 from equipoise.engine.batches import Batches
-from equipoise.engine.client import Client, Finished
 from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.network import Network
-from equipoise.engine.optimizers import Column, Optimizer, OptimizerState
-from equipoise.engine.random import Purpose, fold_tensor
 from equipoise.engine.replay import Replay
 from equipoise.engine.stack import rows, tree_rows
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, Value
 from equipoise.models.layers import Forward
+from equipoise.optimizers import Column, Optimizer, OptimizerState
+from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, Tree, select
 
 
@@ -47,7 +47,7 @@ class Chunk:
     still : Tree
         Those that neither move nor are kept: one copy for all.
     sent, each, memory, seen
-        As a :class:`~equipoise.engine.client.Client` sees them; all but ``sent`` are stacked.
+        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` are stacked.
     """
 
     network: Network
@@ -83,7 +83,7 @@ class StepInput:
     counts: Tensor
 
     def batch(self, index: int) -> StepInput:
-        """Give one of several batches."""
+        """Return one of several batches."""
         mask = None if self.mask is None else self.mask[:, index]
         return StepInput(self.positions[:, index], self.keys[:, index], mask, self.counts[:, index])
 
@@ -229,7 +229,7 @@ class PhaseRun:
         seen: Tensor,
         key: Tensor,
     ) -> tuple[Tensor, Tree]:
-        """Give one client's mean loss and the BatchNorm statistics its forward pass leaves."""
+        """Return one client's mean loss and the BatchNorm statistics its forward pass leaves."""
         client = Client(
             network=self.chunk.network,
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},

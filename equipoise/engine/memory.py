@@ -44,7 +44,7 @@ class MemoryStore:
     def read(
         self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
     ) -> tuple[Memory, Tensor]:
-        """Give the stacked memories of clients, and which of them have one; ``first`` stands in for the others."""
+        """Return the stacked memories of clients, and which of them have one; ``first`` stands in for the others."""
         slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
         seen = torch.from_numpy(slots >= 0).to(device)
         where = torch.from_numpy(np.flatnonzero(slots >= 0)).to(device)
@@ -80,7 +80,7 @@ class MemoryStore:
         self._pending.clear()
 
     def _room(self, name: str, like: Tensor) -> Tensor:
-        """Give the stack of a name, doubled until every client with a slot fits."""
+        """Return the stack of a name, doubled until every client with a slot fits."""
         stack = self._stacks.get(name)
         have, want = (0 if stack is None else len(stack)), len(self._slot)
         if stack is None or have < want:
@@ -91,7 +91,7 @@ class MemoryStore:
         return stack
 
     def export(self) -> Tree:
-        """Give everything committed, as tensors for a checkpoint."""
+        """Return everything committed, as tensors for a checkpoint."""
         if not self._slot:
             return {}
         clients = torch.tensor(list(self._slot))

@@ -132,7 +132,7 @@ class Network:
         ]
 
     def initial(self) -> Tree:
-        """Give the parameters and buffers the module came with."""
+        """Return the parameters and buffers the module came with."""
         return dict(self._initial)
 
     @cached_property
@@ -154,7 +154,7 @@ class Network:
         return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
-        """Give a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
+        """Return a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
         whole = {
             name: tensor if name in self.buffers else nn.Parameter(tensor, requires_grad=name not in self.fixed)
             for name, tensor in self._initial.items()
@@ -285,7 +285,7 @@ class Network:
         return [torch.get_rng_state(), *on_gpu]
 
     def resting_features(self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False) -> Tensor:
-        """Give z of a batch while the features rest, in the type in which the head gets it: autocast may lower it."""
+        """Return z of a batch while the features rest, in the type in which the head gets it: autocast may lower it."""
         return self._applied(params, x, Forward(train=False, stacked=stacked), "features")
 
     def _applied(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None) -> Tensor:

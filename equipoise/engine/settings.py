@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from equipoise.data.augment import Augmentation
-from equipoise.engine.optimizers import Optimizer, Schedule, Sgd
 from equipoise.errors import InputError, unknown
 from equipoise.method import Phase
+from equipoise.optimizers import Optimizer, Schedule, Sgd
 
 
 def _refuse_uncountable(settings: object, section: str, names: tuple[str, ...]) -> None:

@@ -40,7 +40,7 @@ class Task:
         return self.score == "accuracy"
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Give cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
+        """Return cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
         if self.kind == "classification":
             return _cross_entropy(output, y)
         # Shapes alone are looked at, which works under ``vmap`` and costs nothing.
@@ -53,7 +53,7 @@ class Task:
         return error.flatten(1).mean(1) if y.dim() > 1 else error
 
     def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Give the loss and whatever else the task is judged by; ``[samples]`` each."""
+        """Return the loss and whatever else the task is judged by; ``[samples]`` each."""
         measured = {"loss": self.loss(output, y)}
         if self.kind == "classification":
             measured["accuracy"] = (output.argmax(1) == y).to(output.dtype)
@@ -67,7 +67,7 @@ def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _cross_entropy(output: Tensor, y: Tensor) -> Tensor:
-    """Give log Σ exp(z) − z_y; the same as PyTorch's, but cheaper under ``vmap`` and deterministic on a GPU."""
+    """Return log Σ exp(z) − z_y; the same as PyTorch's, but cheaper under ``vmap`` and deterministic on a GPU."""
     classes = torch.arange(output.shape[1], device=output.device)
     chosen = torch.where(classes == y.unsqueeze(1), output, 0.0).sum(1)
     return output.logsumexp(1) - chosen

@@ -52,7 +52,7 @@ class Ledger:
     best: dict[int, int] = field(default_factory=dict)
 
     def oldest(self, client: int) -> int:
-        """Give the oldest version of a client's memory that can still be asked for."""
+        """Return the oldest version of a client's memory that can still be asked for."""
         candidates = [self.saved.get(client, 0) if self.durable else self.now.get(client, 0)]
         candidates += [self.best.get(client, 0)] if self.best else []
         return min(candidates)
@@ -186,7 +186,7 @@ class FlowerEngine:
         return self._averaged[1]
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Give nothing of personal models: they stay with the clients; see :meth:`hand_out`."""
+        """Return nothing of personal models: they stay with the clients; see :meth:`hand_out`."""
         return dict(model), {}
 
     @property
@@ -227,7 +227,7 @@ class FlowerEngine:
         self.ledger.best = dict(self.ledger.now)
 
     def export(self) -> Tree:
-        """Give which memory of each client counts."""
+        """Return which memory of each client counts."""
         self.ledger.saved = dict(self.ledger.now)
         clients = sorted(self.ledger.now)
         rounds = {"now": self.ledger.now, "best": self.ledger.best}
@@ -385,7 +385,7 @@ class FlowerCohort:
         return unpack(str(answers[0].config_records["form"]["text"]), joined)
 
     def without(self, ids: Iterable[int]) -> FlowerCohort:
-        """Give the cohort less the clients that were lost after training."""
+        """Return the cohort less the clients that were lost after training."""
         lost = set(ids)
         rest = copy.copy(self)
         rest.left_out = {**{client: "lost after training" for client in lost}, **self.left_out}

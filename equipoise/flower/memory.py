@@ -26,7 +26,7 @@ def memory_root(given: str | None = None) -> Path:
 
 
 def home_of(root: Path) -> str:
-    """Give the name of a disk, making one up the first time.
+    """Return the name of a disk, making one up the first time.
 
     Examples
     --------

@@ -199,7 +199,7 @@ class Roster:
         return self.known[min(self.known)]
 
     def split(self, name: str) -> Sizes:
-        """Give how many samples every client holds in one of the three splits."""
+        """Return how many samples every client holds in one of the three splits."""
         if name not in SPLITS:
             raise unknown("split", name, SPLITS)
         sizes = np.zeros(self.clients, np.int64)
@@ -213,7 +213,7 @@ class Roster:
         return tuple(self.client_name(client) for client in range(self.clients))
 
     def client_name(self, client: int) -> str:
-        """Give a client's name."""
+        """Return a client's name."""
         return self.known[client].name if client in self.known else f"client {client}"
 
     def pooled(self) -> Federation:

@@ -130,7 +130,7 @@ class Identity:
         self._name = str(more.get("run", f"{name}-{uuid.uuid4().hex[:12]}"))
 
     def name(self) -> str:
-        """Give the name under which clients keep their memories of this run, having written it down."""
+        """Return the name under which clients keep their memories of this run, having written it down."""
         # The directory is made when everything has been checked, so there may be none while clients are only asked.
         if self._path and self._path.parent.exists() and len(self.roster.known) != self._saved:
             self.roster.save(self._path, run=self._name)

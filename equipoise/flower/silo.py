@@ -182,7 +182,7 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
 
 
 def placed(federation: Federation, client: int) -> Federation:
-    """Give a federation of one client its stable number; the clients before it are empty.
+    """Return a federation of one client its stable number; the clients before it are empty.
 
     Random numbers depend on a client's number, so with its own it trains as it would among all others.
 

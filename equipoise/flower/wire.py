@@ -166,12 +166,12 @@ def _bytes_of_value(value: Any) -> int:
 
 
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:
-    """Give the settings of a message, empty if it has none."""
+    """Return the settings of a message, empty if it has none."""
     return dict(content.config_records.get(name, ConfigRecord()))
 
 
 def numbers_of(content: RecordDict, name: str = "reports") -> dict[str, float]:
-    """Give the numbers a message reports, empty if it has none."""
+    """Return the numbers a message reports, empty if it has none."""
     return {key: float(value) for key, value in content.metric_records.get(name, MetricRecord()).items()}  # type: ignore[arg-type]
 
 

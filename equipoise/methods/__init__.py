@@ -120,7 +120,7 @@ def names() -> list[str]:
 
 
 def part_class(name: str) -> type[Part]:
-    """Give the class registered under a name.
+    """Return the class registered under a name.
 
     Examples
     --------

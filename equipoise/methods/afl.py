@@ -57,10 +57,10 @@ class Afl(Aggregation):
         return new.with_kept(clients={**clients, "weight": weight}, mean=mean)
 
     def evaluated(self, state: State) -> Tree:
-        """Give the mean of w over the rounds."""
+        """Return the mean of w over the rounds."""
         return {name: state.kept["mean"][name] for name in state.model} if self.average and state.round else state.model
 
 
 def _next_mean(old: Tensor, now: Tensor, count: int) -> Tensor:
-    """Give the mean of ``count`` tensors from the last one and the mean of those before; a mask's −∞ stays what it is."""
+    """Return the mean of ``count`` tensors from the last one and the mean of those before; a mask's −∞ stays what it is."""
     return torch.where(now == old, old, old + (now - old) / count)

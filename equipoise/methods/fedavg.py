@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.engine.random import choose, choose_by_weight
 from equipoise.method import Aggregation, Cohort, LocalRule, Sampler, Sees, State, Updates, View, mix
 from equipoise.methods import register
+from equipoise.random import choose, choose_by_weight
 
 
 @register("uniform", method=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.checks import count
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
-from equipoise.models.checks import count
 
 
 @register("fedbabu", paper="Oh et al., ICLR 2022")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from equipoise.engine.client import Client
+from equipoise.checks import count
+from equipoise.client import Client
 from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, personal_loss
 from equipoise.methods import register
-from equipoise.models.checks import count
 from equipoise.tree import select
 
 

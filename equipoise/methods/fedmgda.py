@@ -58,7 +58,7 @@ class FedMgda(Aggregation):
 
 
 def inner_products(state: State, updates: Updates) -> Tensor:
-    """Give the inner products of all pairs of updates w_k − w, in float64.
+    """Return the inner products of all pairs of updates w_k − w, in float64.
 
     Examples
     --------

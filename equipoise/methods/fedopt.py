@@ -18,7 +18,7 @@ from equipoise.tree import Tree, tree_map
 
 
 def pseudo_gradient(state: State, updates: Updates, averaged: Tree) -> Tree:
-    """Give Δ = w − w̄ of the parameters the clients share."""
+    """Return Δ = w − w̄ of the parameters the clients share."""
     return {name: state.model[name] - averaged[name] for name in updates.params}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from equipoise.engine.client import Client
+from equipoise.client import Client
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register

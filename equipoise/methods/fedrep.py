@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from equipoise.checks import count
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
-from equipoise.models.checks import count
 
 
 @register("fedrep", paper="Collins et al., ICML 2021")

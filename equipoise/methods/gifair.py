@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.engine.client import Finished
+from equipoise.client import Finished
 from equipoise.errors import InputError, unknown
 from equipoise.method import (
     Aggregation,
@@ -133,7 +133,7 @@ class Gifair(LocalRule, Aggregation):
 
 
 def ordering(losses: Tensor) -> Tensor:
-    """Give r_i = Σ_j sign(L_i − L_j): how many losses are lower, less how many are higher.
+    """Return r_i = Σ_j sign(L_i − L_j): how many losses are lower, less how many are higher.
 
     Parameters
     ----------

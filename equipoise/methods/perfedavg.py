@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from equipoise.engine.optimizers import Sgd
+from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, Value, plain_gradient
 from equipoise.methods import register
-from equipoise.models.checks import count
+from equipoise.optimizers import Sgd
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class QFedAvg(Aggregation):
 
 
 def squared_differences(state: State, updates: Updates) -> Tensor:
-    """Give ‖w − w_k‖² of every client, over all shared parameters.
+    """Return ‖w − w_k‖² of every client, over all shared parameters.
 
     Examples
     --------

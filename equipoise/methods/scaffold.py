@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.engine.client import Client, Finished
+from equipoise.client import Client, Finished
 from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
 from equipoise.methods import register
 from equipoise.tree import Tree, inner_product, tree_map

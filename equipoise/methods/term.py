@@ -58,7 +58,7 @@ class Term(Aggregation):
 
 
 def group_risks(loss: Tensor, prior: Tensor, groups: Tensor, tau: float) -> Tensor:
-    """Give every client its group's tilted loss, R_g = (1/τ) log of the weighted mean of exp(τ F_k).
+    """Return every client its group's tilted loss, R_g = (1/τ) log of the weighted mean of exp(τ F_k).
 
     Parameters
     ----------

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from equipoise.checks import count, several
 from equipoise.errors import InputError, unknown
 from equipoise.imports import Registry, enter, look_up
-from equipoise.models.checks import count, several
 
 if TYPE_CHECKING:
     from equipoise.models.base import Model
@@ -126,7 +126,7 @@ def defaults(name: str) -> dict[str, Any]:
 
 
 def maker_of(name: str) -> Maker:
-    """Give the function that builds a model.
+    """Return the function that builds a model.
 
     Examples
     --------

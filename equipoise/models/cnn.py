@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from torch import nn
 
+from equipoise.checks import count, image, probability, several
 from equipoise.errors import InputError, flag
 from equipoise.models.base import Model
-from equipoise.models.checks import count, image, probability, several
 
 
 def cnn2(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 64), hidden: int = 512) -> Model:

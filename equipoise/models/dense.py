@@ -8,8 +8,8 @@ from math import prod
 
 from torch import nn
 
+from equipoise.checks import count, probability, several
 from equipoise.models.base import Model
-from equipoise.models.checks import count, probability, several
 
 
 def logistic(shape: tuple[int, ...], classes: int) -> Model:

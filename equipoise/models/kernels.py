@@ -369,7 +369,7 @@ class StackedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Give the gradient by input, weight and bias."""
+        """Return the gradient by input, weight and bias."""
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
         none = (None,) * 5
         if torch.is_grad_enabled():
@@ -607,7 +607,7 @@ class StackedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, None]:
-        """Give every window's gradient to the value that has won."""
+        """Return every window's gradient to the value that has won."""
         (winner,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
@@ -646,7 +646,7 @@ def _pooling(
 
 
 def _plain_pool_gradient(upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]) -> Tensor:
-    """Give every window's gradient to the value that has won, by operations that can be differentiated."""
+    """Return every window's gradient to the value that has won, by operations that can be differentiated."""
     candidates = torch.arange(window[0] * window[1], device=winner.device)
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)
     images = shares.unflatten(-1, window).transpose(-3, -2).flatten(-4, -3).flatten(-2)

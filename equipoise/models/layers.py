@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.engine.random import fold_tensor, keep_mask
 from equipoise.errors import InputError
+from equipoise.random import fold_tensor, keep_mask
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -63,7 +63,7 @@ def forward_pass(forward: Forward) -> Iterator[None]:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Give the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
+    """Return the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
     if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
         return None
     kernels = _triton_kernels()
@@ -389,7 +389,7 @@ class MaxPool(nn.MaxPool2d):
 
 
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
-    """Give height and width of what may be one number for both."""
+    """Return height and width of what may be one number for both."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
@@ -472,7 +472,7 @@ def _watch(new: L, old: nn.Module) -> L:
 
 
 def _adopt(new: nn.Module, old: nn.Module) -> None:
-    """Give one layer the very parameters and buffers of another, and its hooks."""
+    """Return one layer the very parameters and buffers of another, and its hooks."""
     new._parameters.update(old._parameters)
     new._buffers.update(old._buffers)
     _watch(new, old)

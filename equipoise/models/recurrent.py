@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.models.base import Model
-from equipoise.models.checks import count
 
 
 def charlstm(
@@ -130,7 +130,7 @@ class Lstm(nn.Module):
         return steps[-1]
 
     def _outputs(self, steps: Tensor, layer: int) -> Tensor:
-        """Give one layer's output at every step of ``[steps, samples, inputs]``."""
+        """Return one layer's output at every step of ``[steps, samples, inputs]``."""
         weight_ih, weight_hh, bias_ih, bias_hh = (
             getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
@@ -255,6 +255,6 @@ def fused_cell(drive: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, 
 def fused_cell_gradient(
     of_output: Tensor, of_cell: Tensor, before: Tensor, cell: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Give the gradient of that step by what drove its gates, and by the cell before it."""
+    """Return the gradient of that step by what drove its gates, and by the cell before it."""
     made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(of_output, of_cell, before, cell, gate, False)
     return made[0], made[1]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from equipoise.checks import count, image
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model
-from equipoise.models.checks import count, image
 
 Norm = Callable[[int], nn.Module]
 

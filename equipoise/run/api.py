@@ -59,7 +59,7 @@ class Run:
     trainer: Trainer
 
     def model(self, client: int | str | None = None) -> nn.Module:
-        """Give the global model, or a client's personal model, ready to use.
+        """Return the global model, or a client's personal model, ready to use.
 
         Parameters
         ----------
@@ -223,7 +223,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
 
 
 def load(run: str | Path, client: int | str | None = None, *, module: nn.Module | None = None) -> nn.Module:
-    """Give back a trained model from a run directory.
+    """Return a trained model from a run directory.
 
     Methods whose clients keep parts of the shared model for themselves, such as FedPer's head, leave no global model
     behind unless ``evaluation.average_kept`` has made one.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from equipoise.data.augment import Augmentation, Crop, Flip
-from equipoise.engine.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
 from equipoise.errors import InputError, unknown
+from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
 
 AUGMENTATIONS: dict[str, type[Any]] = {"flip": Flip, "crop": Crop}
 

@@ -17,11 +17,11 @@ from equipoise.data.augment import check_augmentations
 from equipoise.engine.chunking import fastest
 from equipoise.engine.cohort import Adapting, FineTuning, Layout, StackedEngine, exact_arithmetic
 from equipoise.engine.contract import ClientsLost, Engine, Personal, RoundCohort
-from equipoise.engine.random import Purpose, fold
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, State, Updates, combined
+from equipoise.random import Purpose, fold
 from equipoise.run.files import Journal, load_tensors, save_tensors
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree, flat_rows, tree_map
@@ -365,7 +365,7 @@ class Trainer:
         return Personal(self.method, self._fine_tune, self.state.round)
 
     def personal_models(self, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Give what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
         return self.engine.personal_models(self._sent_out, self._personal, clients)
 
     # ---- models and checkpoints --------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class Trainer:
         return self.state.round if best is None else best
 
     def selected(self) -> Models:
-        """Give the models of the round that counts."""
+        """Return the models of the round that counts."""
         if self._selected_round == self.state.round:
             return self._models()
         if self._best_models is None and self.directory:

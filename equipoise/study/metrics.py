@@ -93,7 +93,7 @@ def apart(metric: str) -> tuple[str | None, str, str]:
 
 
 def group_of(metric: str) -> str:
-    """Give the group a metric is of, if it is of one.
+    """Return the group a metric is of, if it is of one.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def group_of(metric: str) -> str:
 
 
 def kind_of(metric: str) -> str:
-    """Give what a metric is called in ``BETTER``, if it is one."""
+    """Return what a metric is called in ``BETTER``, if it is one."""
     return "groups.NAME" if group_of(metric) else apart(metric)[2]
 
 

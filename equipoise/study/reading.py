@@ -236,7 +236,7 @@ def _called_alike(label: str, where: str) -> InputError:
 def _to_tune(
     described: Mapping[str, _Method], kept: Mapping[str, _Method], where: str
 ) -> tuple[dict[str, dict[str, Any]], Tried]:
-    """Give the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
+    """Return the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
     tried = {label: method.variants for label, method in kept.items() if method.variants}
     if not tried:
         raise InputError(f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}")
@@ -252,7 +252,7 @@ def _to_tune(
 
 
 def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
-    """Give every combination of a grid's values by the label it runs under."""
+    """Return every combination of a grid's values by the label it runs under."""
     if not isinstance(grid, Mapping) or not all(isinstance(values, list) and values for values in grid.values()):
         raise InputError(
             f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, got {grid!r}"
@@ -268,7 +268,7 @@ def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
 
 
 def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """Give those that were chosen by their labels, in the study's order; all if none were."""
+    """Return those that were chosen by their labels, in the study's order; all if none were."""
     for label in chosen or ():
         if label not in there:
             raise unknown(kind, label, there, where=f"--{kind}")

@@ -46,7 +46,7 @@ class Results:
         return setting if self.study.split == "test" else f"{setting}, validation data"
 
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
-        """Give a metric's value by seed; seeds whose run failed or has no such value are left out."""
+        """Return a metric's value by seed; seeds whose run failed or has no such value are left out."""
         found = {job.seed: value_of(summary, metric) for job, summary in self._runs(setting, method)}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -68,7 +68,7 @@ class Results:
         return {method: _said(models) for method, models in found.items()}
 
     def _models(self, setting: str, method: str, metrics: Iterable[str]) -> dict[str, str]:
-        """Give the model behind metrics of seen and of unseen clients, as far as there is one."""
+        """Return the model behind metrics of seen and of unseen clients, as far as there is one."""
         found = {apart(metric)[1]: self._model(setting, method, metric) for metric in metrics}
         return {who: model for who, model in found.items() if model}
 
@@ -105,7 +105,7 @@ class Results:
         return any(summary["score"] == "loss" for summary in self.summaries.values())
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
-        """Give the best values of every method with a grid, as far as a run of it succeeded."""
+        """Return the best values of every method with a grid, as far as a run of it succeeded."""
         tuning, best = self.study.tuning, {}
         reference = self._tuned(setting, self.study.methods[0], "mean")
         if reference is None:
@@ -145,7 +145,7 @@ class Results:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Give everything as plain values, ready for JSON."""
+        """Return everything as plain values, ready for JSON."""
         names = ("setting", "method", "model", "metric")
         rows = [
             dict(zip(names, which, strict=True))
@@ -202,7 +202,7 @@ _Statistics = tuple[float | None, float | None, int]
 
 
 def _statistics(values: Mapping[int, float]) -> _Statistics:
-    """Give mean, sample standard deviation and number of values, as far as they are defined."""
+    """Return mean, sample standard deviation and number of values, as far as they are defined."""
     numbers = list(values.values())
     mean = statistics.fmean(numbers) if numbers else None
     return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)

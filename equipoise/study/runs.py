@@ -42,7 +42,7 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
 
 
 def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Give the values of nested mappings by dotted keys.
+    """Return the values of nested mappings by dotted keys.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def finished(directory: Path, split: str) -> dict[str, Any] | None:
-    """Give the summary of a split if the run is done."""
+    """Return the summary of a split if the run is done."""
     path = directory / SUMMARY
     if not path.exists() or not (directory / CONFIG).exists():
         return None
@@ -72,7 +72,7 @@ def finished(directory: Path, split: str) -> dict[str, Any] | None:
 
 
 def _on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str, Any]:
-    """Give the summary with the results of another split than the test split, worked out from the run's rows."""
+    """Return the summary with the results of another split than the test split, worked out from the run's rows."""
     if split == "test":
         return summary
     journal = Journal(directory / "metrics.jsonl")

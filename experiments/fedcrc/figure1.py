@@ -18,10 +18,10 @@ from torch import nn
 
 from equipoise import Federation, train
 from equipoise.data import Dirichlet, Iid, Partition, load
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from equipoise.run.trainer import Evaluation, Trainer
 
 PARTITIONS: dict[str, Partition] = {"IID": Iid(2), "β = 0.1": Dirichlet(2, beta=0.1)}
@@ -37,7 +37,7 @@ def pretrained(federation: Federation, *, seed: int = 0) -> nn.Module:
 
 
 def distances(federation: Federation, model: nn.Module, *, updates: int, seed: int = 0) -> list[float]:
-    """Give the L2 distance of two clients' heads after every step each of them makes from the same model."""
+    """Return the L2 distance of two clients' heads after every step each of them makes from the same model."""
     settings = Training(rounds=updates, steps=1, batch_size=50, optimizer=Sgd(lr=0.05))
     trainer = Trainer(federation, build("local"), model, settings, Machine(), Evaluation(every=0), seed)
     measured: list[float] = []

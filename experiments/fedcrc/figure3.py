@@ -16,7 +16,7 @@ Curves = dict[tuple[str, str, str], dict[int, float]]
 
 
 def read(runs: Path) -> Curves:
-    """Give the mean accuracy over clients and seeds by setting, method and model, then by round."""
+    """Return the mean accuracy over clients and seeds by setting, method and model, then by round."""
     found: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(runs.glob("*/*/seed*/metrics.jsonl")):
         setting, method = path.parts[-4:-2]

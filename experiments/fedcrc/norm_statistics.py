@@ -25,7 +25,7 @@ Scores = dict[tuple[str, str], list[tuple[float, float]]]
 
 @torch.no_grad()
 def accuracy(model: nn.Module, federation: Federation) -> float:
-    """Give the accuracy on every client's test data, all of a client's in one batch, as a mean over clients."""
+    """Return the accuracy on every client's test data, all of a client's in one batch, as a mean over clients."""
     held = [torch.from_numpy(federation.test.of(client)) for client in federation.seen]
     hits = [(model(federation.x[samples]).argmax(1) == federation.y[samples]).double().mean() for samples in held]
     return float(torch.stack(hits).mean())

@@ -16,7 +16,7 @@ Accuracies = dict[str, dict[float, list[float]]]
 
 
 def read(runs: Path) -> Accuracies:
-    """Give the global model's accuracy by group and λ (a fraction of λ_max), one value a seed."""
+    """Return the global model's accuracy by group and λ (a fraction of λ_max), one value a seed."""
     found: Accuracies = defaultdict(lambda: defaultdict(list))
     for path in sorted(runs.glob("*/*/seed*/summary.json")):
         strength = float(path.parts[-3])

@@ -12,10 +12,10 @@ from scipy.stats import chisquare
 
 from equipoise import Federation, train
 from equipoise.data.augment import Crop, Flip
-from equipoise.engine.optimizers import Sgd
-from equipoise.engine.random import fold_tensor
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
+from equipoise.random import fold_tensor
 from tests.engine.test_exactness import distance, images, mlp
 from tests.rounds import play
 

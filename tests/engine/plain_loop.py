@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.random import Purpose, fold
+from equipoise.random import Purpose, fold
 
 
 class PlainDropout(nn.Module):

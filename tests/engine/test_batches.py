@@ -10,8 +10,8 @@ import torch
 
 from equipoise.engine import batches as batches_module
 from equipoise.engine.batches import draw_batches
-from equipoise.engine.random import Purpose, fold, fold_tensor
 from equipoise.federation import Split
+from equipoise.random import Purpose, fold, fold_tensor
 
 # Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions are scattered.
 HELD = [range(100, 107), [], range(40, 52), [3], range(60, 68)]

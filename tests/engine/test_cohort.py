@@ -13,7 +13,6 @@ from torch import nn
 
 from equipoise.data import load
 from equipoise.engine.cohort import StackedEngine, exact_arithmetic
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
@@ -22,6 +21,7 @@ from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
+from equipoise.optimizers import Sgd
 from tests.engine.test_exactness import images
 from tests.rounds import play
 

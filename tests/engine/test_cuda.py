@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.engine.optimizers import optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.models.recurrent import Lstm, recurrence
+from equipoise.optimizers import optimizer_named
 from equipoise.run.trainer import Evaluation, Trainer
 from tests.engine.test_exactness import distance, images
 from tests.engine.test_exactness_methods import PAIRS, lstm, skipped, text

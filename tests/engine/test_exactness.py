@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from equipoise.engine.cohort import StackedEngine
-from equipoise.engine.optimizers import optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
 from equipoise.method import State
 from equipoise.methods import build
 from equipoise.models.base import Model
+from equipoise.optimizers import optimizer_named
 from tests.engine.plain_loop import federated_averaging
 
 SIZES = [1, 3, 7, 20, 53, 8, 2, 16, 9, 31]

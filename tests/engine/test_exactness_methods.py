@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
 from equipoise.methods import build, names
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
+from equipoise.optimizers import Sgd
 from equipoise.run.trainer import Evaluation, Trainer
 from tests.engine.plain_loop import federated_averaging
 from tests.engine.test_exactness import SIZES, THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, engine_run, images

@@ -13,11 +13,11 @@ from equipoise.data.augment import Flip
 from equipoise.engine import frozen
 from equipoise.engine.contract import Personal
 from equipoise.engine.frozen import FrozenFeatures
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import FineTune
 from equipoise.method import LocalRule, Phase, personal_loss
 from equipoise.methods import build, names
 from equipoise.models.base import Model
+from equipoise.optimizers import Sgd
 from tests.engine.test_exactness import distance, images, mlp
 from tests.engine.test_phases import Weighted
 from tests.rounds import linear, play, random_regression

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.optimizers import Sgd, optimizer_named
-from equipoise.engine.random import Purpose, fold
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, personal_model, plain_gradient
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models.base import Model
+from equipoise.optimizers import Sgd, optimizer_named
+from equipoise.random import Purpose, fold
 from tests.engine.plain_loop import shuffled
 from tests.engine.test_exactness import OPTIMIZERS, TORCH, distance, images, mlp
 from tests.rounds import play, scalar, targets

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from equipoise.data.augment import Crop, Flip
-from equipoise.engine.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
+from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.plain import augmentation_from, optimizer_from, schedule_from, to_plain
 
 

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrizations
 
 from equipoise import Machine, train
 from equipoise.engine.evaluation import evaluate_shared
-from equipoise.engine.optimizers import optimizer_named
 from equipoise.errors import InputError
 from equipoise.models.base import Model
+from equipoise.optimizers import optimizer_named
 from tests.engine.plain_loop import federated_averaging
 from tests.engine.test_exactness import THREE_COHORTS, distance, engine_run, images
 from tests.engine.test_exactness_methods import text

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from equipoise import Federation, Training, load, train
 from equipoise.data import load as load_data
-from equipoise.engine.optimizers import Sgd
 from equipoise.models import build
+from equipoise.optimizers import Sgd
 from equipoise.study import load_study
 from tests.experiments.scripts import load_script
 

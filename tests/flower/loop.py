@@ -121,5 +121,5 @@ def write_experiment(folder, **sections):
 
 
 def own_nodes(folder, clients=range(4)):
-    """Give the configurations of nodes that each have their own data and memory."""
+    """Return the configurations of nodes that each have their own data and memory."""
     return [{"data": str(folder / "silos" / f"client-{c}"), "memory": str(folder / "memory" / str(c))} for c in clients]

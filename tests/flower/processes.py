@@ -32,7 +32,7 @@ def end_with_parent():
 
 
 def marked(mark):
-    """Give the ids of all processes that carry a mark."""
+    """Return the ids of all processes that carry a mark."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -151,7 +151,7 @@ class Flower:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def children(self, word, under=None):
-        """Give the processes whose command holds a word, below one of ours if named."""
+        """Return the processes whose command holds a word, below one of ours if named."""
         pids = [pid for pid in marked(self.mark) if word in command_of(pid)]
         return pids if under is None else [pid for pid in pids if under in ancestors(pid)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from equipoise.engine.contract import Personal
-from equipoise.engine.optimizers import Sgd
-from equipoise.engine.random import Purpose, fold
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
+from equipoise.random import Purpose, fold
 from tests.engine.test_exactness import images
 from tests.engine.test_phases import BATCH, COHORTS, SEED, SIZES, held_by, train_by_hand
 from tests.rounds import play

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from equipoise.data import load
-from equipoise.engine.optimizers import Sgd
+from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import Machine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from equipoise.tree import size_in_bytes
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.data import load
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 from tests.engine.test_exactness import distance, mlp

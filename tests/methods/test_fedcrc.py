@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.client import Client
+from equipoise.client import Client
 from equipoise.engine.network import Network
 from equipoise.engine.task import Task
 from equipoise.errors import InputError

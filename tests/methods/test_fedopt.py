@@ -11,11 +11,11 @@ import torch
 
 from equipoise.data import load
 from equipoise.engine.evaluation import evaluate_shared
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.models import build as build_model
+from equipoise.optimizers import Sgd
 from tests.engine.test_exactness import THREE_COHORTS, distance, images, mlp
 from tests.rounds import play, scalar, targets, weight
 

@@ -12,13 +12,13 @@ from scipy.optimize import minimize
 
 from equipoise.data import load
 from equipoise.engine.cohort import StackedEngine
-from equipoise.engine.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.engine.settings import Machine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import State
 from equipoise.methods import build
 from equipoise.methods.gifair import ordering
+from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 from equipoise.tree import size_in_bytes

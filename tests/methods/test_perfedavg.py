@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.optimizers import Sgd
-from equipoise.engine.random import Purpose, fold
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build
 from equipoise.methods.perfedavg import MetaGradient
+from equipoise.optimizers import Sgd
+from equipoise.random import Purpose, fold
 from tests.engine.test_exactness import distance, images, mlp
 from tests.engine.test_phases import (
     BATCH,

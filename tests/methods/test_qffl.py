@@ -11,13 +11,13 @@ from torch import nn
 
 from equipoise.data import load
 from equipoise.engine.evaluation import evaluate_shared
-from equipoise.engine.optimizers import Schedule, Sgd
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.methods.qffl import squared_differences
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
+from equipoise.optimizers import Schedule, Sgd
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from equipoise.data import load
-from equipoise.engine.optimizers import Sgd
-from equipoise.engine.random import fold
 from equipoise.engine.settings import Machine
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
+from equipoise.random import fold
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 from tests.engine.plain_loop import train_client, with_plain_dropout

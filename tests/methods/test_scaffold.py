@@ -9,10 +9,10 @@ from torch import nn
 
 from equipoise.data import load
 from equipoise.engine.evaluation import evaluate_shared
-from equipoise.engine.optimizers import Schedule, Sgd
 from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
+from equipoise.optimizers import Schedule, Sgd
 from tests.engine.test_exactness import distance, images, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from equipoise.engine.evaluation import evaluate_shared
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.func import grad, vmap
 
 from equipoise.engine.network import Network
-from equipoise.engine.optimizers import optimizer_named
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.task import Task
 from equipoise.methods import build as method_named
 from equipoise.models import build, layers
 from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
+from equipoise.optimizers import optimizer_named
 from equipoise.run.trainer import Evaluation, Trainer
 from tests.engine.test_exactness import distance, engine_run, images
 

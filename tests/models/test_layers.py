@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import vmap
 
 from equipoise.engine.network import Network
-from equipoise.engine.random import fold
 from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models.base import Model
@@ -26,6 +25,7 @@ from equipoise.models.layers import (
     convert,
     forward_pass,
 )
+from equipoise.random import fold
 
 CHANNELS = 3
 SHAPES = pytest.mark.parametrize("shape", [(), (4,), (2, 5)], ids=["vectors", "sequences", "images"])

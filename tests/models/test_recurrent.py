@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from equipoise.engine.optimizers import Sgd
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build as build_method
 from equipoise.models import build, defaults, recurrent
 from equipoise.models.recurrent import Embedding, FusedRecurrence, Lstm, charlstm, recurrence
+from equipoise.optimizers import Sgd
 from tests.rounds import play
 
 

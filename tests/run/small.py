@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from equipoise import Federation, Training, train
-from equipoise.engine.optimizers import optimizer_named
+from equipoise.optimizers import optimizer_named
 
 # What a run promises byte for byte; timings.jsonl is what may differ.
 PROMISED = ("model.safetensors", "personal.safetensors", "metrics.jsonl", "rounds.jsonl", "summary.json")
@@ -24,7 +24,7 @@ class Stop(Exception):
 
 
 def stop_after(number):
-    """Give an ``on_round`` that breaks a run off when so many rounds are finished."""
+    """Return an ``on_round`` that breaks a run off when so many rounds are finished."""
 
     def on_round(progress):
         if progress.round == number:
@@ -65,7 +65,7 @@ def rows_of(directory, name="metrics"):
 
 @torch.no_grad()
 def measure(module, data, split, client):
-    """Give loss and accuracy of a module on one client's samples, one sample after the other."""
+    """Return loss and accuracy of a module on one client's samples, one sample after the other."""
     losses, hits = [], []
     for position in data.split(split).of(client):
         output = module(data.x[position : position + 1])

@@ -13,9 +13,9 @@ from torch import nn
 
 from equipoise import Evaluation, Federation, Machine, Training, load, train
 from equipoise.data import load as load_data
-from equipoise.engine.optimizers import Schedule, optimizer_named
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
+from equipoise.optimizers import Schedule, optimizer_named
 from equipoise.run.api import _number
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer

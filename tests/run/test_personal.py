@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from equipoise.data import load
-from equipoise.engine.optimizers import Sgd
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import build
 from equipoise.models import build as model
+from equipoise.optimizers import Sgd
 from equipoise.run.trainer import Evaluation, Trainer
 
 LR, SIZE = 0.1, 16

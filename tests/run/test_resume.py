@@ -12,9 +12,9 @@ import yaml
 from torch import nn
 
 from equipoise import Evaluation, Machine
-from equipoise.engine.optimizers import optimizer_named
 from equipoise.errors import InputError
 from equipoise.models.base import Model
+from equipoise.optimizers import optimizer_named
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
 from tests.run.small import PROMISED, TRAINING, Stop, promised, rows_of, small_run, stop_after
@@ -24,7 +24,7 @@ METHODS = ["fedavg", "scaffold", "local", "fedadam"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Give the directory of a run that nothing happened to; each is made once."""
+    """Return the directory of a run that nothing happened to; each is made once."""
     made = {}
 
     def directory(**options):

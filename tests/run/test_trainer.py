@@ -14,14 +14,14 @@ from torch import nn
 from equipoise import Evaluation, Federation, Machine, Training, train
 from equipoise.data import load as load_data
 from equipoise.data.augment import Crop, Flip
-from equipoise.engine.optimizers import Schedule, Sgd, optimizer_named
-from equipoise.engine.random import fold
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Split
 from equipoise.methods import build as build_method
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models import build
 from equipoise.models.base import Model
+from equipoise.optimizers import Schedule, Sgd, optimizer_named
+from equipoise.random import fold
 from equipoise.run.files import load_tensors
 from tests.engine.plain_loop import train_client
 from tests.run.small import MODEL, TRAINING, Stop, federation, measure, rows_of, small_run, stop_after
@@ -31,7 +31,7 @@ NO_DROPOUT = {"name": "mlp", "hidden": [12]}
 
 
 def double(data):
-    """Give a federation of the same data in float64."""
+    """Return a federation of the same data in float64."""
     return Federation(
         **{name: getattr(data, name) for name in data.__dataclass_fields__ if name != "x"}, x=data.x.double()
     )

@@ -37,7 +37,7 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
-    """Give the two's-complement reading of a 64-bit pattern, which is how Torch stores it."""
+    """Return the two's-complement reading of a 64-bit pattern, which is how Torch stores it."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 

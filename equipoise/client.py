@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, squared_distance
+
+if TYPE_CHECKING:
+    from equipoise.engine.network import Network
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Inputs:
 
     @staticmethod
     def given(client: Client) -> Tensor | Frozen:
-        """Give what the client was made with."""
+        """Return what the client was made with."""
         given: Tensor | Frozen = vars(client)["x"]
         return given
 
@@ -104,7 +107,7 @@ class Client:
         return self.sent["model"]
 
     def moved(self) -> Tree:
-        """Give the parameters this phase moves, under the names of the shared model."""
+        """Return the parameters this phase moves, under the names of the shared model."""
         moved: Tree = {}
         for name in self.params:
             shared = name.removeprefix(PERSONAL)
@@ -118,7 +121,7 @@ class Client:
         return moved
 
     def output(self) -> Tensor:
-        """Give the model's output for the batch.
+        """Return the model's output for the batch.
 
         Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout drops
         nothing. Statistics of those that move follow the first output computed with them in a step.
@@ -127,13 +130,13 @@ class Client:
         return self._apply(given.z, "head") if isinstance(given, Frozen) else self._apply(given)
 
     def features(self) -> Tensor:
-        """Give z, what the model's features make of the batch, for losses that look at it more than once."""
+        """Return z, what the model's features make of the batch, for losses that look at it more than once."""
         self._check_composed()
         given = Inputs.given(self)
         return given.z.to(self.network.dtype) if isinstance(given, Frozen) else self._apply(given, "features")
 
     def head(self, z: Tensor) -> Tensor:
-        """Give the model's output for features."""
+        """Return the model's output for features."""
         self._check_composed()
         return self._apply(z, "head")
 
@@ -152,21 +155,21 @@ class Client:
         return output
 
     def _kept_as(self, name: str) -> str:
-        """Give the name a tensor of the model has among the client's own, where personal parts have been laid over."""
+        """Return the name a tensor of the model has among the client's own, where personal parts have been laid over."""
         return PERSONAL + name if name in self.overlaid else name
 
     def task_loss(self) -> Tensor:
-        """Give the task's loss, sample by sample."""
+        """Return the task's loss, sample by sample."""
         return self.network.task.loss(self.output(), self.y)
 
     def personal(self) -> Client:
-        """Give the same client with its personal parts in place of the shared ones."""
+        """Return the same client with its personal parts in place of the shared ones."""
         own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
         # Batches are not frozen where clients have personal features, so z is theirs too.
         return replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
 
     def distance_to_received(self) -> Tensor:
-        """Give the squared L2 distance of the moving parameters from the received global model."""
+        """Return the squared L2 distance of the moving parameters from the received global model."""
         return squared_distance(self.moved(), self.received)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from equipoise.engine.random import (
+from equipoise.random import (
     Purpose,
     choose,
     choose_by_weight,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engine.optimizers import Adam, Schedule, Sgd, TorchOptimizer, optimizer_named
 from equipoise.errors import InputError
+from equipoise.optimizers import Adam, Schedule, Sgd, TorchOptimizer, optimizer_named
 
 SHAPES = [(3, 2), (4,), ()]
 STEPS = 6

@@ -308,7 +308,7 @@ class Schedule:
             _check_number("each of schedule.factors", factor)
 
     def factor(self, round_: int, rounds: int) -> float:
-        """Give the factor of a round, counted from 0."""
+        """Return the factor of a round, counted from 0."""
         if self.kind == "exponential":
             return float(self.decay**round_)
         if self.kind == "steps":
