@@ -12,6 +12,7 @@ from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
 from equipoise.method import State
+from equipoise.methods import build
 from equipoise.models.base import Model
 
 
@@ -47,6 +48,18 @@ def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="fl
         played.cohorts.append(cohort)
         played.updates.append(updates)
     return played
+
+
+def engine_run(module, federation, cohorts, *, chunk, method="fedavg", **how):
+    """Play one round a cohort of a method given by name, and return the last global model."""
+    return play(build(method), federation, module, cohorts, chunk=chunk, **how).model
+
+
+def kept_by(played, client, first):
+    """The kept parts of one client, read back from the engine."""
+    memory, seen = played.engine.memory.read(np.array([client]), {"kept": first})
+    assert bool(seen.all())
+    return {name: stack[0] for name, stack in memory["kept"].items()}
 
 
 def targets(*values, samples=None):

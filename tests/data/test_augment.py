@@ -16,7 +16,9 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.random import fold_tensor
-from tests.engine.test_exactness import distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.small_models import mlp
 from tests.rounds import play
 
 

@@ -15,21 +15,10 @@ from equipoise.data import load
 from equipoise.data.cifar import COLOURS, FILES, cifar, read_pickle, recipe
 from equipoise.data.partition import Dirichlet
 from equipoise.errors import InputError
-from tests.data.test_files import SHARED
+from tests.data.real_files import SHARED
+from tests.data.small_files import cifar_batch
 
 HOME = Path(os.environ.get("EQUIPOISE_DATA", SHARED))
-LABELS = {10: b"labels", 100: b"fine_labels"}
-
-
-def batch(classes, first, count=4):
-    """Images whose byte at colour, row, column is known, and labels that count up."""
-    colour, row, column = np.indices((3, 32, 32))
-    images = (first + np.arange(count))[:, None, None, None] + 40 * colour + 3 * row + column
-    return {
-        b"batch_label": b"some batch",
-        LABELS[classes]: [(first + i) % classes for i in range(count)],
-        b"data": images.astype(np.uint8).reshape(count, 3072),
-    }
 
 
 def write(root, classes, protocol=2):
@@ -37,7 +26,7 @@ def write(root, classes, protocol=2):
     folder.mkdir(parents=True)
     names = FILES[classes]["train"] + FILES[classes]["test"]
     for i, name in enumerate(names):
-        (folder / name).write_bytes(pickle.dumps(batch(classes, 10 * i), protocol=protocol))
+        (folder / name).write_bytes(pickle.dumps(cifar_batch(classes, 10 * i), protocol=protocol))
     return str(root), len(names)
 
 
@@ -82,7 +71,7 @@ def test_recipe_and_load(tmp_path):
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_protocol_is_read(tmp_path, protocol):
     path = tmp_path / "batch"
-    wanted = batch(10, 3)
+    wanted = cifar_batch(10, 3)
     path.write_bytes(pickle.dumps(wanted, protocol=protocol))
     found = read_pickle(path)
     assert found[b"labels"] == wanted[b"labels"]
@@ -140,7 +129,7 @@ def test_only_the_one_harmless_encoding_is_allowed(tmp_path):
         read_pickle(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle at all", pickle.dumps(batch(10, 0))[:-50]])
+@pytest.mark.parametrize("content", [b"", b"no pickle at all", pickle.dumps(cifar_batch(10, 0))[:-50]])
 def test_damaged_pickles_are_refused(tmp_path, content):
     path = tmp_path / "batch"
     path.write_bytes(content)
@@ -164,7 +153,7 @@ def test_damaged_pickles_are_refused(tmp_path, content):
 def test_batches_that_do_not_fit_are_refused(tmp_path, change, message):
     root, _ = write(tmp_path, 10)
     path = tmp_path / "cifar-10-batches-py" / "data_batch_3"
-    path.write_bytes(pickle.dumps({**batch(10, 0), **change}))
+    path.write_bytes(pickle.dumps({**cifar_batch(10, 0), **change}))
     with pytest.raises(InputError, match=message) as caught:
         cifar(root=root)
     assert "data_batch_3" in str(caught.value)
@@ -172,7 +161,7 @@ def test_batches_that_do_not_fit_are_refused(tmp_path, change, message):
 
 def test_files_of_the_other_cifar_are_refused(tmp_path):
     root, _ = write(tmp_path, 10)
-    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(batch(100, 0)))
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(cifar_batch(100, 0)))
     with pytest.raises(InputError, match="is not a file of CIFAR-10: it must hold data and labels"):
         cifar(root=root)
 

@@ -22,8 +22,7 @@ from equipoise.cli import main
 from equipoise.data import cifar, download, emnist, load, mnist
 from equipoise.data.download import Archive, fetch
 from equipoise.errors import InputError, RunError
-from tests.data.test_cifar import batch
-from tests.data.test_files import idx_bytes
+from tests.data.small_files import cifar_batch, idx_bytes
 
 
 class Site:
@@ -238,7 +237,7 @@ def test_the_command_line_downloads(small_mnist, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("classes", [10, 100])
 def test_cifar_is_unpacked_where_it_is_read(site, tmp_path, monkeypatch, classes):
     published = cifar.ARCHIVES[classes]
-    files = {name: pickle.dumps(batch(classes, 10 * i)) for i, name in enumerate(published.members)}
+    files = {name: pickle.dumps(cifar_batch(classes, 10 * i)) for i, name in enumerate(published.members)}
     files[f"{published.folder}/batches.meta"] = b"not needed"
     here = site.publish(published.name, tar(files), published.folder, published.members)
     monkeypatch.setitem(cifar.ARCHIVES, classes, here)

@@ -12,7 +12,8 @@ from equipoise.data import PARTITIONS, load
 from equipoise.data.emnist import CHARACTERS, RELEASE, UPRIGHT, Skewed, ThreeGroups, emnist, recipe
 from equipoise.data.source import Source
 from equipoise.errors import InputError
-from tests.data.test_files import SHARED, needs_shared, write_idx_pair
+from tests.data.real_files import SHARED, needs_shared
+from tests.data.small_files import write_idx_pair
 
 
 @pytest.fixture(scope="module")

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import os
-import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from equipoise.data.files import as_pixels, data_files, read, read_idx, read_idx_images
 from equipoise.errors import InputError
-
-SHARED = Path(os.environ.get("EQUIPOISE_SHARED", Path(__file__).parents[3] / "shared"), "data")
-
-
-def needs_shared(folder: str) -> pytest.MarkDecorator:
-    """Skip a test where the real data is not at hand."""
-    return pytest.mark.skipif(not (SHARED / folder).exists(), reason=f"{SHARED / folder} is not here")
-
-
-def idx_bytes(values, kind=0x08, code="B"):
-    """Write an array in idx format with the struct module alone."""
-    head = bytes([0, 0, kind, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-    return head + struct.pack(f">{values.size}{code}", *values.flatten().tolist())
-
-
-def write_idx_pair(images, labels, folder: Path, names, compress=True):
-    """Write images and labels under two names, perhaps with .gz."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for values, name in zip((images, labels), names, strict=True):
-        content = idx_bytes(np.asarray(values))
-        if compress:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-        else:
-            (folder / name).write_bytes(content)
+from tests.data.small_files import idx_bytes, write_idx_pair
 
 
 @pytest.fixture

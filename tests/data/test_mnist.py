@@ -10,7 +10,8 @@ from equipoise.data import load
 from equipoise.data.mnist import FILES, mnist, recipe
 from equipoise.data.partition import Dirichlet
 from equipoise.errors import InputError
-from tests.data.test_files import SHARED, needs_shared, write_idx_pair
+from tests.data.real_files import SHARED, needs_shared
+from tests.data.small_files import write_idx_pair
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from equipoise.data import load
 from equipoise.data.leaf import CHARACTERS
 from equipoise.data.shakespeare import read_roles, shakespeare, windows
 from equipoise.errors import InputError
-from tests.data.test_files import SHARED, needs_shared
+from tests.data.real_files import SHARED, needs_shared
 
 
 def spell(numbers):

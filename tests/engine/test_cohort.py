@@ -22,7 +22,7 @@ from equipoise.methods.fedavg import FedAvg
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import images
+from tests.engine.federations import images
 from tests.rounds import play
 
 SIZES = [4, 9, 6, 1]

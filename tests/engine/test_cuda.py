@@ -6,37 +6,19 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build
-from equipoise.models.base import Model
 from equipoise.models.recurrent import Lstm, recurrence
 from equipoise.optimizers import optimizer_named
 from equipoise.run.trainer import Evaluation, Trainer
-from tests.engine.test_exactness import distance, images
-from tests.engine.test_exactness_methods import PAIRS, lstm, skipped, text
-from tests.engine.test_exactness_methods import trained as trained_by
+from tests.engine.comparison import distance
+from tests.engine.every_method import PAIRS, skipped, trained_by
+from tests.engine.federations import images, text
+from tests.engine.gpu import OPTIMIZERS, SKIP, model, needs_gpu
+from tests.engine.small_models import lstm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
-
-# Its true gradient is zero: BatchNorm subtracts it again.
-SKIP = {"features.0.bias"}
-
-
-def model():
-    torch.manual_seed(2)
-    features = nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 5, 2, stride=2),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Flatten(),
-    )
-    return Model(features, nn.Linear(5, 4)).double()
+pytestmark = needs_gpu
 
 
 def trained(device, chunk, replay, method, optimizer, precision="float64", tf32=False):
@@ -51,13 +33,6 @@ def trained(device, chunk, replay, method, optimizer, precision="float64", tf32=
     )
     trainer.run()
     return trainer
-
-
-OPTIMIZERS = {
-    "momentum": optimizer_named("sgd", lr=0.05, momentum=0.9, weight_decay=0.01),
-    "nesterov": optimizer_named("sgd", lr=0.05, momentum=0.5, nesterov=True),
-    "adamw": optimizer_named("adamw", lr=0.005),
-}
 
 
 @pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])

@@ -2,85 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
-from equipoise.federation import Federation
-from equipoise.method import State
 from equipoise.methods import build
-from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.optimizers import OPTIMIZERS, TORCH
 from tests.engine.plain_loop import federated_averaging
-
-SIZES = [1, 3, 7, 20, 53, 8, 2, 16, 9, 31]
-
-
-def images(seed=0, sizes=SIZES):
-    """Ten clients of very unequal sizes; each holds its samples in train, one more in test."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(sizes)
-    x = torch.randn(total, 2, 5, 5, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 4, (total,), generator=generator)
-    y[:4] = torch.arange(4)
-    clients = np.repeat(np.arange(len(sizes)), sizes)
-    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), classes=4)
-
-
-def mlp(dropout=0.0):
-    torch.manual_seed(1)
-    layers = [nn.Flatten(), nn.Linear(50, 12), nn.ReLU()]
-    return Model(nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else [])), nn.Linear(12, 4)).double()
-
-
-def batchnorm(running=True):
-    torch.manual_seed(2)
-    first, second = (nn.BatchNorm2d(channels, track_running_stats=running) for channels in (6, 5))
-    features = nn.Sequential(nn.Conv2d(2, 6, 3), first, nn.ReLU(), nn.Conv2d(6, 5, 2), second, nn.ReLU(), nn.Flatten())
-    return Model(features, nn.Linear(20, 4)).double()
-
-
-# A bias that BatchNorm subtracts again has a true gradient of zero; optimizers amplify its rounding noise.
-WITHOUT_GRADIENT = {"features.0.bias", "features.3.bias"}
-
-OPTIMIZERS = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-    "adam": {"lr": 0.01, "weight_decay": 0.01},
-    "adamw": {"lr": 0.01, "weight_decay": 0.1},
-}
-TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
-
-
-def engine_run(module, federation, cohorts, *, chunk, seed=5, precision="float64", method="fedavg", **training):
-    method = build(method)
-    settings = Training(rounds=len(cohorts), **training)
-    engine = StackedEngine(federation, module, settings, Machine(device="cpu", precision=precision, chunk=chunk), seed)
-    state = method.aggregation.begin(State(0, engine.network.initial()), engine.cohort(method, federation.seen, 0))
-    for round_, clients in enumerate(cohorts):
-        cohort = engine.cohort(method, np.asarray(clients), round_)
-        shared, each = method.aggregation.send(state, cohort)
-        state = method.aggregation.combine(state, cohort.train(shared, each, method.local), cohort)
-        state = replace(state, round=round_ + 1)
-        engine.memory.commit()
-    return state.model
-
-
-def distance(found, wanted, skip=frozenset()):
-    """The largest relative difference over the model's tensors."""
-    assert set(found) == set(wanted)
-    return max(
-        float((found[n].double() - wanted[n].double()).norm() / wanted[n].double().norm().clamp(min=1e-12))
-        for n in wanted
-        if n not in skip
-    )
-
-
-THREE_COHORTS = [np.arange(10), np.array([0, 2, 4, 5, 9]), np.array([1, 3, 4, 6, 7, 8])]
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
+from tests.rounds import engine_run
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 10])

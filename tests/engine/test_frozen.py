@@ -18,8 +18,10 @@ from equipoise.method import LocalRule, Phase, personal_loss
 from equipoise.methods import build, names
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import distance, images, mlp
-from tests.engine.test_phases import Weighted
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.local_rules import Heads, Weighted, by_first_pixel
+from tests.engine.small_models import mlp
 from tests.rounds import linear, play, random_regression
 
 # One sample is a batch without a variance, and a client that is the only one left at the end.
@@ -115,20 +117,6 @@ def test_fine_tuning_a_head_gives_the_same_numbers(chunk, fills, uncached):
     found = after_rounds(build("fedavg"), **how)
     assert sum(fills) == sum(SIZES)
     assert distance(found, uncached(after_rounds, build("fedavg"), **how)) <= 1e-12
-
-
-@dataclass(frozen=True)
-class Heads(LocalRule):
-    """Moves the head, for a while and with a loss and a gradient of choice."""
-
-    phase: Phase
-
-    def phases(self):
-        return (self.phase,)
-
-
-def by_first_pixel(client):
-    return client.task_loss() * client.x[:, 0, 0, 0].abs()
 
 
 def of_mixed_samples(client):

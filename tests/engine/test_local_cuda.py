@@ -10,11 +10,12 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.method import Phase
 from equipoise.methods import build
 from equipoise.run.trainer import Evaluation, Trainer
-from tests.engine.test_cuda import OPTIMIZERS, SKIP, model
-from tests.engine.test_exactness import distance, images
-from tests.engine.test_frozen import Heads, by_first_pixel
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.gpu import OPTIMIZERS, SKIP, model, needs_gpu
+from tests.engine.local_rules import Heads, by_first_pixel
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+pytestmark = needs_gpu
 
 METHODS = {
     "fedcrc": {"tau": 0.5},

@@ -1,7 +1,6 @@
 """Phases: which parts move, in which order, on which batches, and what stays with the client.
 
-Local rules are defined here and compared with ordinary PyTorch training: modules, ``torch.optim``, ``requires_grad``,
-``train()`` and ``eval()``.
+Local rules are defined here and compared with ordinary PyTorch training (``tests/engine/by_hand.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import copy
 import itertools
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,119 +20,21 @@ from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd, optimizer_named
-from equipoise.random import Purpose, fold
-from tests.engine.plain_loop import shuffled
-from tests.engine.test_exactness import OPTIMIZERS, TORCH, distance, images, mlp
-from tests.rounds import play, scalar, targets
-
-SEED, BATCH = 5, 8
-SIZES = [3, 7, 20, 17, 9]
-EVERYONE = list(range(len(SIZES)))
-COHORTS = [EVERYONE, [0, 2, 3], [1, 2, 4]]
-# Biases that BatchNorm subtracts again move by rounding noise only.
-NOISE = {"features.0.bias", "head.0.bias"}
-CHUNKS = pytest.mark.parametrize("chunk", [1, 3, 10])
-
-
-def normalised():
-    """A model with BatchNorm in both parts; images keep several positions, so that one sample has a variance."""
-    torch.manual_seed(3)
-    features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    head = nn.Sequential(nn.Conv2d(4, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
-    return Model(features, head).double()
-
-
-# ---- ordinary PyTorch -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Turn:
-    """One phase by hand: which modules move (the others are in evaluation mode) and with which loss."""
-
-    moves: list
-    loss: object
-    lr: float = 0.1
-    momentum: float = 0.9
-    epochs: int = 1
-    same: bool = False
-
-
-def hand_batches(count, key, phase, epochs=None):
-    """The batches of so many epochs, or of one epoch after the other without end."""
-    for epoch in itertools.count() if epochs is None else range(epochs):
-        order = shuffled(count, fold(key, Purpose.SHUFFLE, phase, epoch))
-        yield from (order[start : start + BATCH] for start in range(0, count, BATCH))
-
-
-def train_by_hand(modules, turns, x, y, key, *, interleaved):
-    """Train modules in place, phase after phase or batch by batch."""
-    batches, optimizers = [], []
-    for phase, turn in enumerate(turns):
-        batches.append(batches[-1] if turn.same else list(hand_batches(len(x), key, phase, turn.epochs)))
-        moving = [tensor for module in turn.moves for tensor in module.parameters()]
-        optimizers.append(torch.optim.SGD(moving, lr=turn.lr, momentum=turn.momentum))
-    steps = [(phase, step) for phase in range(len(turns)) for step in range(len(batches[phase]))]
-    if interleaved:
-        steps.sort(key=lambda pair: (pair[1], pair[0]))
-    for phase, step in steps:
-        for module in modules:
-            module.eval()
-        for module in turns[phase].moves:
-            module.train()
-        batch = batches[phase][step]
-        optimizers[phase].zero_grad()
-        turns[phase].loss(x[batch], y[batch]).backward()
-        optimizers[phase].step()
-
-
-def tensors(module):
-    return {n: t.clone() for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
-
-
-def held_by(federation, client):
-    samples = torch.from_numpy(federation.train.of(client))
-    return federation.x[samples], federation.y[samples]
-
-
-def average(trees, sizes):
-    return {n: sum(t[n] * (s / sum(sizes)) for t, s in zip(trees, sizes, strict=True)) for n in trees[0]}
-
-
-def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None, combine=None):
-    """FedAvg around hand-trained clients; each client may own a module that begins from the received model and stays.
-
-    Another aggregation is a function of the received tensors and of those averaged by size.
-    """
-    federation = images(sizes=SIZES)
-    owned = {}
-    for round_, cohort in enumerate(cohorts):
-        sent = []
-        for client in cohort:
-            shared = copy.deepcopy(module)
-            if make_own and client not in owned:
-                owned[client] = make_own(shared)
-            own = owned.get(client)
-            modules = [m for m in (shared, own) if m is not None]
-            key = fold(fold(SEED, round_), client)
-            turns = make_turns(shared, own, copy.deepcopy(shared))
-            train_by_hand(modules, turns, *held_by(federation, client), key, interleaved=interleaved)
-            sent.append(tensors(shared))
-        averaged = average(sent, [SIZES[client] for client in cohort])
-        module.load_state_dict(combine(tensors(module), averaged) if combine else averaged, strict=False)
-    return tensors(module), owned
+from equipoise.random import fold
+from tests.engine.by_hand import Turn, average, hand_batches, held_by, rounds_by_hand, tensors, train_by_hand
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.five_clients import BATCH, CHUNKS, COHORTS, EVERYONE, SEED, SIZES
+from tests.engine.local_rules import Weighted
+from tests.engine.optimizers import OPTIMIZERS, TORCH
+from tests.engine.small_models import NOISE, mlp, normalised
+from tests.rounds import kept_by, play, scalar, targets
 
 
 def rounds_by_engine(rule, module, cohorts, *, chunk, **how):
     method = build("fedavg", local=rule)
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=0.1, momentum=0.9), **how}
     return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
-
-
-def kept_by(played, client, first):
-    """The kept parts of one client, read back from the engine."""
-    memory, seen = played.engine.memory.read(np.array([client]), {"kept": first})
-    assert bool(seen.all())
-    return {name: stack[0] for name, stack in memory["kept"].items()}
 
 
 # ---- which parts move -----------------------------------------------------------------------------------------------
@@ -553,23 +453,6 @@ def test_one_name_for_two_moving_parameters_is_refused(chunk):
 
 
 # ---- several batches a step ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """The gradient of a sum over the batches of a step, each with a weight of its own so that their order shows."""
-
-    weights: tuple = (1.0, 0.5)
-
-    @property
-    def batches(self):
-        return len(self.weights)
-
-    def __call__(self, values, params):
-        def total(moving):
-            return sum(weight * value(moving) for weight, value in zip(self.weights, values, strict=True))
-
-        return plain_gradient(total, params)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from equipoise.engine.evaluation import evaluate_shared
 from equipoise.errors import InputError
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images, text
 from tests.engine.plain_loop import federated_averaging
-from tests.engine.test_exactness import THREE_COHORTS, distance, engine_run, images
-from tests.engine.test_exactness_methods import text
+from tests.rounds import engine_run
 
 # Some operations have no form for many clients at once; PyTorch then takes them one by one.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

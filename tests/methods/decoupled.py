@@ -8,15 +8,16 @@ from equipoise.engine.contract import Personal
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.random import Purpose, fold
-from tests.engine.test_exactness import images
-from tests.engine.test_phases import BATCH, COHORTS, SEED, SIZES, held_by, train_by_hand
+from tests.engine.by_hand import held_by, train_by_hand
+from tests.engine.federations import images
+from tests.engine.five_clients import BATCH, COHORTS, SEED, SIZES
 from tests.rounds import play
 
 LR = 0.1
 
 
 def played(method, module, cohorts=COHORTS, *, chunk=3, **how):
-    """Play rounds of a method, by name or put together, with the settings of the phases' tests."""
+    """Play rounds of a method, by name or put together, with the settings of ``tests/engine/five_clients.py``."""
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=LR, momentum=0.9), **how}
     method = build(method) if isinstance(method, str) else method
     return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)

@@ -13,7 +13,9 @@ from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import play, scalar, targets, weight
 
 TARGETS = (3.0, -1.0, 0.5)

@@ -10,7 +10,9 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.tree import size_in_bytes
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 TARGETS = (3.0, -1.0, 0.5)

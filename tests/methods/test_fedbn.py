@@ -15,8 +15,10 @@ from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
-from tests.engine.test_exactness import distance, mlp
-from tests.engine.test_phases import CHUNKS, COHORTS, EVERYONE, NOISE, SIZES, Turn, normalised, rounds_by_hand, tensors
+from tests.engine.by_hand import Turn, rounds_by_hand, tensors
+from tests.engine.comparison import distance
+from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE, SIZES
+from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import adapt_by_hand, personal_models, played
 
 NORMS = {"features.1", "head.1"}

@@ -21,21 +21,13 @@ from equipoise.methods.fedcrc import FedCRC, SlowHead
 from equipoise.models.base import Model
 from equipoise.models.layers import Forward
 from equipoise.tree import size_in_bytes
-from tests.engine.test_exactness import distance, mlp
-from tests.engine.test_phases import (
-    CHUNKS,
-    COHORTS,
-    EVERYONE,
-    NOISE,
-    Turn,
-    kept_by,
-    normalised,
-    rounds_by_hand,
-    tensors,
-)
+from tests.engine.by_hand import Turn, rounds_by_hand, tensors
+from tests.engine.comparison import distance
+from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE
+from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import adapt_by_hand, personal_models, played
 from tests.methods.skewed import scores
-from tests.rounds import linear, play, random_regression
+from tests.rounds import kept_by, linear, play, random_regression
 
 
 def own_heads(found, module):

@@ -12,7 +12,9 @@ from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.methods.fedmgda import inner_products
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 

@@ -16,7 +16,9 @@ from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import THREE_COHORTS, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import mlp
 from tests.rounds import play, scalar, targets, weight
 
 # One client step of rate 0.1 on (w - t)² leads to w - 0.2 (w - t), so Δ = 0.2 (w - mean of t).

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from equipoise.methods import build
 from equipoise.tree import size_in_bytes
-from tests.engine.test_exactness import distance, mlp
-from tests.engine.test_phases import CHUNKS, COHORTS, EVERYONE, NOISE, Turn, normalised, rounds_by_hand, tensors
+from tests.engine.by_hand import Turn, rounds_by_hand, tensors
+from tests.engine.comparison import distance
+from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE
+from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import LR, adapt_by_hand, personal_models, played
 from tests.methods.skewed import scores
 

@@ -12,7 +12,9 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import THREE_COHORTS, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import mlp
 from tests.rounds import play, scalar, targets, weight
 
 

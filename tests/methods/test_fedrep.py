@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.methods.fedrep import FedRep
-from tests.engine.test_exactness import distance
-from tests.engine.test_phases import CHUNKS, COHORTS, EVERYONE, NOISE, Turn, normalised, rounds_by_hand, tensors
+from tests.engine.by_hand import Turn, rounds_by_hand, tensors
+from tests.engine.comparison import distance
+from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE
+from tests.engine.small_models import NOISE, normalised
 from tests.methods.decoupled import adapt_by_hand, personal_models, played
 from tests.methods.skewed import scores
 

@@ -22,7 +22,9 @@ from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
 from equipoise.tree import size_in_bytes
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import linear, play, random_regression, scalar, weight
 
 NEVER = Evaluation(every=0)

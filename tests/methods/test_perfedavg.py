@@ -16,21 +16,11 @@ from equipoise.methods import build
 from equipoise.methods.perfedavg import MetaGradient
 from equipoise.optimizers import Sgd
 from equipoise.random import Purpose, fold
-from tests.engine.test_exactness import distance, images, mlp
-from tests.engine.test_phases import (
-    BATCH,
-    CHUNKS,
-    COHORTS,
-    EVERYONE,
-    NOISE,
-    SEED,
-    SIZES,
-    average,
-    hand_batches,
-    held_by,
-    normalised,
-    tensors,
-)
+from tests.engine.by_hand import average, hand_batches, held_by, tensors
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.five_clients import BATCH, CHUNKS, COHORTS, EVERYONE, SEED, SIZES
+from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import personal_models, played
 from tests.methods.skewed import scores
 from tests.rounds import linear, play, random_regression, scalar, weight

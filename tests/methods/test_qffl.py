@@ -18,7 +18,9 @@ from equipoise.methods.qffl import squared_differences
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, Sgd
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 TARGETS = (3.0, -1.0, 0.5)

@@ -15,8 +15,10 @@ from equipoise.optimizers import Sgd
 from equipoise.random import fold
 from equipoise.run.api import train
 from equipoise.run.trainer import Evaluation
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.plain_loop import train_client, with_plain_dropout
-from tests.engine.test_exactness import THREE_COHORTS, distance, images, mlp
+from tests.engine.small_models import mlp
 from tests.rounds import play
 
 SEED = 7

@@ -13,7 +13,9 @@ from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, Sgd
-from tests.engine.test_exactness import distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.small_models import mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 

@@ -14,7 +14,9 @@ from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
-from tests.engine.test_exactness import THREE_COHORTS, WITHOUT_GRADIENT, batchnorm, distance, images, mlp
+from tests.engine.comparison import distance
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 LOSSES = torch.tensor([0.3, 2.0, 1.1, 0.7, 1.9], dtype=torch.float64)

@@ -22,7 +22,10 @@ from equipoise.models import build, layers
 from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
 from equipoise.optimizers import optimizer_named
 from equipoise.run.trainer import Evaluation, Trainer
-from tests.engine.test_exactness import distance, engine_run, images
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.gpu import needs_gpu
+from tests.rounds import engine_run
 
 pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -412,7 +415,7 @@ def test_a_round_of_ragged_clients_equals_clients_one_by_one_in_float64(everywhe
     assert distance(found, wanted) <= 1e-5
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+@needs_gpu
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_gpu_gives_the_cpus_numbers_in_float32(replay):
     def trained(device, **machine):

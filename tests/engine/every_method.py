@@ -1,0 +1,44 @@
+"""Short training runs of every method, with images and with text."""
+
+from __future__ import annotations
+
+from equipoise.engine.settings import Machine, Training
+from equipoise.methods import build, names
+from equipoise.optimizers import Sgd
+from equipoise.run.trainer import Evaluation, Trainer
+from tests.engine.federations import images, text
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers
+
+SETTINGS = {
+    "images": (images, batchnorm, 0.05),
+    "images, own statistics": (images, lambda: batchnorm(running=False), 0.05),
+    "text": (text, lstm, 0.5),
+    "single numbers": (images, single_numbers, 0.05),
+}
+# FedBN is for models with BatchNorm that keeps statistics.
+PAIRS = [(method, what) for method in names() for what in SETTINGS if (method, what == "images") != ("fedbn", False)]
+
+
+def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
+    """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
+    federation, model, lr = SETTINGS[what]
+    trainer = Trainer(
+        federation(),
+        build(method),
+        model(),
+        Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
+        Machine(device=device, precision="float64", chunk=chunk, replay=replay),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.run()
+    models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
+    if trainer.layout.kept:
+        _, own = trainer.personal_models(trainer.federation.seen)
+        models |= {f"own {name}": stack for name, stack in own.items()}
+    return {name: tensor.cpu() for name, tensor in models.items()}
+
+
+def skipped(models, what):
+    """Name the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
+    return {name for name in models if what != "text" and name.split()[1] in WITHOUT_GRADIENT}

@@ -1,0 +1,33 @@
+"""Ten clients of very unequal sizes, with images or text, and the clients of three rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from equipoise.federation import Federation
+
+SIZES = [1, 3, 7, 20, 53, 8, 2, 16, 9, 31]
+THREE_COHORTS = [np.arange(10), np.array([0, 2, 4, 5, 9]), np.array([1, 3, 4, 6, 7, 8])]
+
+
+def images(seed=0, sizes=SIZES):
+    """Ten clients of very unequal sizes; each holds its samples in train, one more in test."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(sizes)
+    x = torch.randn(total, 2, 5, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (total,), generator=generator)
+    y[:4] = torch.arange(4)
+    clients = np.repeat(np.arange(len(sizes)), sizes)
+    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), classes=4)
+
+
+def text(seed=0, sizes=SIZES):
+    """Ten clients of very unequal sizes in two groups; the next of seven characters depends on the last."""
+    draws = np.random.default_rng(seed)
+    clients = np.repeat(np.arange(len(sizes)), sizes)
+    x = draws.integers(0, 7, (len(clients), 9))
+    y = np.where(draws.random(len(clients)) < 0.7, (x[:, -1] + 1) % 7, draws.integers(0, 7, len(clients)))
+    y[:7] = np.arange(7)
+    groups = {client: ("few", "many")[client % 2] for client in range(len(sizes))}
+    return Federation.from_arrays(x, y, clients=clients, groups=groups, splits=(1.0, 0.0, 0.0), classes=7)

@@ -1,0 +1,34 @@
+"""What tests on a GPU share: when to skip them, a model, and optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.models.base import Model
+from equipoise.optimizers import optimizer_named
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+# The true gradient of this bias of ``model`` is zero: BatchNorm subtracts it again.
+SKIP = {"features.0.bias"}
+OPTIMIZERS = {
+    "momentum": optimizer_named("sgd", lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": optimizer_named("sgd", lr=0.05, momentum=0.5, nesterov=True),
+    "adamw": optimizer_named("adamw", lr=0.005),
+}
+
+
+def model():
+    torch.manual_seed(2)
+    features = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 2, stride=2),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+    )
+    return Model(features, nn.Linear(5, 4)).double()
