@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from equipoise.engine.settings import FineTune, Machine, Training
     from equipoise.federation import Federation
     from equipoise.run.api import Run, load, train
-    from equipoise.run.trainer import Evaluation
+    from equipoise.run.evaluation import Evaluation
 
 # GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the core, that slows the many
 # short operations of stacked clients down tenfold and more; waiting less costs nothing. Read when PyTorch is loaded.
@@ -21,7 +21,7 @@ __all__ = ["Evaluation", "Federation", "FineTune", "Machine", "Run", "Training",
 
 # Imported when first used: PyTorch takes a second, and `equipoise --help` must not wait for it.
 _HOMES = {
-    "Evaluation": "equipoise.run.trainer",
+    "Evaluation": "equipoise.run.evaluation",
     "Federation": "equipoise.federation",
     "FineTune": "equipoise.engine.settings",
     "Machine": "equipoise.engine.settings",

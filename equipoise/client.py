@@ -10,26 +10,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from equipoise.errors import InputError
+from equipoise.masked import masked_covariance, masked_mean, masked_sum
 from equipoise.models.layers import Forward
-from equipoise.tree import PERSONAL, Tree, squared_distance
+from equipoise.tree import PERSONAL, Tree, in_parts, squared_distance
 
 if TYPE_CHECKING:
-    from equipoise.engine.network import Network
+    from equipoise.engine.network import Network, Pass
+
+
+def _transform_level() -> int:
+    """Return how many transforms (``torch.func.vmap``, ``torch.func.grad``) surround the caller."""
+    return torch._C._functorch.maybe_current_level() or 0
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A batch whose features rest.
+    """A batch of a phase in which the features do not move.
 
     Attributes
     ----------
     z : Tensor
         What the features make of the batch.
     fetch : callable
-        Gives the batch itself.
+        Returns the batch itself.
     """
 
     z: Tensor
@@ -61,7 +68,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """What a loss may look at.
+    """What a loss, a fact or a question may look at.
 
     Attributes
     ----------
@@ -70,7 +77,8 @@ class Client:
     params : Tree
         The client's parameters and buffers as they are now, its kept parts included.
     x, y : Tensor
-        One batch. Where the features rest, x is fetched only if the loss reads it: the model's methods know z.
+        One batch. In phases that leave the features alone, x is fetched only if the loss reads it: the
+        model's methods know z.
     forward : Forward
         Mask and random key of the batch, and whether this is training.
     sent : mapping of Tree
@@ -78,9 +86,11 @@ class Client:
     each : mapping of Tensor
         What the server sent to this client alone.
     memory : mapping of Tree
-        What the client remembers (kept parts are in ``params``).
+        What the client remembers, its facts included (kept parts are in ``params``).
     seen : Tensor
         Whether the client has taken part before: a flag to compute with instead of a branch.
+    round : Tensor
+        The number of rounds finished, a scalar.
     """
 
     network: Network
@@ -92,9 +102,18 @@ class Client:
     each: Mapping[str, Tensor]
     memory: Mapping[str, Tree]
     seen: Tensor
+    round: Tensor
     moving: frozenset[str] = frozenset()
-    recorded: Tree = field(default_factory=dict)
     overlaid: frozenset[str] = frozenset()
+    # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
+    recorded: Tree | None = field(init=False, default=None)
+    _computed: Tree = field(init=False, default_factory=dict)
+    _level: int = field(init=False, default_factory=_transform_level)
+
+    def recording(self, recorded: Tree) -> Client:
+        """Note the BatchNorm statistics that forward passes leave in ``recorded``, and return the client."""
+        object.__setattr__(self, "recorded", recorded)
+        return self
 
     @property
     def mask(self) -> Tensor | None:
@@ -123,40 +142,65 @@ class Client:
     def output(self) -> Tensor:
         """Return the model's output for the batch.
 
-        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout drops
-        nothing. Statistics of those that move follow the first output computed with them in a step.
+        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout
+        drops nothing. Statistics of those that move follow the first output computed with them in a step.
+        The output is computed once, however often a loss asks for it.
         """
-        given = Inputs.given(self)
-        return self._apply(given.z, "head") if isinstance(given, Frozen) else self._apply(given)
+        if not self.network.composed:
+            return self._apply(self.x).output
+        known = self._known()
+        if "output" not in known:
+            if "z" in known:
+                known["output"] = self._apply(known["z"], "head").output
+            else:
+                known["output"], known["z"] = self._apply(self.x)[:2]
+        return known["output"]
 
     def features(self) -> Tensor:
-        """Return z, what the model's features make of the batch, for losses that look at it more than once."""
+        """Return z, what the model's features make of the batch; like the output, it is computed once."""
         self._check_composed()
-        given = Inputs.given(self)
-        return given.z.to(self.network.dtype) if isinstance(given, Frozen) else self._apply(given, "features")
+        known = self._known()
+        if "z" not in known:
+            known["z"] = self._apply(self.x, "features").z
+        return known["z"].to(self.network.dtype)
 
     def head(self, z: Tensor) -> Tensor:
         """Return the model's output for features."""
         self._check_composed()
-        return self._apply(z, "head")
+        return self._apply(z, "head").output
 
-    def _check_composed(self) -> None:
-        if not self.network.composed:
-            raise InputError(
-                f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
-                "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
-            )
+    def part(self, name: str, z: Tensor) -> Tensor:
+        """Apply a part that the method has brought; see :meth:`equipoise.method.Part.extend`."""
+        return self._apply(z, name).output
 
-    def _apply(self, x: Tensor, part: str | None = None) -> Tensor:
-        self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
-        output, buffers = self.network.output(self.params, x, self.forward, part)
-        for name, value in buffers.items():
-            self.recorded.setdefault(self._kept_as(name), value)
-        return output
+    def at(self, params: Mapping[str, Tensor] | None = None, x: Tensor | None = None, *, train: bool = False) -> Client:
+        """Return a copy of the client with other parameters or another batch, for a second look.
 
-    def _kept_as(self, name: str) -> str:
-        """Return the name a tensor of the model has among the client's own, where personal parts have been laid over."""
-        return PERSONAL + name if name in self.overlaid else name
+        The copy records nothing: BatchNorm's statistics stay what they are. So it is safe inside
+        ``torch.func.grad``.
+
+        Parameters
+        ----------
+        params : mapping of Tensor, optional
+            Parameters and buffers to put in place of the client's own; those not named stay.
+        x : Tensor, optional
+            Another batch of as many samples.
+        train : bool
+            Whether what moves behaves as in training (dropout, the batch's own statistics). By default the
+            copy behaves as in evaluation.
+
+        Returns
+        -------
+        Client
+            A copy.
+        """
+        given = Inputs.given(self) if x is None else x
+        if isinstance(given, Frozen) and any(in_parts(name, "features") for name in params or ()):
+            # z belongs to the features it was computed with.
+            given = given.fetch()
+        return replace(
+            self, x=given, params={**self.params, **(params or {})}, moving=self.moving if train else frozenset()
+        )
 
     def task_loss(self) -> Tensor:
         """Return the task's loss, sample by sample."""
@@ -166,11 +210,58 @@ class Client:
         """Return the same client with its personal parts in place of the shared ones."""
         own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
         # Batches are not frozen where clients have personal features, so z is theirs too.
-        return replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
+        client = replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
+        if "z" in self._computed and not any(in_parts(name, "features") for name in own):
+            client._computed["z"] = self._computed["z"]
+        return client if self.recorded is None else client.recording(self.recorded)
 
     def distance_to_received(self) -> Tensor:
         """Return the squared L2 distance of the moving parameters from the received global model."""
         return squared_distance(self.moved(), self.received)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the samples of the batch, padding left out."""
+        return masked_sum(values, self.mask)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average over the samples of the batch, padding left out."""
+        return masked_mean(values, self.mask)
+
+    def covariance(self, values: Tensor) -> Tensor:
+        """Return the unbiased covariance of the samples of the batch, padding left out."""
+        return masked_covariance(values, self.mask)
+
+    def _known(self) -> dict[str, Tensor]:
+        """Return z and the output as far as they are computed.
+
+        Inside a transform of the loss's own (``torch.func.grad``) nothing is kept: it would outlive the transform.
+        """
+        given = Inputs.given(self)
+        known = self._computed if _transform_level() == self._level else {}
+        if isinstance(given, Frozen):
+            known.setdefault("z", given.z)
+        return known
+
+    def _check_composed(self) -> None:
+        if not self.network.composed:
+            raise InputError(
+                f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
+                "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
+            )
+
+    def _apply(self, x: Tensor, part: str | None = None) -> Pass:
+        if not self.params:
+            raise InputError("the question looks at a model, but none was given; valid: cohort.ask(..., model=...)")
+        self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
+        passed = self.network.apply(self.params, x, self.forward, part)
+        if self.recorded is not None and _transform_level() == self._level:
+            for name, value in passed.buffers.items():
+                self.recorded.setdefault(self._kept_as(name), value)
+        return passed
+
+    def _kept_as(self, name: str) -> str:
+        """Return the name a tensor of the model has among the client's own, where personal parts replace shared ones."""
+        return PERSONAL + name if name in self.overlaid else name
 
 
 @dataclass(frozen=True)

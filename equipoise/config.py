@@ -22,8 +22,8 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
-from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import FineTune, Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
@@ -31,8 +31,9 @@ from equipoise.imports import file_of, import_own
 from equipoise.method import Method
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
+from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
-from equipoise.run.trainer import Evaluation, MakeEngine, Progress
+from equipoise.run.trainer import MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.client import Client, Finished
 from equipoise.errors import InputError, unknown
+from equipoise.random import Purpose, fold, seeded
 from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
 
 if TYPE_CHECKING:
@@ -75,21 +76,21 @@ class Updates:
     uploads: dict[str, Tree]
     reports: Reports
 
-    def rows(self, which: NDArray[np.bool_]) -> Updates:
+    def of(self, which: NDArray[np.bool_]) -> Updates:
         """Return the updates of some of the clients.
 
         Examples
         --------
-        >>> Updates({"w": torch.arange(3)}, {}, {}, {}).rows(np.array([True, False, True])).params
+        >>> Updates({"w": torch.arange(3)}, {}, {}, {}).of(np.array([True, False, True])).params
         {'w': tensor([0, 2])}
         """
         chosen = torch.from_numpy(np.flatnonzero(which))
 
-        def of(tree: Mapping[str, Tensor]) -> Tree:
+        def of_chosen(tree: Mapping[str, Tensor]) -> Tree:
             return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
 
-        uploads = {name: of(tree) for name, tree in self.uploads.items()}
-        return Updates(of(self.params), of(self.buffers), uploads, of(self.reports))
+        uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
+        return Updates(of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports))
 
 
 class Cohort(Protocol):
@@ -103,13 +104,16 @@ class Cohort(Protocol):
         How many training samples each of them holds, and its group's position among the federation's group names.
         Both are public: a client tells the server when it registers.
     prior : Tensor
-        What each counts before the aggregation has its say, ``[K]``, float64, summing to one.
+        The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
+    key : int
+        Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
     """
 
     ids: NDArray[np.int64]
     sizes: NDArray[np.int64]
     groups: NDArray[np.int64]
     prior: Tensor
+    key: int
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
@@ -117,8 +121,38 @@ class Cohort(Protocol):
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split, ``[K]`` each."""
 
-    def ask(self, question: str, *args: Any) -> Any:
-        """Ask every client the named client-side question of the local rule; answers are stacked."""
+    def ask(
+        self,
+        question: str,
+        *args: Any,
+        model: Tree | None = None,
+        split: str = "train",
+        each: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Ask every client a question and stack the answers.
+
+        A question is a method of the local rule. It takes a :class:`~equipoise.client.Client` with one
+        batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
+        client's split batch by batch and adds the answers up.
+
+        Parameters
+        ----------
+        question : str
+            The method's name.
+        *args
+            Sent to all clients: tensors, numbers, text, and trees of them.
+        model : Tree, optional
+            The model to ask about. Without one, ``client.params`` holds the client's kept parts only.
+        split : {"train", "val", "test"}
+            The samples to look at.
+        each : mapping of Tensor, optional
+            Row k is sent to client k, which finds it in ``client.each``.
+
+        Returns
+        -------
+        object
+            What the question returns, with a leading axis of clients.
+        """
 
 
 @dataclass(frozen=True)
@@ -131,22 +165,37 @@ class State:
         Rounds finished.
     model : Tree
         The global model.
-    kept : dict of Tree
-        What the aggregation keeps for itself, by name (a momentum, a control variate). A tree with ``ids`` holds one
-        number a registered client and stays on the CPU; see :func:`places`.
+    server : dict of Tree
+        What the server's parts keep between rounds, by name (a momentum, a control variate). A tree with
+        ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
+    notes : dict
+        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters. Tensors
+        are written as lists; one with a row a client follows the order of the cohort. Notes last for one
+        round.
+
+    Examples
+    --------
+    >>> state = State(0, {"w": torch.zeros(1)}).with_notes(weights=torch.tensor([0.25, 0.75]))
+    >>> state.notes
+    {'weights': tensor([0.2500, 0.7500])}
     """
 
     round: int
     model: Tree
-    kept: dict[str, Tree] = field(default_factory=dict)
+    server: dict[str, Tree] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def with_global(self, model: Tree) -> State:
         """Replace tensors of the global model; those not named stay."""
         return replace(self, model={**self.model, **model})
 
-    def with_kept(self, **trees: Tree) -> State:
-        """Replace what the aggregation keeps, by name."""
-        return replace(self, kept={**self.kept, **trees})
+    def with_server(self, **trees: Tree) -> State:
+        """Replace what the server keeps, by name."""
+        return replace(self, server={**self.server, **trees})
+
+    def with_notes(self, **notes: Any) -> State:
+        """Add notes to the round's record."""
+        return replace(self, notes={**self.notes, **notes})
 
 
 # How many numbers of all clients together are converted to float64 at a time: few enough for a CPU's cache, or enough to
@@ -187,7 +236,7 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     {'w': tensor([2.5000])}
     """
     mixed = {}
-    # Whoever counts nothing is left out: nothing times the infinity of a mask would be no number.
+    # Skip zero-weight clients: 0 · inf is NaN, and a mask may hold infinities.
     counted = weights.nonzero().flatten()
     weights = weights[counted]
     for name, stack in stacked.items():
@@ -239,13 +288,13 @@ def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> T
     return {**moved, **mix_tree(updates.buffers, simplex)}
 
 
-def places(clients: Tree, cohort: Cohort) -> Tensor:
-    """Find a cohort among all registered clients.
+def locate(clients: Tree, cohort: Cohort) -> Tensor:
+    """Return the positions of a cohort among all registered clients.
 
     Parameters
     ----------
     clients : Tree
-        Numbers an aggregation keeps of every registered client, ``[N]`` each, and their ``ids``.
+        What the server keeps of every registered client, ``[N, ...]`` each, and their ``ids``.
     cohort : Cohort
         Whom to find.
 
@@ -257,7 +306,7 @@ def places(clients: Tree, cohort: Cohort) -> Tensor:
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> places({"ids": torch.tensor([0, 2, 5])}, SimpleNamespace(ids=np.array([2, 5])))
+    >>> locate({"ids": torch.tensor([0, 2, 5])}, SimpleNamespace(ids=np.array([2, 5])))
     tensor([1, 2])
     """
     return torch.searchsorted(clients["ids"], torch.from_numpy(cohort.ids))
@@ -383,38 +432,137 @@ class Phase:
             raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
 
 
+FACT_MODELS = ("first", "received", "trained")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """What a client works out from its own training samples without training: label counts, a mean image.
+
+    The engine goes through the samples batch by batch, so a fact takes little memory however many samples
+    a client holds. The client's memory keeps it under its name; a fact that the rule names in ``uploads``
+    is sent with the training reply too.
+
+    Parameters
+    ----------
+    sums : callable
+        Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its samples.
+        Padding must not count; see :meth:`equipoise.client.Client.sum`.
+    then : callable, optional
+        Makes the fact, a tree, from the sums over all samples. By default the fact is the sums.
+    model : {"first", "received", "trained"}
+        The model the sums are computed with. ``first``: the model every client begins with, once, when the
+        client first takes part. ``received``: the received model, before training. ``trained``: the client's
+        own model after training. Losses find facts of the first two in ``client.memory`` in the same round,
+        and those of the trained model in the client's next one; before that, they are zero.
+
+    Examples
+    --------
+    >>> Fact(sums=lambda client: {"samples": client.sum(torch.ones_like(client.y))}, model="first").model
+    'first'
+    """
+
+    sums: Callable[[Client], Tree]
+    then: Callable[[Tree], Tree] | None = None
+    model: str = "received"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown model."""
+        if self.model not in FACT_MODELS:
+            raise unknown("model", self.model, FACT_MODELS, where="Fact")
+
+
 class Part:
-    """What every part has: a name for messages and tables, what it lets the server see, and the model it asks for."""
+    """What every part has: a name for messages and tables, what it lets the server see, and the model it asks for.
+
+    Attributes
+    ----------
+    needs_everyone : bool
+        Whether the part must see all registered clients before round 1; see ``begin``.
+    """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     sees: ClassVar[Sees] = Sees.NOTHING
     usual_model: ClassVar[str | None] = None
+    needs_everyone: ClassVar[bool] = False
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Return the model with the parts that the method brings, such as a projection or an adapter.
+
+        Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection", ...)``), which
+        losses apply with :meth:`equipoise.client.Client.part`; or the method returns another model, with
+        layers before ``features``. Their parameters are drawn from the run's seed, so they are the same in
+        every process.
+
+        Parameters
+        ----------
+        model : nn.Module
+            With ``features`` and ``head``; it may be changed.
+        shape : tuple of int
+            The shape of one sample; :func:`equipoise.models.base.width_of` gives that of z.
+        """
+        return model
+
+
+class Candidates(Protocol):
+    """The registered clients that a sampler chooses from.
+
+    Attributes
+    ----------
+    ids : int array
+        Their numbers, ascending.
+    sizes, groups : int array
+        The number of training samples and the group of each.
+    key : int
+        Key of the sampler's random numbers in this round.
+    """
+
+    ids: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    key: int
+
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        """The group of each, as a position among the federation's group names."""
+
+    def cohort(self, ids: NDArray[np.int64]) -> Cohort:
+        """Gather some of them, to be asked before the choice is made."""
 
 
 class Sampler(Part):
     """Who takes part in a round?"""
 
-    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        """Choose positions among the registered clients.
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Set up what the sampler keeps, once before round 1, if it ``needs_everyone``."""
+        return state
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Take in clients that have registered since :meth:`begin`, which by default is done again."""
+        return self.begin(state, everyone)
+
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
+        """Choose clients.
 
         Parameters
         ----------
-        key : int
-            Key of this round's random numbers.
         state : State
             What the server knows.
-        sizes : int array
-            How many training samples each registered client holds.
+        candidates : Candidates
+            The registered clients.
         count : int
             How many clients to choose.
 
         Returns
         -------
         int array
-            Distinct positions in ``sizes``; their order does not matter.
+            ``count`` distinct ids; their order does not matter.
         """
         raise NotImplementedError
+
+    def learn(self, state: State, cohort: Cohort) -> State:
+        """Return the state after a round in which a cohort took part, if the sampler keeps anything of it."""
+        return state
 
 
 class LocalRule(Part):
@@ -428,7 +576,7 @@ class LocalRule(Part):
     receives : tuple of str
         What the rule expects the server to send besides the model.
     uploads : tuple of str
-        What :meth:`finish` sends besides the parameters.
+        What a client sends besides the parameters: made by :meth:`finish`, or one of :meth:`facts`.
     interleaved : bool
         Whether phases take turns batch by batch instead of following each other.
     """
@@ -449,6 +597,10 @@ class LocalRule(Part):
         rule keeps no parts. Nothing of them is remembered or sent.
         """
         return ()
+
+    def facts(self) -> Mapping[str, Fact]:
+        """Name what a client works out from its own data; see :class:`Fact`."""
+        return {}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Return the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
@@ -472,6 +624,9 @@ class Aggregation(Part):
         ``val_loss_before`` and ``val_loss_after``, and ``lr`` (the learning rate of the round).
     sends : tuple of str
         What :meth:`send` sends besides the model.
+    sends_once : tuple of str
+        Those of ``sends`` that never change, such as an index. A client receives each once and keeps it; later
+        messages name it by its hash.
     collects : tuple of str
         Uploads of the local rule that :meth:`combine` uses.
     usual_weights : {"size", "uniform"}
@@ -484,10 +639,14 @@ class Aggregation(Part):
     lasting: ClassVar[tuple[str, ...] | None] = None
     needs: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
+    sends_once: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Set up what the server keeps, once before round 1; all registered clients are there to be asked."""
+        """Set up what the server keeps, once before round 1, if the aggregation ``needs_everyone``.
+
+        All registered clients are there to be asked.
+        """
         return state
 
     def admit(self, state: State, everyone: Cohort) -> State:
@@ -496,9 +655,16 @@ class Aggregation(Part):
         Of clients already there, the numbers in ``lasting`` stay what they were, and so does all that is not about
         single clients.
         """
-        fresh = self.begin(replace(state, kept={}), everyone)
-        kept = {name: _carried(tree, fresh.kept.get(name, tree), self.lasting) for name, tree in state.kept.items()}
-        return fresh.with_kept(**kept)
+        fresh = self.begin(replace(state, server={}), everyone)
+        lasting = {n: _carried(tree, fresh.server.get(n, tree), self.lasting) for n, tree in state.server.items()}
+        return fresh.with_server(**lasting)
+
+    def prepare(self, state: State, cohort: Cohort) -> State:
+        """Return the state with which a round begins: ask the cohort whatever :meth:`send` must know.
+
+        The server keeps what the returned state says, as after :meth:`combine`.
+        """
+        return state
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Say what goes to all clients (``model`` at least) and what to each (row k to client k).
@@ -516,7 +682,7 @@ class Aggregation(Part):
         return state.model
 
 
-def combined(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
+def combine_checked(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
     """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
 
     Parameters
@@ -541,12 +707,16 @@ def combined(aggregation: Aggregation, state: State, updates: Updates, cohort: C
     ...     name = "forgetful"
     ...     def combine(self, state, updates, cohort):
     ...         return State(state.round, {})
-    >>> combined(Forgetful(), State(0, {"w": torch.zeros(2)}), Updates({}, {}, {}, {}), None)
+    >>> combine_checked(Forgetful(), State(0, {"w": torch.zeros(2)}), Updates({}, {}, {}, {}), None)
     Traceback (most recent call last):
     equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; it must keep all names and shapes
     """
     after: object = aggregation.combine(state, updates, cohort)
-    where = f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
+    return check_state(state, after, f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine")
+
+
+def check_state(state: State, after: object, where: str) -> State:
+    """Return the state that a part made of another one, or raise if the model has other names or shapes."""
     if not isinstance(after, State):
         raise InputError(f"{where} must return a State, got {type(after).__name__}")
     for name in {**state.model, **after.model}:
@@ -620,6 +790,11 @@ class Method:
                     f"method {self.name!r}: {type(reader).__name__} needs {', '.join(sorted(missing))}, "
                     f"which {type(giver).__name__} does not provide"
                 )
+        if strays := set(self.aggregation.sends_once) - set(self.aggregation.sends):
+            raise InputError(
+                f"method {self.name!r}: {type(self.aggregation).__name__} sends {', '.join(sorted(strays))} once, "
+                "but does not name it in sends"
+            )
         whole = self.aggregation
         if isinstance(whole, LocalRule) and whole.keeps and whole != self.local:
             raise InputError(
@@ -631,6 +806,13 @@ class Method:
     def parts(self) -> tuple[Part, ...]:
         """The answers to the four questions."""
         return self.sampler, self.local, self.aggregation, self.view
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
+        """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""
+        with seeded(fold(seed, Purpose.EXTEND)):
+            for part in dict.fromkeys(self.parts):
+                model = part.extend(model, shape)
+        return model
 
     @property
     def sees(self) -> Sees:

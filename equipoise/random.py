@@ -8,6 +8,8 @@ of SplitMix64 (Steele, Lea and Flood, 2014), folded over the coordinates. It exi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -34,6 +36,26 @@ class Purpose(IntEnum):
     AUGMENT = 4
     ADAPT = 5
     REPORT = 6
+    EXTEND = 7
+    SERVER = 8
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed PyTorch's CPU generator while the block runs, and restore it afterwards.
+
+    Examples
+    --------
+    >>> with seeded(1):
+    ...     first = torch.rand(1)
+    >>> with seeded(1):
+    ...     bool(torch.rand(1) == first)
+    True
+    """
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would reseed the GPUs too, which fork_rng(devices=[]) does not restore.
+        torch.default_generator.manual_seed(seed & (_MASK >> 1))
+        yield
 
 
 def _signed(value: int) -> int:

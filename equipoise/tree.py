@@ -7,6 +7,7 @@ client's own copies of the part of the same name.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -139,3 +140,19 @@ def size_in_bytes(tree: object) -> int:
     if isinstance(tree, (list, tuple)):
         return sum(size_in_bytes(value) for value in tree)
     return 0
+
+
+def digest(tree: Mapping[str, Tensor]) -> str:
+    """Hash tensors, their names and their types.
+
+    Examples
+    --------
+    >>> digest({"w": torch.zeros(1)}) == digest({"w": torch.zeros(1)}), digest({}) == digest({"w": torch.zeros(1)})
+    (True, False)
+    """
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tree.items()):
+        hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        if tensor.numel():
+            hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.federation import Federation
 from equipoise.method import State
 from equipoise.methods import build
@@ -40,11 +40,12 @@ def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="fl
     for round_, clients in enumerate(cohorts):
         cohort = engine.cohort(method, np.asarray(clients), round_)
         cohort.wanted_reports |= set(reports)
-        shared, each = method.aggregation.send(played.states[-1], cohort)
+        prepared = method.aggregation.prepare(played.states[-1], cohort)
+        shared, each = method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, method.local)
-        combined = method.aggregation.combine(played.states[-1], updates, cohort)
-        played.states.append(replace(combined, round=round_ + 1))
-        engine.memory.commit()
+        state = method.aggregation.combine(prepared, updates, cohort)
+        played.states.append(replace(state, round=round_ + 1))
+        engine.commit(cohort)
         played.cohorts.append(cohort)
         played.updates.append(updates)
     return played

@@ -13,7 +13,7 @@ from equipoise.data.augment import Crop, Flip
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
 from equipoise.optimizers import Adam, Schedule, Sgd, TorchOptimizer
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 
 
 def experiment(*overrides, **sections):

@@ -15,7 +15,8 @@ from equipoise.federation import Federation, Split
 from equipoise.method import Sampler, State
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,16 @@ class Batches:
     Attributes
     ----------
     positions : Tensor
-        Positions in the federation's data, ``[clients, batches, batch_size]``; padding repeats a sample of the client.
+        Positions in the federation's data, ``[clients, batches, width]``; padding repeats a sample of the client. The
+        width is the batch size, or less where no client holds as many samples.
     held : Tensor
         Positions of all samples the clients hold, one client after the other.
-    places : Tensor
+    index : Tensor
         Where in ``held`` the positions are.
     sizes : int array
         How many samples each client holds, ``[clients]``, never rising.
     counts : int array
-        How many of the ``batch_size`` rows are samples, ``[clients, batches]``.
+        How many of the rows are samples and not padding, ``[clients, batches]``.
     steps : int array
         How many steps each client makes, ``[clients]``, never rising.
     keys : Tensor
@@ -39,7 +40,7 @@ class Batches:
 
     positions: Tensor
     held: Tensor
-    places: Tensor
+    index: Tensor
     sizes: NDArray[np.int64]
     counts: NDArray[np.int64]
     steps: NDArray[np.int64]
@@ -104,6 +105,7 @@ def draw_batches(
     """
     device = indices.device
     sizes = split.offsets[clients + 1] - split.offsets[clients]
+    batch_size = min(batch_size, int(sizes.max(initial=1)))
     batches_an_epoch = -(-sizes // batch_size)
     own_steps = np.full_like(sizes, steps) if steps is not None else -(-epochs * batches_an_epoch // a_step)
     longest = a_step * int(own_steps.max())
@@ -128,7 +130,7 @@ def draw_batches(
         order = permutations(epoch_keys, moved["sizes"].unsqueeze(1), int(sizes.max()))
         rows = torch.arange(len(clients), device=device).view(-1, 1, 1)
         slot = order[rows, moved["epoch"].unsqueeze(-1), slot]
-    places = moved["first"].view(-1, 1, 1) + slot
+    index = moved["first"].view(-1, 1, 1) + slot
     batch_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
     held = indices[moved["of_clients"]]
-    return Batches(held[places], held, places, sizes, counts, own_steps, batch_keys, a_step)
+    return Batches(held[index], held, index, sizes, counts, own_steps, batch_keys, a_step)

@@ -12,29 +12,29 @@ import torch
 from torch import nn
 
 from equipoise.engine.network import Network
-from equipoise.models.layers import Forward
 
 # On a CPU stacking saves Python's time, not arithmetic: it pays while all stacked parameters stay in its caches.
 _CPU_STACKED_PARAMETERS = 2_000_000
+# A step keeps its activations for the gradient. A gigabyte of them in float32 fits on any machine.
+_CPU_STACKED_ACTIVATIONS = 1 << 28
 # On a GPU stacking fills the chip; what limits it is memory. Parameters are held about eight times over (weights,
 # gradient, optimizer state, update, recorded steps), activations about twelve times (a 3x3 convolution's patches are nine
 # times its input).
 _GPU_SHARE = 0.5
 _PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
-# Samples of a pass without gradient: enough to keep a device busy, few enough for any memory. On a CPU, convolutions of
-# one model do best within its caches.
+# Samples of a pass without gradient: enough to keep a device busy. Large models look at fewer, so that the activations of
+# all layers together stay bounded. On a CPU, convolutions of one model do best within its caches.
 _PASS, _CPU_CONVOLVED_PASS = 4096, 64
+_PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
 
-def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> int:
+def chunk_by_rule(network: Network, batch_size: int) -> int:
     """Choose the chunk size from device and model alone.
 
     Parameters
     ----------
     network : Network
-        The model.
-    sample : Tensor
-        One sample, without a batch axis.
+        The model, tried out. Its frozen tensors do not count: one copy serves all clients.
     batch_size : int
         Samples a step.
 
@@ -48,18 +48,20 @@ def chunk_by_rule(network: Network, sample: torch.Tensor, batch_size: int) -> in
     >>> from equipoise.engine.task import Task
     >>> from equipoise.models import build
     >>> mlp = Network(build("mlp", shape=(64,), classes=10), Task("classification"))
-    >>> chunk_by_rule(mlp, torch.zeros(64), 10)
+    >>> chunk_by_rule(mlp, 10)
     415
     """
     parameters = sum(tensor.numel() for tensor in network.initial().values())
+    activations = max(1, batch_size * network.activations)
     if any(isinstance(layer, nn.RNNBase) for layer in network.module.modules()):
         # PyTorch's recurrent layers cannot be stacked; equipoise.models.recurrent.Lstm can.
         return 1
     if network.device.type == "cpu":
         # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.
-        return 1 if _convolves(network) else max(1, _CPU_STACKED_PARAMETERS // parameters)
+        most = min(_CPU_STACKED_PARAMETERS // parameters, _CPU_STACKED_ACTIVATIONS // activations)
+        return 1 if _convolves(network) else max(1, most)
     total = torch.cuda.get_device_properties(network.device).total_memory
-    numbers = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * batch_size * _activations(network, sample)
+    numbers = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * activations
     return max(1, int(_GPU_SHARE * total / (numbers * network.dtype.itemsize)))
 
 
@@ -87,28 +89,29 @@ def samples_a_pass(network: Network, models: int) -> int:
     (64, 4096)
     """
     lone_on_cpu = models == 1 and network.device.type == "cpu"
-    return _CPU_CONVOLVED_PASS if lone_on_cpu and _convolves(network) else _PASS
+    most = _CPU_CONVOLVED_PASS if lone_on_cpu and _convolves(network) else _PASS
+    return min(most, _within_memory(network, network.activations))
+
+
+def samples_an_encoding(network: Network) -> int:
+    """Choose how many samples the stem encodes at a time.
+
+    Examples
+    --------
+    >>> from equipoise.engine.task import Task
+    >>> from equipoise.models import build
+    >>> samples_an_encoding(Network(build("mlp", shape=(64,), classes=10), Task("classification")))
+    4096
+    """
+    return min(_PASS, _within_memory(network, network.stem_activations))
+
+
+def _within_memory(network: Network, activations: int) -> int:
+    return max(1, _PASS_ACTIVATIONS[network.device.type] // max(1, activations))
 
 
 def _convolves(network: Network) -> bool:
     return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in network.module.modules())
-
-
-def _activations(network: Network, sample: torch.Tensor) -> int:
-    """Count the numbers that all layers together put out for one sample."""
-    counted = 0
-
-    def count(layer: nn.Module, inputs: object, output: object) -> None:
-        nonlocal counted
-        if isinstance(output, torch.Tensor):
-            counted += output.numel()
-
-    handles = [layer.register_forward_hook(count) for layer in network.module.modules()]
-    with torch.no_grad():
-        network.output(network.initial(), sample.unsqueeze(0).to(network.device), Forward(train=False))
-    for handle in handles:
-        handle.remove()
-    return counted
 
 
 def fastest(candidates: Sequence[int], seconds_of: Callable[[int], float]) -> int:

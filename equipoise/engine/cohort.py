@@ -1,43 +1,33 @@
-"""The in-process engine: a cohort that answers with stacked tensors."""
+"""The cohort of the in-process engine, which answers with stacked tensors."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equipoise.client import Client
 from equipoise.engine.batches import Batches, draw_batches
-from equipoise.engine.chunking import chunk_by_rule
-from equipoise.engine.contract import Personal
-from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
-from equipoise.engine.local import Chunk, Pace, Workshop, finish_chunk
+from equipoise.engine.layout import KEPT, Layout
+from equipoise.engine.local import Chunk, Pace, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
-from equipoise.engine.network import Network
-from equipoise.engine.settings import Machine, Training
-from equipoise.engine.task import Task
+from equipoise.engine.questions import Asked, sums_over_samples
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation, Split
-from equipoise.method import LocalRule, Method, Phase, Reports, Updates, mix_tree
-from equipoise.models.layers import Forward
+from equipoise.federation import Split
+from equipoise.method import Fact, LocalRule, Method, Phase, Reports, Updates
 from equipoise.optimizers import Column, TorchOptimizer
 from equipoise.random import Purpose, choose, fold, fold_tensor
-from equipoise.tree import PERSONAL, Parts, Tree, select, size_in_bytes
+from equipoise.tree import PERSONAL, Tree, size_in_bytes
 
-# cuBLAS is deterministic only with a fixed workspace, and reads this once, before its first call.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-# The one tree of a client's memory that the engine itself reads: the parts its local rule keeps.
-KEPT = "kept"
+if TYPE_CHECKING:
+    from equipoise.engine.stacked import StackedEngine
 
 _REPORT_SPLITS = {
     "loss_before": "train",
@@ -47,162 +37,11 @@ _REPORT_SPLITS = {
 }
 
 
-class StackedEngine:
-    """Carries methods out in this process; see :class:`equipoise.engine.contract.Engine`.
-
-    Parameters
-    ----------
-    federation : Federation
-        The clients and their data; evaluation is always on these.
-    model : nn.Module
-        With ``features`` and ``head``.
-    training : Training
-        How clients train.
-    machine : Machine
-        Where, and in which arithmetic.
-    seed : int
-        Of all random numbers.
-    view : Federation, optional
-        What to train on, if it is not the federation itself.
-
-    Examples
-    --------
-    >>> from equipoise.data import load
-    >>> from equipoise.methods import build as method
-    >>> from equipoise.models import build as model
-    >>> digits = load("digits")
-    >>> engine = StackedEngine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
-    >>> cohort = engine.cohort(method("fedavg"), np.array([0, 1]), round_=0)
-    >>> updates = cohort.train({"model": engine.network.initial()}, {}, method("fedavg").local)
-    >>> updates.params["head.bias"].shape
-    torch.Size([2, 10])
-    """
-
-    def __init__(
-        self,
-        federation: Federation,
-        model: nn.Module,
-        training: Training,
-        machine: Machine,
-        seed: int = 0,
-        view: Federation | None = None,
-    ) -> None:
-        self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
-        self.view = view or federation
-        device = machine.torch_device
-        self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
-        self.data = DeviceData(self.view, device, machine.dtype)
-        if len(self.data.x):
-            self.network.try_out(*self.data.fetch(torch.arange(min(3, len(self.data.x)))), federation.outputs)
-        self.memory = MemoryStore()
-        self.absent: dict[int, str] = {}
-        self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
-        self._train_indices = torch.from_numpy(self.view.train.indices).to(device)
-        if isinstance(machine.chunk, int):
-            self.chunk = machine.chunk
-        else:
-            self.chunk = chunk_by_rule(self.network, self.data.x[0], training.batch_size)
-
-    def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
-        """Gather clients for a round (counted from 0)."""
-        return StackedCohort(self, method, np.sort(clients), round_)
-
-    def evaluate(
-        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
-    ) -> dict[str, Measured]:
-        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
-        splits = {name: self.federation.split(name) for name in ("val", "test")}
-        if personal is None:
-            return {n: evaluate_shared(self.network, self.data, model, split, clients) for n, split in splits.items()}
-        still, own = self.personal_models(model, personal, clients)
-        return {
-            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk)
-            for name, split in splits.items()
-        }
-
-    def averaged_kept(self, method: Method, model: Tree) -> Tree:
-        """Average what clients keep of the shared model, weighted as the method weighs clients."""
-        clients = np.array(self.memory.clients, dtype=np.int64)
-        layout = Layout(method.local, model)
-        memory, _ = self.memory.read(clients, layout.first_memory(method.local, model), self.network.device)
-        own = {name: stack for name, stack in memory[KEPT].items() if not name.startswith(PERSONAL)}
-        return mix_tree(own, self.cohort(method, clients, 0).prior)
-
-    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
-        rule = personal.method.local
-        layout = Layout(rule, model)
-        memory, seen = self.memory.read(clients, layout.first_memory(rule, model), self.network.device)
-        own = _personal_parts(memory.get(KEPT, {}))
-        # Whoever holds no training samples cannot change its model.
-        able = self.view.split("train").sizes[clients] > 0
-        if rule.adapt():
-            strangers = able & ~seen.cpu().numpy() if layout.kept else able
-            own = self._tried(Adapting(rule), model, own, MemoryStore(), clients, strangers, personal)
-        if personal.fine_tune:
-            whole = {name: own.get(name, _repeated(tensor, len(clients))) for name, tensor in model.items()}
-            begun = MemoryStore()
-            begun.write(clients, {KEPT: whole})
-            begun.commit()
-            own = self._tried(FineTuning(personal.fine_tune), model, whole, begun, clients, able, personal)
-        return {name: tensor for name, tensor in model.items() if name not in own}, own
-
-    def _tried(
-        self,
-        rule: LocalRule,
-        model: Tree,
-        own: Tree,
-        memory: MemoryStore,
-        clients: NDArray[np.int64],
-        who: NDArray[np.bool_],
-        personal: Personal,
-    ) -> Tree:
-        """Return what personal models are made of after some clients follow a rule, whose memory is a passing one."""
-        if not who.any():
-            return own
-        members = clients[who]
-        # The learning rate is that of the latest round.
-        cohort = StackedCohort(self, personal.method, members, max(personal.round - 1, 0), memory, Purpose.ADAPT)
-        cohort.wanted_reports.clear()
-        updates = cohort.train({"model": model}, {}, rule)
-        memory.commit()
-        kept, _ = memory.read(members, Layout(rule, model).first_memory(rule, model), self.network.device)
-        where = torch.from_numpy(np.flatnonzero(who)).to(self.network.device)
-        made = dict(own)
-        for name, stack in {**updates.params, **updates.buffers, **_personal_parts(kept.get(KEPT, {}))}.items():
-            made[name] = made.get(name, _repeated(model[name], len(clients))).index_copy(0, where, stack)
-        return made
-
-    @property
-    def remembering(self) -> list[int]:
-        """The clients that have a memory, in rising order."""
-        return self.memory.clients
-
-    def newcomers(self) -> Sequence[int]:
-        """Nobody: all clients are there from the start."""
-        return ()
-
-    def keep(self) -> None:
-        """Do nothing: models that may count are copied."""
-
-    def commit(self, cohort: StackedCohort) -> None:
-        """Make what was written in the cohort's round the newest memory."""
-        self.memory.commit()
-
-    def export(self) -> Tree:
-        """Return all memories."""
-        return self.memory.export()
-
-    def restore(self, tensors: Tree) -> None:
-        """Take memories back."""
-        device = self.network.device
-        self.memory.restore({n: t if n == "clients" else t.to(device) for n, t in tensors.items()})
-
-
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
-    ``bytes_down`` and ``bytes_up`` count what has crossed the door so far.
+    ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far, ``delivers`` names what
+    clients hold for good once the round is over.
     """
 
     def __init__(
@@ -224,21 +63,28 @@ class StackedCohort:
         self.groups = engine.view.groups[clients]
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
+        self.key = fold(engine.seed, round_, Purpose.SERVER)
         self.wanted_reports = set(method.aggregation.needs)
         self.left_out: dict[int, str] = {}
-        self.bytes_down = self.bytes_up = 0
+        self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.delivers: set[str] = set()
+        self._trained = False
+
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        refuse_second_training(self._trained)
+        self._trained = True
         engine = self.engine
-        layout = Layout(local, shared["model"])
-        memory, seen = self.memory.read(self.ids, layout.first_memory(local, shared["model"]), engine.network.device)
-        self._count_down(shared, each, layout, seen)
+        model = shared["model"]
+        layout = Layout(local, model)
+        memory, seen = self._read_memory(local, model)
+        self._count_down(shared, each, layout)
 
         order = np.argsort(-self.sizes, kind="stable")
-        model, count = shared["model"], len(self.ids)
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
-        stack = {name: _repeated(model[name], count) for name in layout.shared}
+        stack = {name: repeated(model[name], len(self.ids)) for name in layout.shared}
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
         for start in range(0, len(order), size):
@@ -261,6 +107,7 @@ class StackedCohort:
             return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
 
         memories, uploads, reports = zip(*collected, strict=True)
+        # A round that is repeated after a failure starts from what was committed before it.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
         sent = gather_tree([stack])
@@ -273,82 +120,6 @@ class StackedCohort:
         self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads, updates.reports])
         return updates
 
-    def evaluate(self, params: Tree, split: str) -> Reports:
-        """Ask for loss and metrics of a model on the clients' own split."""
-        engine = self.engine
-        measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
-        self.bytes_down += len(self.ids) * size_in_bytes(params)
-        answer = {name: torch.from_numpy(values) for name, values in measured.items()}
-        self.bytes_up += size_in_bytes(answer)
-        return answer
-
-    def ask(self, question: str, *args: Any) -> Any:
-        """Ask a client-side question of the local rule; each client looks at its whole training split.
-
-        The question is a method of the local rule that takes a :class:`Client` and ``args`` and returns tensors.
-        """
-        local, engine = self.method.local, self.engine
-        if not callable(getattr(local, question, None)) or hasattr(LocalRule, question):
-            own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
-            raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
-        model = args[0] if args and isinstance(args[0], dict) else engine.network.initial()
-        layout = Layout(local, model)
-        memory, seen = self.memory.read(self.ids, layout.first_memory(local, model), engine.network.device)
-        keys = self._keys(self.ids)
-
-        def of_one_client(x: Tensor, y: Tensor, mask: Tensor, memory: Memory, seen: Tensor, key: Tensor) -> Any:
-            kept = memory.get(KEPT, {})
-            client = Client(
-                network=engine.network,
-                params={**model, **kept},
-                x=x,
-                y=y,
-                forward=Forward(train=False, mask=mask, key=key, stacked=True),
-                sent={"model": model},
-                each={},
-                memory=memory,
-                seen=seen,
-            )
-            return getattr(local, question)(client, *args)
-
-        answers = []
-        for start in range(0, len(self.ids), engine.chunk):
-            stop = min(start + engine.chunk, len(self.ids))
-            batches = self._whole_split(self.ids[start:stop])
-            x, y = engine.data.fetch(batches.positions[:, 0])
-            width = torch.arange(x.shape[1], device=x.device)
-            mask = (width < torch.from_numpy(batches.counts[:, :1]).to(x.device)).to(engine.network.dtype)
-            part = {name: {n: t[start:stop] for n, t in tree.items()} for name, tree in memory.items()}
-            answers.append(vmap(of_one_client)(x, y, mask, part, seen[start:stop], keys[start:stop]))
-        self.bytes_down += len(self.ids) * size_in_bytes(args)
-        leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
-        joined = [torch.cat(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
-        answer = torch.utils._pytree.tree_unflatten(joined, leaves[0][1])
-        self.bytes_up += size_in_bytes(answer)
-        return answer
-
-    def without(self, ids: Iterable[int]) -> StackedCohort:
-        """Return the cohort less some clients."""
-        return StackedCohort(
-            self.engine, self.method, np.setdiff1d(self.ids, list(ids)), self.round, self.memory, *self.purpose
-        )
-
-    def _whole_split(self, clients: NDArray[np.int64]) -> Batches:
-        sizes = self.engine.view.train.sizes[clients]
-        return self._draw(clients, 0, batch_size=int(sizes.max()), epochs=1, steps=1, shuffle=False)
-
-    def _keys(self, clients: NDArray[np.int64]) -> Tensor:
-        device = self.engine.network.device
-        return fold_tensor(fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device))
-
-    def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
-        engine = self.engine
-        keys = self._keys(clients)
-        return draw_batches(engine.view.train, engine._train_indices, clients, keys, phase=phase, **how)
-
-    def _optimizer(self, phase: Any) -> Any:
-        return phase.optimizer or self.engine.training.optimizer
-
     def _train_members(
         self,
         members: NDArray[np.int64],
@@ -360,7 +131,7 @@ class StackedCohort:
         memory: Memory,
         seen: Tensor,
     ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train the moving parameters of one chunk in place, and give its new memory, uploads and reports."""
+        """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
@@ -382,8 +153,28 @@ class StackedCohort:
             each=of_members(each),
             memory=own_memory,
             seen=seen if everyone else seen[where],
+            round=torch.tensor(self.round, device=device),
         )
         reports = self._losses("before", chunk, members)
+        own_memory |= self._facts_before(local, chunk, members)
+        batches, paces = self._plan(local, chunk, members)
+        losses, steps = engine.workshop.train(chunk, local, batches, paces)
+        remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
+        facts = {name: own_memory[name] for name in local.facts()}
+        for name, fact in local.facts().items():
+            if fact.model == "trained":
+                facts[name] = self._worked_out(name, fact, chunk, members)
+        reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
+        if "lr" in self.wanted_reports:
+            reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
+        if layout.kept:
+            remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
+        sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
+        return {**remembered, **facts}, {**uploads, **sent_facts}, reports
+
+    def _plan(self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64]) -> tuple[list[Batches], list[Pace]]:
+        """Return the batches and the pace of every phase."""
+        training = self.engine.training
         batches: list[Batches] = []
         paces = []
         for index, phase in enumerate(local.phases()):
@@ -405,14 +196,146 @@ class StackedCohort:
             if "step_factor" in chunk.each:
                 lr = lr * chunk.each["step_factor"]
             paces.append(Pace(optimizer, lr, training.clip))
-        losses, steps = engine.workshop.train(chunk, local, batches, paces)
-        remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
-        reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
-        if "lr" in self.wanted_reports:
-            reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
-        if layout.kept:
-            remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
-        return remembered, uploads, reports
+        return batches, paces
+
+    def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
+        engine = self.engine
+        keys = self._keys(clients)
+        return draw_batches(engine.view.train, engine.train_indices, clients, keys, phase=phase, **how)
+
+    def _optimizer(self, phase: Phase) -> Any:
+        return phase.optimizer or self.engine.training.optimizer
+
+    def _keys(self, clients: NDArray[np.int64]) -> Tensor:
+        device = self.engine.network.device
+        return fold_tensor(fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device))
+
+    def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
+        first = self.engine.first_memory(local, model)
+        return self.memory.read(self.ids, first, self.engine.network.device, maybe=local.facts())
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def _facts_before(self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64]) -> Memory:
+        """Return the facts that losses may read."""
+        facts: Memory = {}
+        for name, fact in local.facts().items():
+            known = chunk.memory.get(name)
+            if fact.model == "received":
+                facts[name] = self._worked_out(name, fact, chunk, members)
+            elif fact.model == "trained":
+                facts[name] = self._nothing_known(name, fact, chunk, members) if known is None else known
+            elif known is None:
+                facts[name] = self._worked_out(name, fact, chunk, members)
+            elif len(strangers := np.flatnonzero(~chunk.seen.cpu().numpy())):
+                where = torch.from_numpy(strangers).to(chunk.seen.device)
+                made = self._worked_out(name, fact, _part_of(chunk, where), members[strangers])
+                facts[name] = {leaf: known[leaf].index_copy(0, where, rows) for leaf, rows in made.items()}
+        return facts
+
+    def _worked_out(
+        self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64], split: Split | None = None
+    ) -> Tree:
+        """Go through the samples of a chunk's clients, and return the fact of each, stacked."""
+        own, still = ({}, self.engine.network.initial()) if fact.model == "first" else (chunk.params, chunk.still)
+        asked = self._asked(split or self.engine.view.train, self.ids[members], own, still, chunk)
+        sums = sums_over_samples(asked, fact.sums, f"the fact {name!r}")
+        made: Tree = sums if fact.then is None else vmap(fact.then)(sums)
+        if not isinstance(made, dict):
+            raise InputError(f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}")
+        return made
+
+    def _nothing_known(self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]) -> Tree:
+        """Return zeros in the form of a fact that nobody has worked out yet."""
+        train = self.engine.view.train
+        clients = np.arange(train.clients) == self.ids[members[0]]
+        one_sample = Split(train.of(int(self.ids[members[0]]))[:1], np.concatenate([[0], np.cumsum(clients)]))
+        first = self._worked_out(
+            name, fact, _part_of(chunk, torch.zeros(1, dtype=torch.int64)), members[:1], one_sample
+        )
+        return {
+            leaf: torch.zeros_like(rows).expand(len(members), *rows.shape[1:]).clone() for leaf, rows in first.items()
+        }
+
+    def _asked(self, split: Split, clients: NDArray[np.int64], own: Tree, still: Tree, chunk: Chunk) -> Asked:
+        return Asked(
+            network=self.engine.network,
+            data=self.engine.data,
+            split=split,
+            clients=clients,
+            keys=self._keys(clients),
+            params=own,
+            still=still,
+            sent=chunk.sent,
+            each=chunk.each,
+            memory=chunk.memory,
+            seen=chunk.seen,
+            round=chunk.round,
+        )
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, params: Tree, split: str) -> Reports:
+        """Ask for loss and metrics of a model on the clients' own split."""
+        engine = self.engine
+        measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
+        self.bytes_down += len(self.ids) * self._size_sent(params, Layout(self.method.local, params))
+        answer = {name: torch.from_numpy(values) for name, values in measured.items()}
+        self.bytes_up += size_in_bytes(answer)
+        return answer
+
+    def ask(
+        self,
+        question: str,
+        *args: Any,
+        model: Tree | None = None,
+        split: str = "train",
+        each: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        local, engine = self.method.local, self.engine
+        answer = question_of(local, question)
+        samples = engine.view.split(split)
+        begun = engine.network.initial() if model is None else model
+        memory, seen = self._read_memory(local, begun)
+        kept, rows = memory.pop(KEPT, {}), dict(each or {})
+        for name, row in rows.items():
+            if len(row) != len(self.ids):
+                raise InputError(
+                    f"each[{name!r}] has {len(row)} rows for {len(self.ids)} clients; valid: a row a client"
+                )
+        answers = []
+        for start in range(0, len(self.ids), engine.chunk):
+            here = torch.arange(start, min(start + engine.chunk, len(self.ids)), device=seen.device)
+            chunk = Chunk(
+                network=engine.network,
+                data=engine.data,
+                augment=(),
+                params=kept,
+                still={name: tensor for name, tensor in (model or {}).items() if name not in kept},
+                sent={} if model is None else {"model": model},
+                each={name: row.to(seen.device) for name, row in rows.items()},
+                memory=memory,
+                seen=seen,
+                round=torch.tensor(self.round, device=seen.device),
+            )
+            part = _part_of(chunk, here)
+            asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
+            answers.append(sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}"))
+        sent = 0 if model is None else self._size_sent(model, Layout(local, model))
+        self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
+        leaves = [tree_flatten(said) for said in answers]
+        joined = [torch.cat(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
+        self.bytes_up += size_in_bytes(joined)
+        return tree_unflatten(joined, leaves[0][1])
+
+    def without(self, ids: Iterable[int]) -> StackedCohort:
+        """Return the cohort less some clients."""
+        return StackedCohort(
+            self.engine, self.method, np.setdiff1d(self.ids, list(ids)), self.round, self.memory, *self.purpose
+        )
+
+    # ---- reports and bytes -------------------------------------------------------------------------------------------
 
     def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
@@ -428,7 +351,7 @@ class StackedCohort:
         return reports
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' places among them."""
+        """Return the samples that clients' reports look at, and the clients' numbers in that split."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
@@ -437,108 +360,70 @@ class StackedCohort:
         drawn = [held[choose(key, len(held), min(limit, len(held)))] for key, held in zip(keys, own, strict=True)]
         return Split.from_lists(drawn), np.arange(len(clients))
 
-    def _count_down(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout, seen: Tensor) -> None:
-        kept_here = {name.removeprefix(PERSONAL) for name in layout.kept if not name.startswith(PERSONAL)}
-        kept = size_in_bytes({n: t for n, t in shared["model"].items() if n in kept_here})
-        strangers = len(self.ids) - int(seen.sum()) if kept else 0
-        self.bytes_down += len(self.ids) * (size_in_bytes(shared) - kept) + strangers * kept + size_in_bytes(dict(each))
+    def _count_down(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout) -> None:
+        clients, delivered = len(self.ids), self.engine.delivered
+        self.bytes_down += clients * self._size_sent(shared["model"], layout) + size_in_bytes(dict(each))
+        for name, tree in shared.items():
+            if name in self.method.aggregation.sends_once:
+                digest = delivered.digest_of(tree)
+                self.delivers.add(digest)
+                self.bytes_down += len(delivered.missing(digest, self.ids.tolist())) * size_in_bytes(tree)
+            elif name != "model":
+                self.bytes_down += clients * size_in_bytes(tree)
+
+    def _size_sent(self, model: Tree, layout: Layout) -> int:
+        travelling = layout.travelling(model, self.engine.network.initial())
+        return size_in_bytes([model[name] for name in travelling])
 
 
-class Layout:
-    """Which tensors of a client move up, which stay with it, and which neither move nor differ.
+def refuse_second_training(trained: bool) -> None:
+    """Refuse to train a cohort twice: what clients remember of the first training would be lost."""
+    if trained:
+        raise InputError(
+            "this cohort has trained already, and a second training would overwrite what clients remember of the first; "
+            "valid: one train() a round, with a phase for each stage"
+        )
 
-    Parameters
-    ----------
-    local : LocalRule
-        Whose phases and kept parts to lay out.
-    model : Tree
-        The global model.
+
+def question_of(local: LocalRule, question: str) -> Callable[..., Any]:
+    """Return the method of a local rule that answers a question.
+
+    Examples
+    --------
+    >>> class Counting(LocalRule):
+    ...     def samples(self, client: Client):
+    ...         return client.sum(torch.ones_like(client.y))
+    >>> question_of(Counting(), "samples").__name__
+    'samples'
     """
-
-    def __init__(self, local: LocalRule, model: Tree) -> None:
-        parts = (local.keeps,) if isinstance(local.keeps, str) else local.keeps
-        self.kept: list[str] = []
-        for part in parts:
-            if part == "personal" or part.startswith(PERSONAL):
-                base = part.removeprefix("personal").removeprefix(".") or "all"
-                self.kept += [PERSONAL + name for name in select(model, base)]
-            else:
-                self.kept += select(model, part)
-        names = [*model, *(name for name in self.kept if name.startswith(PERSONAL))]
-        moving = {name for phase in local.phases() for name in select(names, phase.move)}
-        if stray := sorted(name for name in moving if name.startswith(PERSONAL) and name not in self.kept):
-            raise InputError(f"{type(local).__name__} moves {stray[0]} but does not keep it")
-        self.shared = [name for name in model if name in moving and name not in self.kept]
-
-    def first_memory(self, local: LocalRule, model: Tree) -> Memory:
-        """Return the memory of a client that has never taken part."""
-        memory = local.first_memory(model)
-        if self.kept:
-            memory = {KEPT: {name: model[name.removeprefix(PERSONAL)] for name in self.kept}, **memory}
-        return memory
+    answer = getattr(local, question, None)
+    if not callable(answer) or hasattr(LocalRule, question):
+        own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
+        raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
+    return answer
 
 
-@dataclass(frozen=True)
-class Adapting(LocalRule):
-    """What a client without a memory does to make the received model its own; see :meth:`LocalRule.adapt`."""
+def repeated(tensor: Tensor, count: int) -> Tensor:
+    """Copy a tensor once for every client.
 
-    rule: LocalRule
-
-    @property
-    def keeps(self) -> Parts:  # type: ignore[override]
-        """Keep what the rule keeps."""
-        return self.rule.keeps
-
-    def phases(self) -> Sequence[Phase]:
-        """Adapt."""
-        return self.rule.adapt()
-
-    def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Begin with what the rule begins with."""
-        return self.rule.first_memory(model)
-
-
-@dataclass(frozen=True)
-class FineTuning(LocalRule):
-    """Local steps that start from a client's personal model."""
-
-    steps: tuple[Phase, ...]
-    keeps = "all"
-
-    def phases(self) -> Sequence[Phase]:
-        """Fine-tune."""
-        return self.steps
-
-
-def _personal_parts(kept: Tree) -> Tree:
-    """Return kept parts the names they have in the personal model."""
-    return {name.removeprefix(PERSONAL): stack for name, stack in kept.items()}
-
-
-def _repeated(tensor: Tensor, count: int) -> Tensor:
+    Examples
+    --------
+    >>> repeated(torch.zeros(3), 2).shape
+    torch.Size([2, 3])
+    """
     return tensor.expand(count, *tensor.shape).clone()
 
 
-@contextmanager
-def exact_arithmetic(machine: Machine) -> Iterator[None]:
-    """Ask PyTorch for deterministic kernels, and for TF32 only if the machine settings say so, while the block runs."""
-    cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
-    # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to code that reads it.
-    wanted = (
-        (cudnn, "benchmark", False),
-        (cudnn, "allow_tf32", machine.tf32),
-        (matmul, "allow_tf32", machine.tf32),
-        (deterministic, "fill_uninitialized_memory", False),
+def _part_of(chunk: Chunk, where: Tensor) -> Chunk:
+    """Return some of a chunk's clients."""
+
+    def chosen(tree: Mapping[str, Tensor]) -> Tree:
+        return {name: stack[where.to(stack.device)] for name, stack in tree.items()}
+
+    return replace(
+        chunk,
+        params=chosen(chunk.params),
+        each=chosen(chunk.each),
+        memory={name: chosen(tree) for name, tree in chunk.memory.items()},
+        seen=chunk.seen[where.to(chunk.seen.device)],
     )
-    found = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
-    mode = torch.get_deterministic_debug_mode()
-    # As ``use_deterministic_algorithms(True)``, which would also import PyTorch's compiler: a second at every start.
-    torch.set_deterministic_debug_mode("error")
-    for owner, name, value in wanted:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        for owner, name, value in found:
-            setattr(owner, name, value)

@@ -47,13 +47,16 @@ class RoundCohort(Cohort, Protocol):
         Clients that were asked and do not count in this round, with the reason. Once they are known, ``ids`` and all
         that goes with it are of the others.
     bytes_up, bytes_down : int
-        What has crossed the door so far.
+        The bytes of tensors and reports that have crossed between server and clients so far.
+    bytes_overhead : int
+        The bytes of names, headers and settings around them, where messages are sent.
     """
 
     wanted_reports: set[str]
     left_out: dict[int, str]
     bytes_up: int
     bytes_down: int
+    bytes_overhead: int
 
     def without(self, ids: Iterable[int]) -> RoundCohort:
         """Return the cohort less the clients that were lost after training."""
@@ -129,4 +132,4 @@ class Engine(Protocol):
         """Return what a checkpoint must hold of the engine."""
 
     def restore(self, tensors: Tree) -> None:
-        """Take back what :meth:`export` gave."""
+        """Read what :meth:`export` wrote."""

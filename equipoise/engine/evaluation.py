@@ -11,7 +11,7 @@ from torch.func import vmap
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
-from equipoise.engine.stack import passes, rows, tree_rows
+from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.federation import Split
 from equipoise.models.layers import Forward
 from equipoise.tree import Tree
@@ -52,7 +52,7 @@ def evaluate_shared(
     pieces: dict[str, list[Tensor]] = {}
     for part in positions.split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
-        output, _ = network.output(params, x, Forward(train=False))
+        output = network.apply(params, x, Forward(train=False)).output
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
     if not pieces:
@@ -126,7 +126,8 @@ def _sums_of_chunk(
     together = active * int(sizes[0]) if network.batchwise else samples_a_pass(network, active)
 
     def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        output, _ = network.output({**still, **own}, x, Forward(train=False, mask=kept, stacked=active > 1))
+        forward = Forward(train=False, mask=kept, stacked=active > 1)
+        output = network.apply({**still, **own}, x, forward).output
         return network.task.metrics(output, y)
 
     sums: dict[str, Tensor] = {}
@@ -135,7 +136,9 @@ def _sums_of_chunk(
         x, y = data.fetch(torch.from_numpy(positions))
         kept = torch.from_numpy(inside).to(network.device)
         of_all = of_one_client if active == 1 else vmap(of_one_client)
-        measured = of_all(tree_rows(params, active), rows(x, active), rows(y, active), rows(kept, active))
+        measured = of_all(
+            tree_first_rows(params, active), first_rows(x, active), first_rows(y, active), first_rows(kept, active)
+        )
         for name, values in measured.items():
             total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)

@@ -14,7 +14,7 @@ from equipoise.client import Frozen
 from equipoise.engine.batches import Batches
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData, at
-from equipoise.engine.stack import passes, rows, tree_rows
+from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.tree import PERSONAL, Tree, in_parts
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class FrozenFeatures:
             return network.resting_features({**chunk.still, **own}, x, stacked=active > 1)
 
         for active, slots, inside in passes(sizes, samples_a_pass(network, len(sizes))):
-            places = torch.from_numpy(first[:active, None] + slots).to(network.device)
+            index = torch.from_numpy(first[:active, None] + slots).to(network.device)
             of_all = of_one_client if active == 1 else vmap(of_one_client)
-            z = of_all(tree_rows(params, active), rows(chunk.data.inputs(held[places]), active))
+            z = of_all(tree_first_rows(params, active), first_rows(chunk.data.inputs(held[index]), active))
             if active == len(sizes):
                 self._type = z.dtype
             real = torch.from_numpy(np.flatnonzero(inside)).to(network.device)
-            self._z[places.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real].to(self._z.dtype)
+            self._z[index.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real].to(self._z.dtype)
 
     def _make_room(self, chunk: Chunk, batches: Batches) -> None:
         samples = len(batches.held)
@@ -102,14 +102,14 @@ class FrozenFeatures:
             self._y = torch.empty(self._room, *y.shape[1:], dtype=y.dtype, device=held.device)
             self._z = z.new_empty(self._room, *z.shape)
 
-    def fetch(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return z and the targets of samples at places (see :class:`~equipoise.engine.batches.Batches`)."""
+    def fetch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z and the targets of samples by their index (see :class:`~equipoise.engine.batches.Batches`)."""
         # The head must get z in the type in which features give it. Autocast may lower it for a lone client only.
-        return at(self._z, places).to(self._type), at(self._y, places)
+        return at(self._z, index).to(self._type), at(self._y, index)
 
-    def batch(self, z: Tensor, places: Tensor) -> Frozen:
+    def batch(self, z: Tensor, index: Tensor) -> Frozen:
         """Make the batch of one client, whose samples are fetched if somebody asks for them."""
-        return Frozen(z, lambda: self._data.inputs(at(self._held, places)))
+        return Frozen(z, lambda: self._data.inputs(at(self._held, index)))
 
 
 def _room(samples: int) -> int:

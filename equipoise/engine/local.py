@@ -2,8 +2,8 @@
 
 A chunk is trained as one tensor program: ``torch.func.vmap`` over the loss of one client, one backward pass for all of
 them, one optimizer step on the stack. Clients are ordered by falling number of steps, so those still training are always
-the first rows, and views of those rows are all that is needed to let the others rest. A single client is not stacked
-at all: the same code then is the plain PyTorch loop.
+the first rows, and a step is taken on views of those rows. A single client is not stacked at all: the same code then is
+the plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
-from equipoise.engine.stack import rows, tree_rows
+from equipoise.engine.stack import first_rows, tree_first_rows
 from equipoise.errors import InputError
+from equipoise.masked import masked_mean
 from equipoise.method import LocalRule, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Optimizer, OptimizerState
@@ -46,8 +47,8 @@ class Chunk:
         Parameters and buffers that move or are kept, stacked; trained in place.
     still : Tree
         Those that neither move nor are kept: one copy for all.
-    sent, each, memory, seen
-        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` are stacked.
+    sent, each, memory, seen, round
+        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are stacked.
     """
 
     network: Network
@@ -59,6 +60,7 @@ class Chunk:
     each: Tree
     memory: dict[str, Tree]
     seen: Tensor
+    round: Tensor
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,13 @@ class PhaseRun:
 
     def __init__(self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None) -> None:
         self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
-        selected = select(chunk.params, phase.move)
-        moving = [name for name in selected if name.removeprefix(PERSONAL) not in chunk.network.fixed]
+        moving = select(chunk.params, phase.move)
         self.moving = frozenset(moving)
         self.features_rest = features_rest(chunk, self.moving)
         self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
         self.names = [name for name in moving if name not in self.moving_buffers]
         if not self.names:
-            raise InputError(f"nothing is left to train of {phase.move!r}: requires_grad is off for all of it")
+            raise InputError(f"nothing of {phase.move!r} can be trained: it holds no parameters with requires_grad on")
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
@@ -128,7 +129,7 @@ class PhaseRun:
                 f"a Phase with batch='same' looks at {self.phase.gradient.batches} batches a step, "
                 f"and the phase before at {batches.a_step}; valid: the same number"
             )
-        self.batches = batches if frozen is None else replace(batches, positions=batches.places)
+        self.batches = batches if frozen is None else replace(batches, positions=batches.index)
         self._frozen = frozen
         self._counts = torch.from_numpy(batches.counts).to(self.losses)
         self.losses.zero_()
@@ -141,14 +142,14 @@ class PhaseRun:
         """Take views of the clients still training; only needed when their number changes."""
         self._active = active
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
-        self._moving_rows = [rows(tensor, active) for tensor in self.params]
-        self._fixed_rows = {n: rows(t, active) for n, t in chunk.params.items() if n not in self.names}
-        self._each = tree_rows(chunk.each, active)
-        self._memory = {name: tree_rows(tree, active) for name, tree in chunk.memory.items()}
-        self._seen = rows(chunk.seen, active)
-        self._lr = rows(lr, active) if isinstance(lr, Tensor) else lr
+        self._moving_rows = [first_rows(tensor, active) for tensor in self.params]
+        self._fixed_rows = {n: first_rows(t, active) for n, t in chunk.params.items() if n not in self.names}
+        self._each = tree_first_rows(chunk.each, active)
+        self._memory = {name: tree_first_rows(tree, active) for name, tree in chunk.memory.items()}
+        self._seen = first_rows(chunk.seen, active)
+        self._lr = first_rows(lr, active) if isinstance(lr, Tensor) else lr
         self._state: OptimizerState = (
-            {name: [rows(t, active) for t in tensors] for name, tensors in self.state.items()}
+            {name: [first_rows(t, active) for t in tensors] for name, tensors in self.state.items()}
             if optimizer.stacked
             else self.state
         )
@@ -170,8 +171,8 @@ class PhaseRun:
         here = self.batches.of_step(step)
         counts = self.batches.counts[:active, here]
         positions = self.batches.positions[:active, here]
-        if active == 1:
-            # One client needs no padding: its last batch is simply shorter.
+        if active == 1 or self.replay is None:
+            # No wider than its fullest client. Recorded steps keep one width: every other is a recording of its own.
             positions = positions[..., : counts.max()]
         mask = None
         if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():
@@ -201,8 +202,8 @@ class PhaseRun:
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
             x = self._augmented(x, batch.keys)
-        x, y, where, key = (rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
-        mask = None if batch.mask is None else rows(batch.mask, active)
+        x, y, where, key = (first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
+        mask = None if batch.mask is None else first_rows(batch.mask, active)
         across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
         of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
 
@@ -240,11 +241,18 @@ class PhaseRun:
             each=each,
             memory=memory,
             seen=seen,
+            round=self.chunk.round,
             moving=self.moving,
         )
-        values = self.phase.loss(client)
-        mean = values.mean() if mask is None else (values * mask).sum() / mask.sum()
-        return mean, {name: value for name, value in client.recorded.items() if name in self.moving_buffers}
+        recorded: Tree = {}
+        values = self.phase.loss(client.recording(recorded))
+        if values.shape != y.shape[:1]:
+            raise InputError(
+                f"the loss {getattr(self.phase.loss, '__qualname__', self.phase.loss)} returned values of shape "
+                f"{tuple(values.shape)} for {len(y)} samples; valid: one value a sample, of shape ({len(y)},), so that "
+                "padding can be left out"
+            )
+        return masked_mean(values, mask), {n: value for n, value in recorded.items() if n in self.moving_buffers}
 
     def _augmented(self, x: Tensor, keys: Tensor) -> Tensor:
         samples = torch.arange(x.shape[1], device=x.device)
@@ -274,7 +282,7 @@ class LocalTraining:
     paces : sequence of Pace
         One a phase.
     frozen : FrozenFeatures
-        Where to keep z while features rest.
+        Where to keep z while features do not move.
     replay : Replay, optional
         Where to record steps.
     """
@@ -336,7 +344,7 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
     """List every tensor a chunk's training depends on."""
     trees = (chunk.params, chunk.still, chunk.sent, chunk.each, chunk.memory, [pace.lr for pace in paces])
     leaves = [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [*leaves, chunk.seen]
+    return [*leaves, chunk.seen, chunk.round]
 
 
 class Workshop:
@@ -347,7 +355,7 @@ class Workshop:
     """
 
     def __init__(self, *, replays: bool) -> None:
-        self._kept: dict[Any, LocalTraining] = {}
+        self._trainings: dict[Any, LocalTraining] = {}
         self._replay = Replay() if replays else None
         self._frozen = FrozenFeatures()
 
@@ -363,9 +371,9 @@ class Workshop:
         optimizers = tuple(pace.optimizer for pace in paces)
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
         key = (rule, optimizers, clients, tuple(chunk.params), shapes)
-        if key not in self._kept:
-            self._kept[key] = LocalTraining(*_copied(chunk, paces, rule), self._frozen, self._replay)
-        training = self._kept[key]
+        if key not in self._trainings:
+            self._trainings[key] = LocalTraining(*_copied(chunk, paces, rule), self._frozen, self._replay)
+        training = self._trainings[key]
         training.fill(chunk, paces)
         outcome = training.run(batches)
         for name, tensor in chunk.params.items():
@@ -381,13 +389,13 @@ def _copied(chunk: Chunk, paces: Sequence[Pace], rule: LocalRule) -> tuple[Chunk
     """Copy all tensors of a chunk and its paces into memory of their own."""
     copies = {
         field: tree_map_any(lambda leaf: leaf.clone(), getattr(chunk, field))
-        for field in ("params", "still", "sent", "each", "memory", "seen")
+        for field in ("params", "still", "sent", "each", "memory", "seen", "round")
     }
     return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
 
 
 def finish_chunk(chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column) -> tuple[dict[str, Tree], dict[str, Tree]]:
-    """Let every client of a trained chunk make its new memory and its uploads, both stacked."""
+    """Return the new memory and the uploads of every client of a trained chunk, both stacked."""
     if type(rule).finish is LocalRule.finish:
         return {}, {}
     like = chunk.seen

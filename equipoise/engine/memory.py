@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -42,15 +44,33 @@ class MemoryStore:
         return sorted(self._slot)
 
     def read(
-        self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
+        self,
+        clients: NDArray[np.int64],
+        first: Memory,
+        device: torch.device | None = None,
+        maybe: Iterable[str] = (),
     ) -> tuple[Memory, Tensor]:
-        """Return the stacked memories of clients, and which of them have one; ``first`` stands in for the others."""
+        """Return the stacked memories of clients, and which of them have one.
+
+        Parameters
+        ----------
+        clients : int array
+            Whose memories.
+        first : Memory
+            The memory of a client that has none.
+        device : torch.device, optional
+            Where to put them.
+        maybe : iterable of str
+            Trees to read too if any client has them; they are zero for the others.
+        """
         slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
         seen = torch.from_numpy(slots >= 0).to(device)
         where = torch.from_numpy(np.flatnonzero(slots >= 0)).to(device)
         source = torch.from_numpy(slots[slots >= 0]).to(device)
         memory: Memory = {}
-        for tree, values in first.items():
+        for tree, values in {**{name: self._zeros(name) for name in maybe}, **first}.items():
+            if not values:
+                continue
             memory[tree] = {}
             for name, value in values.items():
                 stack = value.expand(len(clients), *value.shape).clone()
@@ -58,6 +78,11 @@ class MemoryStore:
                     stack[where] = self._stacks[f"{tree}/{name}"][source].to(stack.device)
                 memory[tree][name] = stack
         return memory, seen
+
+    def _zeros(self, tree: str) -> Tree:
+        prefix = f"{tree}/"
+        found = {name.removeprefix(prefix): stack for name, stack in self._stacks.items() if name.startswith(prefix)}
+        return {name: torch.zeros_like(stack[0]) for name, stack in found.items()}
 
     def write(self, clients: NDArray[np.int64], memory: Memory) -> None:
         """Set aside the new memories of clients until :meth:`commit`."""

@@ -4,77 +4,134 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from equipoise.engine.task import Task
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model
+from equipoise.models.frozen import Frozen
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
-from equipoise.tree import Tree, in_parts
+from equipoise.tree import Tree, digest, in_parts
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Slot:
     """Where a module holds a tensor of floating point numbers.
 
     Attributes
     ----------
     name : str
-        The dotted name; of a tensor that is held in several places, the first one.
+        The dotted name; of a tensor that is held in several slots, the first one.
+    part : str
+        The part of the model that the slot is in, such as ``features``; empty for the model itself.
     owner : dict
         The dictionary of the layer that holds it.
     leaf : str
         Its name there.
     tensor : Tensor
-        What was there when the place was found.
+        What was there when the slot was found.
     is_parameter : bool
         Whether it is a parameter and not a buffer.
+    frozen : bool
+        Whether it never moves and so belongs to the architecture.
     """
 
     name: str
+    part: str
     owner: dict[str, Any]
     leaf: str
     tensor: Tensor
     is_parameter: bool
+    frozen: bool
 
 
-def places_of(module: nn.Module) -> list[Place]:
-    """Find every place in which a module holds floating point numbers, parameters first.
+def slots_of(module: nn.Module) -> list[Slot]:
+    """Find every slot in which a module holds floating point numbers, parameters first.
+
+    Frozen are parameters with ``requires_grad`` off, buffers that are not persistent, and buffers of a module
+    whose parameters are all frozen. (For a layer without parameters, the nearest module around it that has some
+    decides.)
 
     Examples
     --------
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
     >>> tied[1].weight = tied[0].weight
-    >>> [(place.name, place.leaf) for place in places_of(tied)]
-    [('0.weight', 'weight'), ('0.weight', 'weight'), ('1.bias', 'bias')]
+    >>> [(slot.name, slot.leaf, slot.frozen) for slot in slots_of(tied)]
+    [('0.weight', 'weight', False), ('0.weight', 'weight', False), ('1.bias', 'bias', False)]
+    >>> [slot.frozen for slot in slots_of(nn.BatchNorm1d(2).requires_grad_(False))]
+    [True, True, True, True]
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     first: dict[int, str] = {}
-    found: list[Place] = []
+    found: list[Slot] = []
     for is_parameter, named in enumerate((module.named_buffers, module.named_parameters)):
         here = []
         for name, tensor in named(remove_duplicate=False):
             if tensor.is_floating_point():
                 path, _, leaf = name.rpartition(".")
-                owner = owners[path]._parameters if is_parameter else owners[path]._buffers
-                here.append(Place(first.setdefault(id(tensor), name), owner, leaf, tensor, bool(is_parameter)))
+                owner = owners[path]
+                held = owner._parameters if is_parameter else owner._buffers
+                frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
+                where = first.setdefault(id(tensor), name)
+                here.append(Slot(where, path.partition(".")[0], held, leaf, tensor, bool(is_parameter), frozen))
         found = here + found
     return found
+
+
+def frozen_digest(module: nn.Module) -> str | None:
+    """Hash the frozen tensors of a module, or return ``None`` if there are none.
+
+    Examples
+    --------
+    >>> frozen_digest(nn.Linear(2, 2)) is None, frozen_digest(nn.Linear(2, 2).requires_grad_(False)) is None
+    (True, False)
+    """
+    frozen = {slot.name: slot.tensor for slot in slots_of(module) if slot.frozen}
+    return digest(frozen) if frozen else None
+
+
+def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> bool:
+    if leaf in owners[path]._non_persistent_buffers_set:
+        return True
+    while not (parameters := list(owners[path].parameters())) and path:
+        path = path.rpartition(".")[0]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+class Pass(NamedTuple):
+    """What a forward pass leaves.
+
+    Attributes
+    ----------
+    output : Tensor
+        The output of what was applied.
+    z : Tensor
+        What the features made of the batch, in the type in which the head gets it; of a part other than
+        ``features``, or of a model with a ``forward`` of its own, the output.
+    buffers : Tree
+        The buffers of what was applied, as the pass leaves them.
+    """
+
+    output: Tensor
+    z: Tensor
+    buffers: Tree
 
 
 class Network:
     """An ``nn.Module`` with ``features`` and ``head`` whose parameters and buffers are given with every call.
 
-    Buffers of whole numbers or truth values are part of the architecture: nobody trains, sends or averages them.
+    Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of the architecture:
+    one copy serves all clients, and nobody trains, sends or averages them.
 
     Tensors are put straight into the module's own dictionaries, where attribute look-up finds them. That is what
-    ``torch.func.functional_call`` does too, but the places are found once and not at every step, which matters when a
+    ``torch.func.functional_call`` does too, but the slots are found once and not at every step, which matters when a
     deep model takes small steps.
 
     Parameters
@@ -89,6 +146,16 @@ class Network:
         Floating point type of parameters and buffers.
     autocast : torch.dtype, optional
         Type of the arithmetic where autocast lowers it.
+    lowered : torch.dtype, optional
+        Type in which the model's :class:`~equipoise.models.frozen.Frozen` modules are held and computed, if it is
+        not ``dtype``.
+
+    Attributes
+    ----------
+    encoded : bool
+        Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
+    activations, stem_activations : int
+        How many numbers all layers together put out for one sample, and those of the stem; :meth:`try_out` counts.
 
     Examples
     --------
@@ -105,6 +172,7 @@ class Network:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         autocast: torch.dtype | None = None,
+        lowered: torch.dtype | None = None,
     ) -> None:
         if missing := [part for part in ("features", "head") if not isinstance(getattr(module, part, None), nn.Module)]:
             raise InputError(
@@ -118,11 +186,16 @@ class Network:
         self.device = device or torch.device("cpu")
         self.dtype = dtype
         self.autocast = autocast
-        places = places_of(self.module)
-        self._slots = [(place.name, place.owner, place.leaf) for place in places]
-        self._initial = {place.name: place.tensor.detach().clone() for place in places}
-        self.buffers = frozenset(place.name for place in places if not place.is_parameter)
-        self.fixed = frozenset(p.name for p in places if p.is_parameter and not p.tensor.requires_grad)
+        self.lowered = lowered
+        self.encoded = False
+        self.activations = self.stem_activations = 0
+        if lowered is not None:
+            _lower(self.module, lowered)
+        self._slots = [slot for slot in slots_of(self.module) if not slot.frozen]
+        self._initial = {slot.name: slot.tensor.detach().clone() for slot in self._slots}
+        self.buffers = frozenset(slot.name for slot in self._slots if not slot.is_parameter)
+        if not set(self._initial) - self.buffers:
+            raise InputError("nothing of the model can be trained: requires_grad is off for all of it")
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
@@ -130,16 +203,28 @@ class Network:
             for path, layer in owners.items()
             if isinstance(layer, Dropout)
         ]
+        self._slots_of_part: dict[str | None, list[Slot]] = {}
 
     def initial(self) -> Tree:
         """Return the parameters and buffers the module came with."""
         return dict(self._initial)
 
     @cached_property
-    def separable(self) -> bool:
-        """Whether an output is the head of z, and resting features make the same z of a sample whatever its batch.
+    def frozen_digest(self) -> str | None:
+        """Hash of the frozen tensors as they came, or ``None`` if there are none."""
+        return frozen_digest(self._given)
 
-        Features without parameters cannot be said to rest.
+    @property
+    def stem(self) -> nn.Module | None:
+        """The frozen beginning of the model, which encodes samples once, if it has one."""
+        stem = getattr(self.module, "stem", None)
+        return stem if isinstance(stem, nn.Module) else None
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether an output is the head of z, and features that do not move make the same z of a sample whatever its batch.
+
+        Features without parameters cannot be said not to move.
         """
         return self.composed and any(in_parts(name, "features") for name in self._initial) and not self.batchwise
 
@@ -155,17 +240,12 @@ class Network:
 
     def blank(self) -> nn.Module:
         """Return a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
-        whole = {
-            name: tensor if name in self.buffers else nn.Parameter(tensor, requires_grad=name not in self.fixed)
-            for name, tensor in self._initial.items()
-        }
-        for name, owner, leaf in self._slots:
-            owner[leaf] = whole[name]
+        whole = {n: t if n in self.buffers else nn.Parameter(t) for n, t in self._initial.items()}
+        for slot in self._slots:
+            slot.owner[slot.leaf] = whole[slot.name]
         return copy.deepcopy(self.module)
 
-    def output(
-        self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None
-    ) -> tuple[Tensor, Tree]:
+    def apply(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None) -> Pass:
         """Apply the model, or one part of it.
 
         Parameters
@@ -173,21 +253,63 @@ class Network:
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         x : Tensor
-            A batch.
+            A batch: samples, or what the stem made of them if ``encoded``.
         forward : Forward
             What the layers must know.
-        part : {"features", "head"}, optional
-            What to apply, if not the whole model.
+        part : str, optional
+            ``features``, ``head`` or a part that a method has brought; by default the whole model.
 
         Returns
         -------
-        tuple
-            The output, and the buffers of what was applied as the pass leaves them.
+        Pass
+            Its output, z and the buffers.
         """
-        output = self._applied(params, x, forward, part)
-        applied = part or "all"
-        buffers = {n: owner[leaf] for n, owner, leaf in self._slots if n in self.buffers and in_parts(n, applied)}
-        return output.to(self.dtype), buffers
+        slots = self._filled(params, part)
+        with forward_pass(forward), self._arithmetic():
+            if part is None and self.composed:
+                z = self._features(x)
+                output = self._part("head")(z)
+            elif part == "features":
+                output = z = self._features(x)
+            else:
+                output = z = (self.module if part is None else self._part(part))(x)
+        buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
+        return Pass(output.to(self.dtype), z, buffers)
+
+    def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
+        """Put tensors into the slots of what is applied, and return the slots."""
+        if part not in self._slots_of_part:
+            parts = ("features", "head") if part is None and self.composed else (part,)
+            chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]
+            self._slots_of_part[part] = chosen
+        for slot in self._slots_of_part[part]:
+            slot.owner[slot.leaf] = params[slot.name]
+        return self._slots_of_part[part]
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
+
+    def _features(self, x: Tensor) -> Tensor:
+        z: Tensor = self._part("features")(x if self.encoded or self.stem is None else self.stem(x))
+        return z
+
+    def _part(self, name: str) -> nn.Module:
+        part = getattr(self.module, name, None)
+        if not isinstance(part, nn.Module):
+            raise unknown("part", name, [child for child, _ in self.module.named_children()], where="the model")
+        return part
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        """Return what the stem makes of samples."""
+        stem = self.stem
+        if stem is None:
+            raise InputError(f"the model {type(self.module).__name__} has no stem to encode samples with")
+        with forward_pass(Forward(train=False)), self._arithmetic():
+            encoded: Tensor = stem(x)
+        return encoded.to(self.dtype) if encoded.is_floating_point() else encoded
 
     @torch.no_grad()
     def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
@@ -220,17 +342,21 @@ class Network:
         lowered, self.autocast = self.autocast, None
         before = self._random_states()
         try:
-            output, _ = self.output(params, x, Forward(train=False))
+            seen = self.encode(x) if self.encoded else x
+            output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self.task.loss(output, y)
-            self.output(params, x, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
+            self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
             drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
             changed = [
                 name
                 for name, tensor in params.items()
                 if tensor._version != versions[name] or not tensor.equal(statistics.get(name, tensor))
             ]
-            alone = torch.cat([self.output(params, row, Forward(train=False))[0] for row in x.split(1)])
+            self.activations = self._activations(lambda: self.apply(params, seen[:1], Forward(train=False)))
+            if self.encoded:
+                self.stem_activations = self._activations(lambda: self.encode(x[:1]))
+            alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen.split(1)])
             itself = self._by_itself(params, x)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
@@ -259,6 +385,21 @@ class Network:
                 "a module, layers that behave otherwise in evaluation, or classes derived from nn.BatchNorm that do more"
             )
 
+    def _activations(self, call: Callable[[], object]) -> int:
+        """Count the numbers that all layers together put out during a call."""
+        counted = 0
+
+        def count(layer: nn.Module, inputs: object, output: object) -> None:
+            nonlocal counted
+            if isinstance(output, Tensor):
+                counted += output.numel()
+
+        handles = [layer.register_forward_hook(count) for layer in self.module.modules()]
+        call()
+        for handle in handles:
+            handle.remove()
+        return counted
+
     def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
         if self.task.kind == "classification":
             fits, wanted = output.dim() == 2 and output.shape[1] >= outputs, f"{outputs} classes"
@@ -273,9 +414,11 @@ class Network:
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call a copy of the module as it came, in evaluation mode, with the given tensors."""
         module = copy.deepcopy(self._given).to(device=self.device, dtype=self.dtype).eval()
-        for place in places_of(module):
-            if place.name in params:
-                place.tensor.copy_(params[place.name])
+        if self.lowered is not None:
+            _lower(module, self.lowered)
+        for slot in slots_of(module):
+            if slot.name in params:
+                slot.tensor.copy_(params[slot.name])
         answer: Tensor = module(x)
         return answer
 
@@ -285,18 +428,8 @@ class Network:
         return [torch.get_rng_state(), *on_gpu]
 
     def resting_features(self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False) -> Tensor:
-        """Return z of a batch while the features rest, in the type in which the head gets it: autocast may lower it."""
-        return self._applied(params, x, Forward(train=False, stacked=stacked), "features")
-
-    def _applied(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None) -> Tensor:
-        for name, owner, leaf in self._slots:
-            owner[leaf] = params[name]
-        lowered = torch.autocast(
-            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
-        )
-        with forward_pass(forward), lowered:
-            output: Tensor = self.module(x) if part is None else getattr(self.module, part)(x)
-        return output
+        """Return z of a batch as in evaluation, in the type in which the head gets it: autocast may lower it."""
+        return self.apply(params, x, Forward(train=False, stacked=stacked), "features").z
 
     def rest_unless(self, moves: Callable[[str], bool]) -> None:
         """Let only what moves behave as in training.
@@ -308,6 +441,17 @@ class Network:
             layer.moves = any(moves(f"{name}.{leaf}") for leaf in ("weight", "running_mean"))
         for around, dropout in self._dropouts:
             dropout.moves = not around or any(moves(name) for name in around)
+
+
+def _lower(module: nn.Module, dtype: torch.dtype) -> None:
+    lowered = [layer for layer in module.modules() if isinstance(layer, Frozen)]
+    if not lowered:
+        raise InputError(
+            "machine.frozen lowers frozen modules, but the model has none; valid: a model with a module of the class "
+            "equipoise.models.frozen.Frozen, such as vitprompts, or no machine.frozen"
+        )
+    for layer in lowered:
+        layer.lower(dtype)
 
 
 def _refuse_unusual(module: nn.Module) -> None:

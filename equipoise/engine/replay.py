@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +32,9 @@ class Replay:
     def carry_out(self, key: Hashable, program: Callable[[Any], None], inputs: Any) -> None:
         """Run, record or replay the program known by ``key``."""
         if key in self._graphs:
-            graph, places = self._graphs[key]
-            for place, value in zip(_values(places), _values(inputs), strict=True):
-                place.copy_(value)
+            graph, read = self._graphs[key]
+            for target, value in zip(_values(read), _values(inputs), strict=True):
+                target.copy_(value)
             graph.replay()
         elif key in self._met and self._works and len(self._graphs) < _MOST_GRAPHS:
             self._record(key, program, inputs)
@@ -45,11 +47,11 @@ class Replay:
             field.name: value.clone() if isinstance(value := getattr(inputs, field.name), Tensor) else value
             for field in dataclasses.fields(inputs)
         }
-        places = dataclasses.replace(inputs, **copies)
+        read = dataclasses.replace(inputs, **copies)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                program(places)
+            with _without_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+                program(read)
         except RuntimeError as error:
             self._works = False
             warnings.warn(
@@ -58,8 +60,20 @@ class Replay:
             program(inputs)
             return
         self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph, places
+        self._graphs[key] = graph, read
         graph.replay()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep Python from freeing a graph of an earlier run during a capture, which CUDA does not allow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _values(inputs: Any) -> list[Tensor]:

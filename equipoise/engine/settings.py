@@ -151,6 +151,9 @@ class Machine:
         Whether matrix units may round float32 factors to 19 bits.
     replay : bool
         Whether a GPU records local steps once and replays them, which saves the time Python needs to launch them.
+    frozen : {"bfloat16"}, optional
+        The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and computed; by default
+        that of everything else.
 
     Examples
     --------
@@ -163,9 +166,12 @@ class Machine:
     chunk: int | str = "auto"
     tf32: bool = False
     replay: bool = True
+    frozen: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a device or precision that is not there."""
+        if self.frozen not in (None, "bfloat16"):
+            raise unknown("value", self.frozen, ("bfloat16",), where="machine.frozen")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS, where="machine.precision")
         counts = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
@@ -186,6 +192,11 @@ class Machine:
     def autocast(self) -> torch.dtype | None:
         """Type autocast lowers the arithmetic to, if it does."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
+
+    @property
+    def frozen_dtype(self) -> torch.dtype | None:
+        """Type of frozen modules, if it is not that of everything else."""
+        return torch.bfloat16 if self.frozen else None
 
     @property
     def torch_device(self) -> torch.device:

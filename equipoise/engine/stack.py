@@ -1,4 +1,4 @@
-"""Clients on a leading axis, ordered so that those still at it are always the first rows."""
+"""Clients on a leading axis, ordered so that those still active are always the first rows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from equipoise.tree import Tree
 
 
-def rows(tensor: Tensor, count: int) -> Tensor:
+def first_rows(tensor: Tensor, count: int) -> Tensor:
     """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
 
     Examples
     --------
     >>> import torch
-    >>> rows(torch.zeros(3, 2), 2).shape, rows(torch.zeros(3, 2), 1).shape
+    >>> first_rows(torch.zeros(3, 2), 2).shape, first_rows(torch.zeros(3, 2), 1).shape
     (torch.Size([2, 2]), torch.Size([2]))
     """
     return tensor[0] if count == 1 else tensor[:count]
 
 
-def tree_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
-    """Do what :func:`rows` does, for every tensor of a tree."""
-    return {name: rows(tensor, count) for name, tensor in tree.items()}
+def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
+    """Do what :func:`first_rows` does, for every tensor of a tree."""
+    return {name: first_rows(tensor, count) for name, tensor in tree.items()}
 
 
 def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:

@@ -16,16 +16,18 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from torch import Tensor
 
-from equipoise.engine.cohort import KEPT, Layout, StackedCohort, exact_arithmetic
+from equipoise.engine.arithmetic import exact_arithmetic
+from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
+from equipoise.engine.layout import KEPT
 from equipoise.errors import RunError
 from equipoise.flower.memory import Versions
 from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import OwnData, Silo, open_silo
-from equipoise.flower.wire import digest, from_record, pack, settings_of, to_metrics, to_record, unpack
+from equipoise.flower.wire import from_record, pack, settings_of, to_metrics, to_record, unpack
 from equipoise.method import Updates
 from equipoise.methods import make_part
-from equipoise.tree import PERSONAL, Tree
+from equipoise.tree import PERSONAL, Tree, digest
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -63,8 +65,8 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
             silo = open_silo(path, context.run_config, context.node_config, data)
             with exact_arithmetic(silo.engine.machine):
                 content = answer(silo, message.content)
-            asked = settings_of(message.content)
-            content["note"] = ConfigRecord({"client": silo.client, "round": asked.get("round", 0)})
+            note = {"client": silo.client, "round": settings_of(message.content).get("round", 0)}
+            content["note"] = ConfigRecord(settings_of(content, "note") | note)
             return Message(content, reply_to=message)
 
         return handle
@@ -92,11 +94,19 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
     cohort.wanted_reports = set(json.loads(str(asked["reports"])))
     local = make_part(json.loads(str(asked["local"])), "local") if "local" in asked else silo.experiment.method.local
     model = _model(silo, content)
-    shared = {_MODEL: model} | {
-        name.removeprefix("sent."): _on_device(silo, from_record(record))
+    sent = {
+        name.removeprefix("sent."): from_record(record)
         for name, record in content.array_records.items()
         if name.startswith("sent.")
     }
+    for name, known in json.loads(str(asked["once"])).items():
+        if name in sent:
+            memory.hold(known, sent[name])
+        elif (held := memory.held(known)) is not None:
+            sent[name] = held
+        else:
+            return RecordDict({"note": ConfigRecord({"lacks": name})})
+    shared = {_MODEL: model} | {name: _on_device(silo, tree) for name, tree in sent.items()}
     each = {name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()}
     updates = cohort.train(shared, each, local)
     silo.engine.memory.commit()
@@ -132,7 +142,13 @@ def ask(silo: Silo, content: RecordDict) -> RecordDict:
     asked = settings_of(content)
     cohort = _cohort(silo, content)
     tensors = _on_device(silo, from_record(content.array_records["arguments"]))
-    answer = cohort.ask(str(asked["question"]), *unpack(str(asked["arguments"]), tensors))
+    answer = cohort.ask(
+        str(asked["question"]),
+        *unpack(str(asked["arguments"]), tensors),
+        model=_model(silo, content) if asked["about_a_model"] else None,
+        split=str(asked["split"]),
+        each={name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()},
+    )
     text, parts = pack(answer)
     return RecordDict({"answer": to_record(parts), "form": ConfigRecord({"text": text})})
 
@@ -141,7 +157,7 @@ def kept(silo: Silo, content: RecordDict) -> RecordDict:
     """Send what the client keeps of the shared model, for an average that somebody has asked for."""
     _cohort(silo, content)
     rule, model = silo.experiment.method.local, _model(silo, content)
-    memory, _ = silo.engine.memory.read(silo.ids, Layout(rule, model).first_memory(rule, model))
+    memory, _ = silo.engine.memory.read(silo.ids, silo.engine.first_memory(rule, model))
     own = {name: rows[0] for name, rows in memory[KEPT].items() if not name.startswith(PERSONAL)}
     return RecordDict({"kept": to_record(own)})
 
@@ -165,7 +181,7 @@ def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> 
     asked, engine, method = settings_of(content), silo.engine, silo.experiment.method
     memory = memory or silo.memory(str(asked["run"]))
     initial = engine.network.initial()
-    remembers = bool(Layout(method.local, initial).first_memory(method.local, initial))
+    remembers = bool(engine.first_memory(method.local, initial) or method.local.facts())
     if remembers and asked["version"] and not memory.folder.exists():
         log.warning("nothing of this run is in %s: client %d begins anew", memory.folder.parent, silo.client)
         remembers = False
@@ -180,7 +196,13 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
     if strays := sorted(set(received) - set(initial)):
         raise RunError(f"the server sent {strays[0]}, which the model here does not have; do the experiments differ?")
     held = {name: tensor for name, tensor in initial.items() if name not in received}
-    if digest(held) != settings_of(content)["held"]:
+    asked = settings_of(content)
+    if (mine := silo.engine.network.frozen_digest or "") != asked["frozen"]:
+        raise RunError(
+            f"the frozen tensors of the model here have the hash {mine or 'of none'}, the server's {asked['frozen']}; "
+            "give both the same weights"
+        )
+    if digest(held) != asked["held"]:
         raise RunError(f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch differ?")
     return {name: received.get(name, tensor) for name, tensor in initial.items()}
 

@@ -16,18 +16,30 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.engine.cohort import Layout
+from equipoise.engine.cohort import question_of, refuse_second_training
 from equipoise.engine.contract import ClientsLost, Personal
+from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured
+from equipoise.engine.layout import Layout
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
-from equipoise.flower.wire import bytes_of, digest, from_record, numbers_of, pack, settings_of, to_record, unpack
+from equipoise.flower.wire import (
+    bytes_of,
+    from_record,
+    numbers_of,
+    pack,
+    settings_of,
+    tensor_bytes_of,
+    to_record,
+    unpack,
+)
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
-from equipoise.tree import PERSONAL, Tree
+from equipoise.random import Purpose, fold
+from equipoise.tree import PERSONAL, Tree, digest
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -58,6 +70,15 @@ class Ledger:
         return min(candidates)
 
 
+@dataclass(frozen=True)
+class Moved:
+    """The bytes of an exchange: those of tensors and reports, down and up, and those of names, headers and settings."""
+
+    down: int
+    up: int
+    overhead: int = 0
+
+
 class FlowerEngine:
     """Carries methods out across machines; see :class:`equipoise.engine.contract.Engine`.
 
@@ -75,6 +96,8 @@ class FlowerEngine:
         With ``features`` and ``head``.
     machine : Machine
         Where the server combines, and in which arithmetic.
+    seed : int
+        Of the server's random numbers.
     durable : bool
         Whether the run has checkpoints.
     both : bool
@@ -91,18 +114,20 @@ class FlowerEngine:
         roster: Roster,
         model: nn.Module,
         machine: Machine,
+        seed: int = 0,
         *,
         durable: bool = True,
         both: bool = False,
     ) -> None:
         self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
+        self.seed = seed
+        self.delivered = Delivered()
         self.settings = nodes.settings
         self.network = Network(model, Task(roster.task), machine.torch_device, machine.dtype, machine.autocast)
         self.layout = Layout(method.local, self.network.initial())
         self.ledger = Ledger(durable)
         self._finished = 0
         self.absent: dict[int, str] = {}
-        self.bytes_up = self.bytes_down = 0
         self._measured: tuple[Tree, Answers] | None = None
         self._averaged: tuple[dict[int, int], Tree] | None = None
 
@@ -156,7 +181,6 @@ class FlowerEngine:
             return None
 
         answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
-        self.count(requests, answers)
         self.absent = dict(answers.failed)
         return answers
 
@@ -177,7 +201,6 @@ class FlowerEngine:
                 return None
 
             answers = self.nodes.insist(requests, self._finished, wrong, 1)
-            self.count(requests, answers)
             if not trees:
                 raise RunError(f"nobody sent what it keeps of the model ({reasons(answers.failed)})")
             ids = sorted(trees)
@@ -212,7 +235,6 @@ class FlowerEngine:
         contents = self.messages(self.roster.known, round_, model, versions, personal=personal)
         requests = {client: ("query.adopt", content) for client, content in contents.items()}
         answers = self.nodes.ask(requests, round_)
-        self.count(requests, answers)
         return answers.failed
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -220,6 +242,8 @@ class FlowerEngine:
     def commit(self, cohort: FlowerCohort) -> None:
         """Let what the clients of a cohort wrote in its round be their newest memory."""
         self._finished = cohort.round + 1
+        for name in cohort.delivers:
+            self.delivered.mark(name, cohort.ids)
         self.ledger.now |= {int(client): self._finished for client in cohort.ids}
 
     def keep(self) -> None:
@@ -232,14 +256,14 @@ class FlowerEngine:
         clients = sorted(self.ledger.now)
         rounds = {"now": self.ledger.now, "best": self.ledger.best}
         columns = {name: [of.get(client, 0) for client in clients] for name, of in rounds.items()}
-        return {
-            name: torch.tensor(values, dtype=torch.int64) for name, values in {"clients": clients, **columns}.items()
-        }
+        rows = {n: torch.tensor(values, dtype=torch.int64) for n, values in {"clients": clients, **columns}.items()}
+        return {**rows, **self.delivered.export()}
 
     def restore(self, tensors: Tree) -> None:
-        """Take back what :meth:`export` gave."""
-        if tensors:
-            clients, now, best = (tensors[name].tolist() for name in ("clients", "now", "best"))
+        """Read what :meth:`export` wrote."""
+        columns = self.delivered.restore(tensors)
+        if columns:
+            clients, now, best = (columns[name].tolist() for name in ("clients", "now", "best"))
             self.ledger.now = dict(zip(clients, now, strict=True))
             self.ledger.saved = dict(self.ledger.now)
             self._finished = max(now, default=0)
@@ -262,22 +286,23 @@ class FlowerEngine:
         """
         versions = self.ledger.now if versions is None else versions
         initial = self.network.initial()
-        held = {n for n, t in model.items() if n not in self.layout.shared and torch.equal(t, initial[n])}
-        record = to_record({name: tensor for name, tensor in model.items() if name not in held})
-        settings |= {"run": self.run(), "round": round_, "held": digest({name: initial[name] for name in held})}
+        sent = self.layout.travelling(model, initial)
+        record = to_record({name: model[name] for name in sent})
+        held = digest({name: initial[name] for name in model if name not in sent})
+        frozen = self.network.frozen_digest or ""
+        settings |= {"run": self.run(), "round": round_, "held": held, "frozen": frozen}
         contents = {}
         for client in clients:
             memory = {"version": versions.get(client, 0), "oldest": self.ledger.oldest(client)}
             contents[client] = RecordDict({"model": record, "settings": ConfigRecord(settings | memory)})
         return contents
 
-    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers) -> tuple[int, int]:
-        """Count the bytes of an exchange, down and up."""
-        down = sum(bytes_of(content) for _, content in requests.values())
-        up = sum(bytes_of(content) for content in answers.answered.values())
-        self.bytes_down += down
-        self.bytes_up += up
-        return down, up
+    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers) -> Moved:
+        """Count the bytes of an exchange."""
+        sent, came = [content for _, content in requests.values()], list(answers.answered.values())
+        moved = Moved(down=sum(map(tensor_bytes_of, sent)), up=sum(map(tensor_bytes_of, came)))
+        whole = sum(map(bytes_of, [*sent, *came]))
+        return dataclasses.replace(moved, overhead=whole - moved.down - moved.up)
 
     def stacked(self, rows: list[Tree], names: Iterable[str]) -> Tree:
         """Stack clients' tensors, on the server's device."""
@@ -295,7 +320,10 @@ class FlowerCohort:
         self.engine, self.method, self.round = engine, method, round_
         self.wanted_reports = set(method.aggregation.needs)
         self.left_out: dict[int, str] = {}
-        self.bytes_down = self.bytes_up = 0
+        self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.key = fold(engine.seed, round_, Purpose.SERVER)
+        self.delivers: set[str] = set()
+        self._trained = False
         self._gather(clients)
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
@@ -308,20 +336,30 @@ class FlowerCohort:
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        refuse_second_training(self._trained)
+        self._trained = True
         model = shared["model"]
         self._refuse_unprotected(local)
         settings: dict[str, Any] = {"reports": json.dumps(sorted(self.wanted_reports))}
         if local != self.method.local:
             settings["local"] = json.dumps({"name": local.name, **dataclasses.asdict(local)})  # type: ignore[call-overload]
+        once = {n: self.engine.delivered.digest_of(t) for n, t in shared.items() if n in self._sends_once}
+        self.delivers = set(once.values())
+        settings["once"] = json.dumps(once)
         more = {f"sent.{name}": to_record(tree) for name, tree in shared.items() if name != "model"}
         contents = self.engine.messages(self.ids.tolist(), self.round, model, **settings)
-        for row, content in enumerate(contents.values()):
-            content.update(more)
+        for row, (client, content) in enumerate(contents.items()):
+            held = {f"sent.{n}" for n, known in once.items() if not self.engine.delivered.missing(known, [client])}
+            content.update({name: record for name, record in more.items() if name not in held})
             content["each"] = to_record({name: rows[row] for name, rows in each.items()})
         expected = {name: model[name] for name in Layout(local, model).shared}
         trees: dict[int, Tree] = {}
+        lacking: dict[int, RecordDict] = {}
 
         def wrong(client: int, content: RecordDict) -> str | None:
+            if lacks := settings_of(content, "note").get("lacks"):
+                lacking[client] = contents[client]
+                return f"no longer holds {lacks}, which it was sent before"
             try:
                 trees[client] = _fitting(content.array_records.get("update"), expected)
             except _Misfit as error:
@@ -333,6 +371,12 @@ class FlowerCohort:
             )
 
         answers = self._insist("train", contents, wrong)
+        if lacking:
+            for content in lacking.values():
+                content.update(more)
+            again = self._insist("train", dict(lacking), wrong)
+            answers.answered |= again.answered
+            answers.failed = {c: why for c, why in answers.failed.items() if c not in lacking} | again.failed
         self.left_out |= answers.failed
         kept = _alike(answers.answered, local.uploads)
         self.left_out |= {
@@ -365,13 +409,28 @@ class FlowerCohort:
         contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
         return _reports(self._all("evaluate", contents, wrong))
 
-    def ask(self, question: str, *args: Any) -> Any:
-        """Ask every client a question of the local rule; answers are stacked."""
+    def ask(
+        self,
+        question: str,
+        *args: Any,
+        model: Tree | None = None,
+        split: str = "train",
+        each: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        question_of(self.method.local, question)
         text, tensors = pack(list(args))
-        contents = self.engine.messages(self.ids.tolist(), self.round, {}, question=question, arguments=text)
+        asked: dict[str, Any] = {
+            "question": question,
+            "arguments": text,
+            "split": split,
+            "about_a_model": model is not None,
+        }
+        contents = self.engine.messages(self.ids.tolist(), self.round, model or {}, **asked)
         record = to_record(tensors)
-        for content in contents.values():
+        for row, content in enumerate(contents.values()):
             content["arguments"] = record
+            content["each"] = to_record({name: rows[row] for name, rows in (each or {}).items()})
 
         def wrong(client: int, content: RecordDict) -> str | None:
             if "answer" not in content.array_records or "form" not in content.config_records:
@@ -398,10 +457,15 @@ class FlowerCohort:
     ) -> Answers:
         requests = {client: (kind, content) for client, content in contents.items()}
         answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough)
-        down, up = self.engine.count(requests, answers)
-        self.bytes_down += down
-        self.bytes_up += up
+        moved = self.engine.count(requests, answers)
+        self.bytes_down += moved.down
+        self.bytes_up += moved.up
+        self.bytes_overhead += moved.overhead
         return answers
+
+    @property
+    def _sends_once(self) -> tuple[str, ...]:
+        return self.method.aggregation.sends_once
 
     def _all(
         self, kind: str, contents: Mapping[int, RecordDict], wrong: Callable[[int, RecordDict], str | None]

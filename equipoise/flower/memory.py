@@ -8,7 +8,7 @@ from pathlib import Path
 
 from equipoise.errors import RunError
 from equipoise.run.files import load_tensors, save_tensors, write_atomically
-from equipoise.tree import Tree
+from equipoise.tree import Tree, digest
 
 _HOME = "EQUIPOISE_MEMORY"
 _SUFFIX = ".safetensors"
@@ -95,6 +95,33 @@ class Versions:
         """Write one version."""
         self.folder.mkdir(parents=True, exist_ok=True)
         save_tensors(self._path(version), memory, {"round": version})
+
+    def hold(self, name: str, tree: Tree) -> None:
+        """Keep a tree that the server sends once, under its hash."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(self._held(name), tree)
+
+    def held(self, name: str) -> Tree | None:
+        """Return a tree that was sent before, or ``None`` if it is not there.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> memory = Versions(Path(tempfile.mkdtemp()), "digits-1", 3)
+        >>> memory.hold(digest({"index": torch.ones(1)}), {"index": torch.ones(1)})
+        >>> memory.held(digest({"index": torch.ones(1)})), memory.held("ab")
+        ({'index': tensor([1.])}, None)
+        """
+        path = self._held(name)
+        try:
+            tree = load_tensors(path)[0] if path.exists() else {}
+        except RunError:
+            # A damaged file is as good as none: the server sends the tree again.
+            return None
+        return tree if digest(tree) == name else None
+
+    def _held(self, name: str) -> Path:
+        return self.folder / f"held-{name}{_SUFFIX}"
 
     def prune(self, oldest: int, newest: int) -> None:
         """Drop versions before the oldest that can still be asked for, and those a resumed run has gone back behind."""

@@ -256,7 +256,7 @@ class Nodes:
         return kept
 
     def _wait_for(self, clients: Iterable[int], count: int) -> None:
-        """Return clients that are not connected as long to come back as they have to answer."""
+        """Wait for clients that are not connected, as long as they have to answer."""
         deadline = time.monotonic() + self.settings.timeout
         while sum(client in self.node_of for client in clients) < count and time.monotonic() < deadline:
             time.sleep(_LOOK_FOR_ANSWERS)

@@ -81,7 +81,9 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
     nodes.gather()
     evaluation, method = experiment.evaluation, experiment.method
 
-    def engine(federation: Any, model: nn.Module, training: Training, machine: Machine, *_: Any) -> FlowerEngine:
+    def engine(
+        federation: Any, model: nn.Module, training: Training, machine: Machine, seed: int, view: Any
+    ) -> FlowerEngine:
         return FlowerEngine(
             nodes,
             identity.name,
@@ -89,6 +91,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
             federation,
             model,
             machine,
+            seed,
             durable=directory is not None,
             both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
         )

@@ -15,7 +15,7 @@ import numpy as np
 from equipoise import models
 from equipoise.config import Experiment, load_experiment
 from equipoise.data.silos import silo_federation
-from equipoise.engine.cohort import StackedEngine
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.flower.memory import Versions, home_of, memory_root
@@ -169,7 +169,8 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
 def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     machine = dataclasses.replace(experiment.machine, chunk=1)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
-    return StackedEngine(federation, module, experiment.training, machine, experiment.seed)
+    extended = experiment.method.extend(module, federation.shape, experiment.seed)
+    return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
 
 
 def _silo_options(experiment: Experiment) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix, places
+from equipoise.method import Aggregation, Cohort, Sees, State, Updates, locate, mix
 from equipoise.methods import register
 from equipoise.solvers import project_to_simplex
 from equipoise.tree import Tree, tree_map
@@ -34,6 +34,7 @@ class Afl(Aggregation):
     ascent: float = 0.1
     average: bool = True
     needs = ("loss_before",)
+    needs_everyone = True
 
     def __post_init__(self) -> None:
         """Refuse a step that would favour the best client."""
@@ -43,22 +44,24 @@ class Afl(Aggregation):
     def begin(self, state: State, everyone: Cohort) -> State:
         """Begin with the clients' prior."""
         clients = {"ids": torch.from_numpy(everyone.ids), "weight": everyone.prior}
-        return state.with_kept(clients=clients, mean=tree_map(torch.zeros_like, state.model))
+        return state.with_server(clients=clients, mean=tree_map(torch.zeros_like, state.model))
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Let the model follow λ, and λ the losses."""
-        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         ours = clients["weight"][here]
         raised = clients["weight"].clone()
         raised[here] += self.ascent * len(raised) / len(here) * updates.reports["loss_before"]
         weight = torch.from_numpy(project_to_simplex(raised.numpy()))
         new = state.with_global(mix(updates, ours / ours.sum())) if ours.sum() > 0 else state
-        mean = tree_map(lambda old, now: _next_mean(old, now, state.round + 1), state.kept["mean"], new.model)
-        return new.with_kept(clients={**clients, "weight": weight}, mean=mean)
+        mean = tree_map(lambda old, now: _next_mean(old, now, state.round + 1), state.server["mean"], new.model)
+        return new.with_server(clients={**clients, "weight": weight}, mean=mean)
 
     def evaluated(self, state: State) -> Tree:
         """Return the mean of w over the rounds."""
-        return {name: state.kept["mean"][name] for name in state.model} if self.average and state.round else state.model
+        return (
+            {name: state.server["mean"][name] for name in state.model} if self.average and state.round else state.model
+        )
 
 
 def _next_mean(old: Tensor, now: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.method import Aggregation, Cohort, LocalRule, Sampler, Sees, State, Updates, View, mix
+from equipoise.method import Aggregation, Candidates, Cohort, LocalRule, Sampler, Sees, State, Updates, View, mix
 from equipoise.methods import register
 from equipoise.random import choose, choose_by_weight
 
@@ -17,9 +17,9 @@ from equipoise.random import choose, choose_by_weight
 class UniformSampler(Sampler):
     """Every set of clients is equally likely."""
 
-    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Choose without replacement."""
-        return choose(key, len(sizes), count)
+        return candidates.ids[choose(candidates.key, len(candidates.ids), count)]
 
 
 @register("size", method=False)
@@ -27,9 +27,9 @@ class UniformSampler(Sampler):
 class SizeSampler(Sampler):
     """A client is chosen in proportion to its training samples, without replacement."""
 
-    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Choose without replacement, one client after the other."""
-        return choose_by_weight(key, sizes.astype(np.float64), count)
+        return candidates.ids[choose_by_weight(candidates.key, candidates.sizes.astype(np.float64), count)]
 
 
 @register("plain", method=False)

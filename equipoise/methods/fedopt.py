@@ -50,14 +50,14 @@ class FedAvgM(Aggregation):
         """Step along the velocity."""
         averaged = mix(updates, cohort.prior)
         delta = pseudo_gradient(state, updates, averaged)
-        before = state.kept.get("velocity") or tree_map(torch.zeros_like, delta)
+        before = state.server.get("velocity") or tree_map(torch.zeros_like, delta)
         gain = 1 - self.momentum if self.variant == "dampened" else 1.0
         velocity = tree_map(lambda v, d: self.momentum * v + gain * d, before, delta)
         direction = velocity
         if self.variant == "nesterov":
             direction = tree_map(lambda v, d: self.momentum * v + d, velocity, delta)
         moved = {name: state.model[name] - self.lr * step for name, step in direction.items()}
-        return state.with_global({**averaged, **moved}).with_kept(velocity=velocity)
+        return state.with_global({**averaged, **moved}).with_server(velocity=velocity)
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class _Adaptive(Aggregation):
         """Step with a learning rate of its own for every parameter."""
         averaged = mix(updates, cohort.prior)
         delta = pseudo_gradient(state, updates, averaged)
-        first = state.kept.get("first") or tree_map(torch.zeros_like, delta)
-        second = state.kept.get("second") or tree_map(lambda d: torch.full_like(d, self.tau**2), delta)
+        first = state.server.get("first") or tree_map(torch.zeros_like, delta)
+        second = state.server.get("second") or tree_map(lambda d: torch.full_like(d, self.tau**2), delta)
         first = tree_map(lambda m, d: self.beta1 * m + (1 - self.beta1) * d, first, delta)
         second = tree_map(self.second_moment, second, delta)
         moved = {n: state.model[n] - self.lr * m / (second[n].sqrt() + self.tau) for n, m in first.items()}
-        return state.with_global({**averaged, **moved}).with_kept(first=first, second=second)
+        return state.with_global({**averaged, **moved}).with_server(first=first, second=second)
 
 
 @register("fedadam", paper="Reddi et al., ICLR 2021", sees=Sees.SUMS)

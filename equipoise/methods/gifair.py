@@ -19,8 +19,8 @@ from equipoise.method import (
     Sees,
     State,
     Updates,
+    locate,
     personal_loss,
-    places,
     shift,
 )
 from equipoise.methods import register
@@ -63,6 +63,7 @@ class Gifair(LocalRule, Aggregation):
     exact: bool = False
     personal: bool = False
     lasting = ("loss",)
+    needs_everyone = True
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
@@ -114,22 +115,22 @@ class Gifair(LocalRule, Aggregation):
             "scale": strength / share,
             "loss": everyone.evaluate(state.model, "train")["loss"],
         }
-        return state.with_kept(clients=clients)
+        return state.with_server(clients=clients)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send θ, and to each client the factor of its steps."""
-        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         group = clients["group"]
         order = ordering(torch.bincount(group, weights=clients["loss"]) / torch.bincount(group))
         return {"model": state.model}, {"step_factor": 1 + clients["scale"][here] * order[group[here]]}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Move θ, and take note of the cohort's losses."""
-        clients, here = state.kept["clients"], places(state.kept["clients"], cohort)
+        clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))
         loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
-        return new.with_kept(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+        return new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
 
 
 def ordering(losses: Tensor) -> Tensor:

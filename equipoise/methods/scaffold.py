@@ -31,6 +31,7 @@ class Scaffold(LocalRule, Aggregation):
 
     lr: float = 1.0
     usual_weights = "uniform"
+    needs_everyone = True
     receives = sends = ("control",)
     uploads = collects = ("control_change",)
 
@@ -57,24 +58,24 @@ class Scaffold(LocalRule, Aggregation):
     def begin(self, state: State, everyone: Cohort) -> State:
         """Begin with c = 0, and remember how many clients there are."""
         count = torch.tensor(float(len(everyone.ids)))
-        return state.with_kept(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
+        return state.with_server(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Keep c the mean of all c_k: those of newcomers are 0."""
         count = torch.tensor(float(len(everyone.ids)))
-        share = state.kept["clients"]["count"] / count
-        control = tree_map(lambda c: share * c, state.kept["control"])
-        return state.with_kept(control=control, clients={"count": count})
+        share = state.server["clients"]["count"] / count
+        control = tree_map(lambda c: share * c, state.server["control"])
+        return state.with_server(control=control, clients={"count": count})
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send c along with the model."""
-        return {"model": state.model, "control": state.kept["control"]}, {}
+        return {"model": state.model, "control": state.server["control"]}, {}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Move the model and the control variate."""
         averaged = mix(updates, cohort.prior)
         moved = {name: state.model[name] + self.lr * (averaged[name] - state.model[name]) for name in updates.params}
-        share = len(cohort.ids) / float(state.kept["clients"]["count"])
+        share = len(cohort.ids) / float(state.server["clients"]["count"])
         change = mix_tree(updates.uploads["control_change"], torch.full_like(cohort.prior, 1 / len(cohort.ids)))
-        control = tree_map(lambda c, d: c + share * d, state.kept["control"], change)
-        return state.with_global({**averaged, **moved}).with_kept(control=control)
+        control = tree_map(lambda c, d: c + share * d, state.server["control"], change)
+        return state.with_global({**averaged, **moved}).with_server(control=control)

@@ -20,17 +20,20 @@ from torch.nn.parameter import is_lazy
 
 import equipoise
 from equipoise import methods, models
-from equipoise.engine.cohort import StackedEngine
-from equipoise.engine.network import places_of
+from equipoise.checks import count
+from equipoise.engine.network import frozen_digest, slots_of
 from equipoise.engine.settings import Machine, Training
-from equipoise.errors import InputError, unknown
+from equipoise.engine.stacked import StackedEngine
+from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
+from equipoise.run.checkpoint import CHECKPOINT
+from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
-from equipoise.run.trainer import Evaluation, MakeEngine, Models, Progress, Trainer
+from equipoise.run.trainer import MakeEngine, Progress, Trainer
 from equipoise.tree import Tree
 
 S = TypeVar("S")
@@ -155,12 +158,13 @@ def train(
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
-        module, model_config = model, {"name": f"custom:{type(model).__name__}"}
+        # Copied, because the method's parts may be added to it.
+        module, model_config = copy.deepcopy(model), {"name": f"custom:{type(model).__name__}"}
     else:
         model_config = _named(model or made.usual_model, "model")
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
-    if isinstance(checkpoint_every, bool) or not isinstance(checkpoint_every, int) or checkpoint_every < 1:
-        raise InputError(f"checkpoint_every must be a whole number of at least 1, got {checkpoint_every!r}")
+    module = made.extend(module, federation.shape, seed)
+    count(checkpoint_every, "checkpoint_every")
     config = {
         "method": methods.describe(made),
         "data": dict(data) if data else {"name": federation.name},
@@ -173,8 +177,7 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    own = model if isinstance(model, nn.Module) else None
-    config, finished = _open(directory, config, federation, machine, own, resume)
+    config, finished = _open(directory, config, federation, machine, module, resume)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
@@ -267,11 +270,23 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
         if name.startswith("custom:"):
             raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
         resolved = config["resolved"]
-        module = models.build(shape=resolved["shape"], classes=resolved["outputs"], **config["model"])
+        module = models.build(
+            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
+        )
+    module = methods.build(**config["method"]).extend(
+        copy.deepcopy(module), tuple(config["resolved"]["shape"]), config["seed"]
+    )
+    # Runs of older versions hold their frozen tensors themselves.
+    recorded = config["resolved"].get("frozen")
+    if recorded is not None and (here := frozen_digest(module)) != recorded:
+        raise InputError(
+            f"the frozen tensors of the model differ from those of the run in {directory}: their hash is {here}, the "
+            f"run's {recorded}; the run's model is {config['model']}"
+        )
     chosen = Models(note["round"], shared, clients, own)
     named = (directory / NAMES).exists()
     number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
-    return _module(convert(copy.deepcopy(module)), chosen, config["resolved"]["clients"], number, whole=note["whole"])
+    return _module(convert(module), chosen, config["resolved"]["clients"], number, whole=note["whole"])
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -337,13 +352,14 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
             row = chosen.clients.index(client)
             tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
     dtype = next(iter(tensors.values())).dtype
-    places = places_of(module.to(dtype=dtype, device="cpu"))
+    # Runs of older versions hold frozen tensors too.
+    slots = [s for s in slots_of(module.to(dtype=dtype, device="cpu")) if not s.frozen or s.name in tensors]
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if difference := first_difference(there, {place.name: tuple(place.tensor.shape) for place in places}):
+    if difference := first_difference(there, {slot.name: tuple(slot.tensor.shape) for slot in slots}):
         raise InputError(f"the module does not fit the run: the shape of {difference}")
     with torch.no_grad():
-        for place in places:
-            place.tensor.copy_(tensors[place.name])
+        for slot in slots:
+            slot.tensor.copy_(tensors[slot.name])
     return module.eval()
 
 
@@ -352,7 +368,7 @@ def _open(
     config: dict[str, Any],
     federation: Federation,
     machine: Machine,
-    own: nn.Module | None,
+    module: nn.Module,
     resume: bool,
 ) -> tuple[dict[str, Any], bool]:
     """Complete the configuration, see that the directory is free or holds this very run, and say whether it is done."""
@@ -366,8 +382,10 @@ def _open(
         "outputs": federation.outputs,
         "clients": federation.clients,
     }
-    if own is not None:
-        resolved["module"] = _architecture(own)
+    if config["model"]["name"].startswith("custom:"):
+        resolved["module"] = _architecture(module)
+    if frozen := frozen_digest(module):
+        resolved["frozen"] = frozen
     config = {**config, "resolved": resolved}
     if directory is None:
         return config, False
@@ -378,12 +396,19 @@ def _open(
         chunk = found["resolved"].pop("chunk", None)
         # Where clients may not come and go, the fingerprint counts them too.
         found["resolved"]["clients"] = resolved["clients"]
-        # Runs of older versions do not say what their module was like.
-        found["resolved"].setdefault("module", resolved.get("module"))
+        # Runs of older versions say nothing of their module; their checkpoints are refused by version.
+        for entry in ("module", "frozen"):
+            found["resolved"].setdefault(entry, resolved.get(entry))
         if difference := first_difference(found, json.loads(json.dumps(config))):
             same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
             raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
-        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, (directory / SUMMARY).exists()
+        finished = (directory / SUMMARY).exists()
+        if finished and not (directory / CHECKPOINT).exists():
+            raise RunError(
+                f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results are intact and there "
+                "is nothing to resume. equipoise.load reads its models"
+            )
+        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished
     # A process killed while it wrote the very first file leaves that one half behind, and nothing to lose.
     leftover = f"{CONFIG}.tmp"
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):

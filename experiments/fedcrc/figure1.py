@@ -22,7 +22,8 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 
 PARTITIONS: dict[str, Partition] = {"IID": Iid(2), "β = 0.1": Dirichlet(2, beta=0.1)}
 WHOLE = (1.0, 0.0, 0.0)

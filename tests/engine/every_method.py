@@ -5,7 +5,8 @@ from __future__ import annotations
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build, names
 from equipoise.optimizers import Sgd
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.federations import images, text
 from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers
 
@@ -33,7 +34,7 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     )
     trainer.run()
     models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
-    if trainer.layout.kept:
+    if trainer.engine.remembering:
         _, own = trainer.personal_models(trainer.federation.seen)
         models |= {f"own {name}": stack for name, stack in own.items()}
     return {name: tensor.cpu() for name, tensor in models.items()}

@@ -52,11 +52,11 @@ def test_places_say_where_positions_are_among_the_samples_held(a_step):
     batches = drawn(a_step=a_step)
     assert batches.held.tolist() == [position for client in ORDERED for position in HELD[client]]
     assert batches.sizes.tolist() == [12, 8, 7, 1]
-    found = [batches.held[place].item() for place in batches.places.flatten()]
+    found = [batches.held[place].item() for place in batches.index.flatten()]
     assert found == batches.positions.flatten().tolist()
     # Nobody is led to another client's samples, padding included.
     for row, (first, end) in enumerate([(0, 12), (12, 20), (20, 27), (27, 28)]):
-        assert first <= int(batches.places[row].min()) <= int(batches.places[row].max()) < end
+        assert first <= int(batches.index[row].min()) <= int(batches.index[row].max()) < end
 
 
 def test_counts_and_steps_by_hand():

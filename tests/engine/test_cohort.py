@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.data import load
-from equipoise.engine.cohort import StackedEngine, exact_arithmetic
+from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import LocalRule, Phase

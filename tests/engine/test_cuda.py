@@ -11,7 +11,8 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build
 from equipoise.models.recurrent import Lstm, recurrence
 from equipoise.optimizers import optimizer_named
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.every_method import PAIRS, skipped, trained_by
 from tests.engine.federations import images, text

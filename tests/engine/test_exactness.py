@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.methods import build
 from equipoise.optimizers import optimizer_named
 from tests.engine.comparison import distance

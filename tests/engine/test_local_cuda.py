@@ -9,7 +9,8 @@ from equipoise.engine import frozen
 from equipoise.engine.settings import Machine, Training
 from equipoise.method import Phase
 from equipoise.methods import build
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.gpu import OPTIMIZERS, SKIP, model, needs_gpu

@@ -31,20 +31,22 @@ def test_scaffold_keeps_the_mean_of_all_control_variates():
     method = build("scaffold").aggregation
     state = method.begin(State(0, MODEL), everyone([0, 2], [1, 1]))
     # Two clients with control variates 3 and 5; a third comes with 0.
-    state = state.with_kept(control={"w": torch.tensor([4.0])})
+    state = state.with_server(control={"w": torch.tensor([4.0])})
     admitted = method.admit(state, everyone([0, 1, 2], [1, 1, 1]))
-    assert admitted.kept["control"]["w"].item() == pytest.approx((3 + 5 + 0) / 3)
-    assert admitted.kept["clients"]["count"].item() == 3
+    assert admitted.server["control"]["w"].item() == pytest.approx((3 + 5 + 0) / 3)
+    assert admitted.server["clients"]["count"].item() == 3
 
 
 def test_gifair_keeps_losses_and_works_out_the_rest_for_everyone():
     method = build("gifair", lam=0.5).aggregation
     state = method.begin(State(0, MODEL), everyone([0, 2], [10, 30], [1.0, 2.0]))
-    state = state.with_kept(clients={**state.kept["clients"], "loss": torch.tensor([0.25, 0.5], dtype=torch.float64)})
+    state = state.with_server(
+        clients={**state.server["clients"], "loss": torch.tensor([0.25, 0.5], dtype=torch.float64)}
+    )
     now = everyone([0, 1, 2], [10, 60, 30], [7.0, 8.0, 9.0])
-    admitted = method.admit(state, now).kept["clients"]
+    admitted = method.admit(state, now).server["clients"]
     assert admitted["loss"].tolist() == [0.25, 8.0, 0.5]
-    fresh = method.begin(State(0, MODEL), now).kept["clients"]
+    fresh = method.begin(State(0, MODEL), now).server["clients"]
     for name in ("ids", "group", "prior", "scale"):
         assert torch.equal(admitted[name], fresh[name])
 
@@ -53,14 +55,14 @@ def test_afl_keeps_the_mixture_and_the_mean_model():
     method = build("afl").aggregation
     state = method.begin(State(0, MODEL), everyone([0, 2], [1, 3]))
     weight, mean = torch.tensor([0.9, 0.1], dtype=torch.float64), {"w": torch.tensor([5.0])}
-    state = state.with_kept(clients={**state.kept["clients"], "weight": weight}, mean=mean)
+    state = state.with_server(clients={**state.server["clients"], "weight": weight}, mean=mean)
     admitted = method.admit(state, everyone([0, 1, 2], [1, 1, 2]))
-    assert admitted.kept["clients"]["weight"].tolist() == [0.9, 0.25, 0.1]
-    assert admitted.kept["mean"] is mean
+    assert admitted.server["clients"]["weight"].tolist() == [0.9, 0.25, 0.1]
+    assert admitted.server["mean"] is mean
 
 
 def test_what_is_not_about_clients_stays():
     method = build("fedavgm").aggregation
     kept = {"momentum": {"w": torch.tensor([2.0])}}
     state = State(3, MODEL, kept)
-    assert method.admit(state, everyone([0], [1])).kept["momentum"]["w"].item() == 2.0
+    assert method.admit(state, everyone([0], [1])).server["momentum"]["w"].item() == 2.0

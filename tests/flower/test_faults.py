@@ -301,7 +301,7 @@ def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == set(first)
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 5} == {0, 1, 2, 3}
     assert {said["client"] for said in json.loads((folder / "out/clients.json").read_text())["clients"]} == {0, 1, 2, 3}
-    clients = run.trainer.state.kept.get("clients", {})
+    clients = run.trainer.state.server.get("clients", {})
     if "ids" in clients:
         assert clients["ids"].tolist() == [0, 1, 2, 3]
     if "weight" in clients:

@@ -8,8 +8,9 @@ from flwr.app import Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.flower.wire import bytes_of, digest, from_record, pack, to_metrics, to_record, unpack
+from equipoise.flower.wire import bytes_of, from_record, pack, to_metrics, to_record, unpack
 from equipoise.models import build
+from equipoise.tree import digest
 from tests.flower.loop import through_bytes
 
 DTYPES = [

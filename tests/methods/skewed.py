@@ -7,7 +7,7 @@ from functools import cache
 from equipoise.data import load
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 
 
 @cache

@@ -12,7 +12,7 @@ from equipoise.federation import Federation
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
@@ -55,7 +55,7 @@ def test_rounds_by_hand(cohorts, prior):
     first = [1 / 8, 3 / 8, 4 / 8] if prior == "size" else [1 / 3] * 3
     path, weights = rounds_by_hand(cohorts, start=1.0, weights=first, ascent=0.03)
     assert [weight(state.model) for state in played.states[1:]] == pytest.approx(path, abs=1e-13)
-    assert played.states[-1].kept["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
+    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
     handed_out = method.aggregation.evaluated(played.states[-1])
     assert weight(handed_out) == pytest.approx(np.mean(path), abs=1e-13)
     last = build("afl", average=False).aggregation.evaluated(played.states[-1])
@@ -74,18 +74,18 @@ def test_unseen_clients_have_no_weight_and_ids_are_found():
     played = play(build("afl", ascent=0.03), federation, scalar(1.0), [[2, 3], [0, 3]], **HOW)
     path, weights = rounds_by_hand([[1, 2], [0, 2]], start=1.0, weights=[1 / 3] * 3, ascent=0.03)
     assert weight(played.model) == pytest.approx(path[-1], abs=1e-13)
-    assert played.states[-1].kept["clients"]["ids"].tolist() == [0, 2, 3]
-    assert played.states[-1].kept["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
+    assert played.states[-1].server["clients"]["ids"].tolist() == [0, 2, 3]
+    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
 
 
 def test_a_cohort_without_weight_leaves_the_model_but_is_heard():
     # After round 1 all the weight is on client 0, far away; client 1 alone then moves nothing.
     federation = targets(10.0, 0.0)
     played = play(build("afl", ascent=1.0), federation, scalar(0.0), [[0, 1], [1], [1]], **HOW)
-    assert played.states[1].kept["clients"]["weight"].tolist() == [1.0, 0.0]
+    assert played.states[1].server["clients"]["weight"].tolist() == [1.0, 0.0]
     assert weight(played.states[2].model) == weight(played.states[1].model) == pytest.approx(1.0)
     # It reports a loss of 1, raised by K/|S| = 2: Π(1, 2) = (0, 1).
-    assert played.states[2].kept["clients"]["weight"].tolist() == pytest.approx([0.0, 1.0])
+    assert played.states[2].server["clients"]["weight"].tolist() == pytest.approx([0.0, 1.0])
     assert weight(played.states[3].model) == pytest.approx(0.8)
 
 
@@ -101,13 +101,13 @@ def test_stacked_equals_one_by_one(make):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
     one, all_ = (play(build("afl"), images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
-    assert distance(all_.states[-1].kept["mean"], one.states[-1].kept["mean"], WITHOUT_GRADIENT) <= 1e-9
+    assert distance(all_.states[-1].server["mean"], one.states[-1].server["mean"], WITHOUT_GRADIENT) <= 1e-9
 
 
 def test_the_weights_stay_on_the_simplex():
     played = play(build("afl", ascent=0.7), images(), mlp(), THREE_COHORTS * 3, batch_size=8)
     for state in played.states:
-        weights = state.kept["clients"]["weight"]
+        weights = state.server["clients"]["weight"]
         assert weights.min() >= 0
         assert weights.sum().item() == pytest.approx(1, abs=1e-12)
 
@@ -117,7 +117,7 @@ def test_play_ends_at_the_saddle_point():
     how = {"steps": 1, "optimizer": Sgd(lr=0.02)}
     played = play(build("afl", ascent=0.01), targets(*TARGETS), scalar(0.0), [[0, 1, 2]] * 1500, **how)
     assert weight(build("afl").aggregation.evaluated(played.states[-1])) == pytest.approx(1.0, abs=0.05)
-    weights = torch.stack([state.kept["clients"]["weight"] for state in played.states]).mean(0)
+    weights = torch.stack([state.server["clients"]["weight"] for state in played.states]).mean(0)
     assert weights.tolist() == pytest.approx([0.5, 0.5, 0.0], abs=0.05)
 
 
@@ -135,7 +135,7 @@ def test_the_run_evaluates_hands_out_and_resumes_the_mean(tmp_path):
     }
     whole = train(federation, model=mlp(), **how)
     trainer = whole.trainer
-    assert distance(dict(whole.model().state_dict()), trainer.state.kept["mean"]) == 0
+    assert distance(dict(whole.model().state_dict()), trainer.state.server["mean"]) == 0
     assert distance(dict(whole.model().state_dict()), trainer.state.model) > 1e-3
     out = tmp_path / "run"
 
@@ -146,7 +146,7 @@ def test_the_run_evaluates_hands_out_and_resumes_the_mean(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(federation, model=mlp(), out=out, on_round=stop, **how)
     again = train(federation, model=mlp(), out=out, resume=True, **how)
-    assert torch.equal(again.trainer.state.kept["clients"]["weight"], trainer.state.kept["clients"]["weight"])
+    assert torch.equal(again.trainer.state.server["clients"]["weight"], trainer.state.server["clients"]["weight"])
     assert distance(dict(again.model().state_dict()), dict(whole.model().state_dict())) == 0
 
 

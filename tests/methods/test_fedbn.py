@@ -14,7 +14,7 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 from tests.engine.by_hand import Turn, rounds_by_hand, tensors
 from tests.engine.comparison import distance
 from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE, SIZES

@@ -91,7 +91,7 @@ def test_buffers_are_averaged_and_never_stepped(name):
         state = method.combine(state, updates, cohort)
         assert state.model["w"].tolist() == [7.0], "a learning rate of zero moves no parameter"
         assert state.model["running_var"].tolist() == [4.0]
-    assert all("running_var" not in tree for tree in state.kept.values())
+    assert all("running_var" not in tree for tree in state.server.values())
 
 
 @pytest.mark.parametrize("variant", ["hsu", "dampened", "nesterov"])

@@ -11,8 +11,8 @@ import torch
 from scipy.optimize import minimize
 
 from equipoise.data import load
-from equipoise.engine.cohort import StackedEngine
 from equipoise.engine.settings import Machine
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import State
@@ -20,7 +20,7 @@ from equipoise.methods import build
 from equipoise.methods.gifair import ordering
 from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.api import train
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 from equipoise.tree import size_in_bytes
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images
@@ -199,7 +199,7 @@ def test_rounds_equal_the_papers_algorithm(cohorts, mean, exact):
     played = play(method, grouped(VALUES, GROUPS, SAMPLES), scalar(1.0), cohorts, **how)
     w, losses = rounds_by_hand(cohorts, start=1.0, lam=0.8, mean=mean, exact=exact)
     assert weight(played.model) == pytest.approx(w, abs=1e-13)
-    assert played.states[-1].kept["clients"]["loss"].tolist() == pytest.approx(losses, abs=1e-12)
+    assert played.states[-1].server["clients"]["loss"].tolist() == pytest.approx(losses, abs=1e-12)
 
 
 def test_weights_that_do_not_sum_to_one_lose_nothing_of_the_model():
@@ -213,7 +213,7 @@ def test_clients_never_seen_count_with_their_loss_of_the_first_model():
     # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, though only b takes part in the first rounds.
     federation = grouped((3.0, 1.0, -2.0), "abc")
     played = play(build("gifair", lam=0.6), federation, scalar(0.0), [[1], [2], [0]], steps=1, optimizer=Sgd(lr=0.01))
-    assert played.states[0].kept["clients"]["loss"].tolist() == [9.0, 1.0, 4.0]
+    assert played.states[0].server["clients"]["loss"].tolist() == [9.0, 1.0, 4.0]
     found = [
         build("gifair").aggregation.send(state, cohort)[1]["step_factor"].item()
         for state, cohort in zip(played.states, played.cohorts, strict=False)
@@ -292,7 +292,7 @@ def test_stacked_equals_one_by_one(make, options):
     federation, method = in_groups(images(), THIRDS), build("gifair", lam=0.9, **options)
     one, all_ = (play(method, federation, make(), THREE_COHORTS, chunk=chunk, **HOW) for chunk in (1, 10))
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
-    losses = [played.states[-1].kept["clients"]["loss"] for played in (all_, one)]
+    losses = [played.states[-1].server["clients"]["loss"] for played in (all_, one)]
     torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
 
 

@@ -12,7 +12,7 @@ import torch
 from equipoise import methods, train
 from equipoise.data import load
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, LocalRule, Phase, Sampler, State, combined
+from equipoise.method import Aggregation, LocalRule, Phase, Sampler, State, combine_checked
 from equipoise.methods import build, describe, make_part, register
 from equipoise.methods.fedavg import FedAvg
 
@@ -259,9 +259,9 @@ BEFORE = State(3, {"features.w": torch.zeros(2, 3), "head.b": torch.zeros(3)}, {
 )
 def test_what_is_no_next_state_is_refused(result, fault):
     with pytest.raises(InputError, match=f"^aggregation 'careless': combine {fault}"):
-        combined(Careless(result), BEFORE, None, None)
+        combine_checked(Careless(result), BEFORE, None, None)
 
 
 def test_a_next_state_may_have_other_numbers_in_another_order_and_other_things_kept():
     after = State(3, {"head.b": torch.ones(3), "features.w": torch.ones(2, 3)}, {"pace": {}})
-    assert combined(Careless(after), BEFORE, None, None) is after
+    assert combine_checked(Careless(after), BEFORE, None, None) is after

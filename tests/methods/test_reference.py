@@ -14,7 +14,7 @@ from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.random import fold
 from equipoise.run.api import train
-from equipoise.run.trainer import Evaluation
+from equipoise.run.evaluation import Evaluation
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.plain_loop import train_client, with_plain_dropout

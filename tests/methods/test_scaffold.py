@@ -68,7 +68,7 @@ def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     )
     x, c, own = scaffold_in_numpy(federation, start, cohorts, lr=0.05, server_lr=server_lr, steps=4)
     np.testing.assert_allclose(played.model["head.weight"].numpy()[0], x, atol=1e-13)
-    np.testing.assert_allclose(played.states[-1].kept["control"]["head.weight"].numpy()[0], c, atol=1e-13)
+    np.testing.assert_allclose(played.states[-1].server["control"]["head.weight"].numpy()[0], c, atol=1e-13)
     seen = sorted({k for cohort in cohorts for k in cohort})
     np.testing.assert_allclose(memory_of(played, seen), [own[k] for k in seen], atol=1e-13)
 
@@ -79,7 +79,7 @@ def test_the_server_control_is_the_mean_of_all_clients_controls(cohorts):
     federation = random_regression([4, 9, 6])
     played = play(build("scaffold"), federation, linear(), cohorts, epochs=2, batch_size=4, optimizer=Sgd(lr=0.03))
     own = memory_of(played, [0, 1, 2])
-    np.testing.assert_allclose(played.states[-1].kept["control"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13)
+    np.testing.assert_allclose(played.states[-1].server["control"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13)
     assert np.abs(own.mean(0)).max() > 1e-3
 
 
@@ -87,7 +87,7 @@ def test_one_step_of_one_round_by_hand():
     # From w = 1, F = (w - 3)² has gradient -4: y = 1.4 and c_k = (1 - 1.4) / 0.1 = -4; N = 2, one takes part: c = -2.
     played = play(build("scaffold"), targets(3.0, -1.0), scalar(1.0), [[0], [1]], steps=1, optimizer=Sgd(lr=0.1))
     assert weight(played.states[1].model) == pytest.approx(1.4, abs=1e-14)
-    assert played.states[1].kept["control"]["head.weight"].item() == pytest.approx(-2.0, abs=1e-13)
+    assert played.states[1].server["control"]["head.weight"].item() == pytest.approx(-2.0, abs=1e-13)
     # The other: gradient 2 (1.4 + 1) = 4.8, corrected by c = -2 to 2.8.
     assert weight(played.model) == pytest.approx(1.4 - 0.28, abs=1e-14)
 
@@ -125,7 +125,7 @@ def test_controls_follow_the_learning_rate_of_the_round():
         build("scaffold"), targets(3.0), scalar(1.0), [[0], [0]], steps=1, optimizer=Sgd(lr=0.1), schedule=schedule
     )
     # Round 0 leads from 1 to 1.4; in round 1 the gradient there is 2 (1.4 - 3).
-    assert played.states[-1].kept["control"]["head.weight"].item() == pytest.approx(-3.2, abs=1e-13)
+    assert played.states[-1].server["control"]["head.weight"].item() == pytest.approx(-3.2, abs=1e-13)
 
 
 def test_batchnorm_statistics_are_averaged_and_not_corrected():

@@ -21,7 +21,8 @@ from equipoise.methods import build as method_named
 from equipoise.models import build, layers
 from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
 from equipoise.optimizers import optimizer_named
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
@@ -383,7 +384,7 @@ def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, ever
         moving = {n: t.requires_grad_() for n, t in stacked.items() if n not in network.buffers}
 
         def of_one(params, x, y, mask):
-            output, buffers = network.output(params, x, Forward(train=True, mask=mask, stacked=True))
+            output, buffers = network.apply(params, x, Forward(train=True, mask=mask, stacked=True))
             values = F.cross_entropy(output, y, reduction="none")
             return values.mean() if mask is None else (values * mask).sum() / mask.sum(), buffers
 

@@ -16,7 +16,8 @@ from equipoise.method import LocalRule, Phase
 from equipoise.methods import build
 from equipoise.models import build as model
 from equipoise.optimizers import Sgd
-from equipoise.run.trainer import Evaluation, Trainer
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 
 LR, SIZE = 0.1, 16
 

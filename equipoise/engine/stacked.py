@@ -1,0 +1,202 @@
+"""The in-process engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from equipoise.engine.adapting import Adapting, FineTuning
+from equipoise.engine.chunking import chunk_by_rule
+from equipoise.engine.cohort import StackedCohort, repeated
+from equipoise.engine.contract import Personal
+from equipoise.engine.data import DeviceData
+from equipoise.engine.delivered import Delivered
+from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
+from equipoise.engine.layout import KEPT, Layout
+from equipoise.engine.local import Workshop
+from equipoise.engine.memory import Memory, MemoryStore
+from equipoise.engine.network import Network
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.task import Task
+from equipoise.federation import Federation
+from equipoise.method import LocalRule, Method, mix_tree
+from equipoise.random import Purpose
+from equipoise.tree import PERSONAL, Tree
+
+
+class StackedEngine:
+    """Carries methods out in this process; see :class:`equipoise.engine.contract.Engine`.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients and their data; evaluation is always on these.
+    model : nn.Module
+        With ``features`` and ``head``.
+    training : Training
+        How clients train.
+    machine : Machine
+        Where, and in which arithmetic.
+    seed : int
+        Of all random numbers.
+    view : Federation, optional
+        What to train on, if it is not the federation itself.
+
+    Examples
+    --------
+    >>> from equipoise.data import load
+    >>> from equipoise.methods import build as method
+    >>> from equipoise.models import build as model
+    >>> digits = load("digits")
+    >>> engine = StackedEngine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    >>> cohort = engine.cohort(method("fedavg"), np.array([0, 1]), round_=0)
+    >>> updates = cohort.train({"model": engine.network.initial()}, {}, method("fedavg").local)
+    >>> updates.params["head.bias"].shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        model: nn.Module,
+        training: Training,
+        machine: Machine,
+        seed: int = 0,
+        view: Federation | None = None,
+    ) -> None:
+        self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
+        self.view = view or federation
+        device = machine.torch_device
+        self.network = Network(
+            model, Task(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
+        )
+        self.data = open_data(self.network, self.view, training)
+        self.memory = MemoryStore()
+        self.delivered = Delivered()
+        self.absent: dict[int, str] = {}
+        self.workshop = Workshop(replays=machine.replay and device.type == "cuda")
+        self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
+        if isinstance(machine.chunk, int):
+            self.chunk = machine.chunk
+        else:
+            largest = int(self.view.train.sizes.max(initial=1))
+            self.chunk = chunk_by_rule(self.network, min(training.batch_size, largest))
+
+    def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
+        """Gather clients for a round (counted from 0)."""
+        return StackedCohort(self, method, np.sort(clients), round_)
+
+    def first_memory(self, local: LocalRule, model: Tree) -> Memory:
+        """Return the memory of a client that has never taken part, its facts aside."""
+        layout = Layout(local, model)
+        kept = {KEPT: layout.kept_parts(model)} if layout.kept else {}
+        return {**kept, **local.first_memory(model)}
+
+    def evaluate(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> dict[str, Measured]:
+        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+        splits = {name: self.federation.split(name) for name in ("val", "test")}
+        if personal is None:
+            return {n: evaluate_shared(self.network, self.data, model, split, clients) for n, split in splits.items()}
+        still, own = self.personal_models(model, personal, clients)
+        return {
+            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk)
+            for name, split in splits.items()
+        }
+
+    def averaged_kept(self, method: Method, model: Tree) -> Tree:
+        """Average what clients keep of the shared model, weighted as the method weighs clients."""
+        clients = np.array(self.memory.clients, dtype=np.int64)
+        memory, _ = self.memory.read(clients, self.first_memory(method.local, model), self.network.device)
+        own = {name: stack for name, stack in memory[KEPT].items() if not name.startswith(PERSONAL)}
+        return mix_tree(own, self.cohort(method, clients, 0).prior)
+
+    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        rule = personal.method.local
+        memory, seen = self.memory.read(clients, self.first_memory(rule, model), self.network.device)
+        own = _personal_parts(memory.get(KEPT, {}))
+        # A client without training samples cannot change its model.
+        able = self.view.split("train").sizes[clients] > 0
+        if rule.adapt():
+            strangers = able & ~seen.cpu().numpy() if rule.keeps else able
+            own = self._tried(Adapting(rule), model, own, MemoryStore(), clients, strangers, personal)
+        if personal.fine_tune:
+            whole = {name: own.get(name, repeated(tensor, len(clients))) for name, tensor in model.items()}
+            begun = MemoryStore()
+            begun.write(clients, {KEPT: whole})
+            begun.commit()
+            own = self._tried(FineTuning(personal.fine_tune), model, whole, begun, clients, able, personal)
+        return {name: tensor for name, tensor in model.items() if name not in own}, own
+
+    def _tried(
+        self,
+        rule: LocalRule,
+        model: Tree,
+        own: Tree,
+        memory: MemoryStore,
+        clients: NDArray[np.int64],
+        who: NDArray[np.bool_],
+        personal: Personal,
+    ) -> Tree:
+        """Return what personal models are made of after some clients follow a rule, whose memory is a passing one."""
+        if not who.any():
+            return own
+        members = clients[who]
+        # The learning rate is that of the latest round.
+        cohort = StackedCohort(self, personal.method, members, max(personal.round - 1, 0), memory, Purpose.ADAPT)
+        cohort.wanted_reports.clear()
+        updates = cohort.train({"model": model}, {}, rule)
+        memory.commit()
+        made, _ = memory.read(members, self.first_memory(rule, model), self.network.device)
+        where = torch.from_numpy(np.flatnonzero(who)).to(self.network.device)
+        changed = dict(own)
+        for name, stack in {**updates.params, **updates.buffers, **_personal_parts(made.get(KEPT, {}))}.items():
+            changed[name] = changed.get(name, repeated(model[name], len(clients))).index_copy(0, where, stack)
+        return changed
+
+    @property
+    def remembering(self) -> list[int]:
+        """The clients that have a memory, in rising order."""
+        return self.memory.clients
+
+    def newcomers(self) -> Sequence[int]:
+        """Return nobody: all clients are there from the start."""
+        return ()
+
+    def keep(self) -> None:
+        """Do nothing: models that may count are copied."""
+
+    def commit(self, cohort: StackedCohort) -> None:
+        """Make what was written in the cohort's round the newest memory."""
+        self.memory.commit()
+        for name in cohort.delivers:
+            self.delivered.mark(name, cohort.ids)
+
+    def export(self) -> Tree:
+        """Return all memories, and who holds what was sent once."""
+        return {**self.memory.export(), **self.delivered.export()}
+
+    def restore(self, tensors: Tree) -> None:
+        """Read what :meth:`export` wrote."""
+        device = self.network.device
+        memories = self.delivered.restore(tensors)
+        self.memory.restore({n: t if n == "clients" else t.to(device) for n, t in memories.items()})
+
+
+def open_data(network: Network, federation: Federation, training: Training) -> DeviceData:
+    """Place a federation's samples where the engine can reach them, having tried the model out on a few."""
+    data = DeviceData(federation, network.device, network.dtype)
+    if len(data.x):
+        network.try_out(*data.fetch(torch.arange(min(3, len(data.x)))), federation.outputs)
+    return data
+
+
+def _personal_parts(kept: Tree) -> Tree:
+    """Return kept parts under the names they have in the personal model."""
+    return {name.removeprefix(PERSONAL): stack for name, stack in kept.items()}

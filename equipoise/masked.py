@@ -1,0 +1,98 @@
+"""Sums, means and covariances over the samples of a batch, padding left out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Sum over the samples of a batch.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[samples, ...]``. What padding holds does not matter, unless it is infinite or NaN.
+    mask : Tensor or None
+        Which rows are samples (one) and which padding (zero); ``None`` when all are samples.
+
+    Returns
+    -------
+    Tensor
+        ``[...]``.
+
+    Examples
+    --------
+    >>> masked_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0]))
+    tensor([4., 6.])
+    """
+    if mask is None:
+        return values.sum(0)
+    return (values * mask.to(values.dtype).view(-1, *(1,) * (values.dim() - 1))).sum(0)
+
+
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Average over the samples of a batch; see :func:`masked_sum`.
+
+    Examples
+    --------
+    >>> masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]))
+    tensor(2.)
+    """
+    return values.mean(0) if mask is None else masked_sum(values, mask) / mask.to(values.dtype).sum()
+
+
+def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the unbiased covariance matrix of the samples of a batch, zero for a single sample.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[samples, d]``.
+    mask : Tensor or None
+        As in :func:`masked_sum`.
+
+    Returns
+    -------
+    Tensor
+        ``[d, d]``.
+
+    Examples
+    --------
+    >>> masked_covariance(torch.tensor([[1.0, 0.0], [3.0, 2.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0]))
+    tensor([[2., 2.],
+            [2., 2.]])
+    """
+    kept = values.new_ones(len(values)) if mask is None else mask.to(values.dtype)
+    centred = (values - masked_mean(values, mask)) * kept.unsqueeze(1)
+    return centred.T @ centred / (kept.sum() - 1).clamp(min=1)
+
+
+def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None) -> Tensor:
+    """Sum over the samples of each class.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[samples, ...]``.
+    labels : Tensor
+        The class of each sample.
+    classes : int
+        The number of classes.
+    mask : Tensor or None
+        As in :func:`masked_sum`.
+
+    Returns
+    -------
+    Tensor
+        ``[classes, ...]``, zero for classes that are absent.
+
+    Examples
+    --------
+    >>> label_sums(torch.ones(3), torch.tensor([0, 2, 2]), 3, None)
+    tensor([1., 0., 2.])
+    """
+    members = (labels.unsqueeze(0) == torch.arange(classes, device=labels.device).unsqueeze(1)).to(values.dtype)
+    if mask is not None:
+        members = members * mask.to(values.dtype)
+    return (members @ values.reshape(len(values), -1)).view(classes, *values.shape[1:])

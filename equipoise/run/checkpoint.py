@@ -1,0 +1,109 @@
+"""Checkpoints: one file with everything the next round depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise.errors import RunError
+from equipoise.method import State
+from equipoise.run.evaluation import Models
+from equipoise.run.files import load_tensors, save_tensors
+from equipoise.tree import Tree, tree_map
+
+CHECKPOINT = "checkpoint.safetensors"
+BEST = "best.safetensors"
+# Raised whenever an older checkpoint would be misread.
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run goes on from.
+
+    Attributes
+    ----------
+    state : State
+        The server's state.
+    memory : Tree
+        What the engine exports.
+    note : mapping
+        Plain values: byte counts, the best round, how long the journals were.
+    """
+
+    state: State
+    memory: Tree
+    note: Mapping[str, Any]
+
+    def save(self, directory: Path) -> None:
+        """Write the checkpoint, so that a crash leaves the old one or the new one."""
+        tensors = {f"model/{name}": tensor for name, tensor in self.state.model.items()}
+        for tree, values in self.state.server.items():
+            tensors |= {f"server/{tree}/{name}": tensor for name, tensor in values.items()}
+        tensors |= {f"memory/{name}": tensor for name, tensor in self.memory.items()}
+        note = {**self.note, "version": VERSION, "round": self.state.round}
+        save_tensors(directory / CHECKPOINT, tensors, note)
+
+
+def read_checkpoint(directory: Path, like: State, device: torch.device) -> Checkpoint | None:
+    """Read the checkpoint of a run directory, or return ``None`` if there is none.
+
+    Parameters
+    ----------
+    directory : Path
+        The run directory.
+    like : State
+        A state of the same run, whose model has the tensors in their order.
+    device : torch.device
+        Where the model belongs.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged, or was written by another version.
+    """
+    path = directory / CHECKPOINT
+    if not path.exists():
+        return None
+    tensors, note = load_tensors(path)
+    if (version := note.get("version", 1)) != VERSION:
+        raise RunError(
+            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes version {VERSION}; "
+            "finish the run with the release that began it, or begin it anew in another directory"
+        )
+    model: Tree = {}
+    server: dict[str, Tree] = {}
+    memory: Tree = {}
+    for name, tensor in tensors.items():
+        root, _, rest = name.partition("/")
+        if root == "model":
+            model[rest] = tensor.to(device)
+        elif root == "server":
+            tree, _, leaf = rest.partition("/")
+            server.setdefault(tree, {})[leaf] = tensor
+        else:
+            memory[rest] = tensor
+    # Numbers of clients stay on the CPU, where the server computes, whatever device the model is on.
+    for tree, values in server.items():
+        server[tree] = values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
+    # The tensors of a file come sorted by name; the model's own order is what later sums follow.
+    ordered = {name: model[name] for name in like.model}
+    return Checkpoint(State(note["round"], ordered, server), memory, note)
+
+
+def save_best(directory: Path, best: Models) -> None:
+    """Write the models of the best round so far."""
+    tensors = {f"global/{n}": t for n, t in best.shared.items()} | {f"own/{n}": t for n, t in best.own.items()}
+    save_tensors(directory / BEST, tensors, {"round": best.round, "clients": best.clients})
+
+
+def read_best(directory: Path) -> Models:
+    """Read what :func:`save_best` wrote."""
+    tensors, note = load_tensors(directory / BEST)
+    shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
+    own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
+    return Models(note["round"], shared, note["clients"], own)

@@ -1,0 +1,244 @@
+"""When clients are evaluated, what is measured, and which round counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.checks import count
+from equipoise.engine.adapting import Adapting, FineTuning
+from equipoise.engine.contract import Engine, Personal, RoundCohort
+from equipoise.engine.layout import Layout
+from equipoise.engine.settings import FineTune, Training
+from equipoise.errors import InputError, RunError, unknown
+from equipoise.federation import Federation
+from equipoise.method import Method, State, Updates
+from equipoise.run.records import Row, client_rows, summarize_rows
+from equipoise.tree import PERSONAL, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When clients are evaluated, and which round counts.
+
+    Parameters
+    ----------
+    every : int
+        Evaluate after every so many rounds, and after the last; 0 never.
+    select : {"last", "best"}
+        Report and keep the models of the last round, or of the round with the lowest mean validation loss over seen
+        clients. Test data never decides.
+    patience : int, optional
+        Stop when the validation loss has not improved for so many evaluations.
+    fine_tune : FineTune, optional
+        Local steps every client makes from its model, or its personal model, before its personal model is evaluated.
+    average_kept : bool
+        For a method whose clients keep parts of the shared model for themselves: whether to evaluate a global model
+        in which those parts are the mean of the clients' own. Without it there is no global model to evaluate.
+
+    Examples
+    --------
+    >>> Evaluation(every=5, select="best", patience=3).due(10, last=False)
+    True
+    """
+
+    every: int = 1
+    select: str = "last"
+    patience: int | None = None
+    fine_tune: FineTune | None = None
+    average_kept: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        count(self.every, "evaluation.every", least=0)
+        if self.select not in ("last", "best"):
+            raise unknown("value", self.select, ("last", "best"), where="evaluation.select")
+        if self.patience is not None:
+            count(self.patience, "evaluation.patience")
+        if self.every == 0 and (self.select == "best" or self.patience is not None):
+            raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+
+    def due(self, round_: int, *, last: bool) -> bool:
+        """Say whether to evaluate after a round (counted from 1)."""
+        return self.every > 0 and (last or round_ % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of one round: the global one, and the own parts of every client that has taken part, stacked."""
+
+    round: int
+    shared: Tree
+    clients: list[int]
+    own: Tree
+
+
+@dataclass
+class Standing:
+    """How a run stands by its validation loss.
+
+    Attributes
+    ----------
+    best_round : int or None
+        The round with the lowest mean validation loss so far.
+    best_loss : float
+        That loss.
+    stale : int
+        How many evaluations there have been since.
+    """
+
+    best_round: int | None = None
+    best_loss: float = float("inf")
+    stale: int = 0
+
+    def improves(self, round_: int, loss: float) -> bool:
+        """Take note of an evaluation, and say whether it is the best so far.
+
+        Examples
+        --------
+        >>> standing = Standing()
+        >>> standing.improves(1, 0.5), standing.improves(2, 0.7), standing.stale
+        (True, False, 1)
+        """
+        self.stale += 1
+        if loss >= self.best_loss:
+            return False
+        self.best_round, self.best_loss, self.stale = round_, loss, 0
+        return True
+
+
+class Evaluator:
+    """Evaluates the models of a run after a round.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients; evaluation is always on these, whatever the view that is trained on.
+    method : Method
+        What is federated.
+    engine : Engine
+        What carries it out.
+    training : Training
+        How clients train, which fine-tuning follows.
+    evaluation : Evaluation
+        What to evaluate.
+
+    Attributes
+    ----------
+    has_global : bool
+        Whether there is a global model as a whole: where clients keep parts of it, nobody has it.
+    latest : dict
+        The scores of the latest evaluation.
+    """
+
+    def __init__(
+        self, federation: Federation, method: Method, engine: Engine, training: Training, evaluation: Evaluation
+    ) -> None:
+        self.federation, self.method, self.engine, self.evaluation = federation, method, engine, evaluation
+        self.standing = Standing()
+        self.latest: dict[str, Any] = {}
+        initial = engine.network.initial()
+        layout = Layout(method.local, initial)
+        keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
+        self._averages_kept = keeps_shared and evaluation.average_kept
+        self.has_global = bool(layout.shared) and (not keeps_shared or evaluation.average_kept)
+        self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
+        # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
+        adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
+        self._adapts = bool([Layout(rule, initial) for rule in adaptations])
+        self.has_personal = method.personal or self._adapts
+
+    def evaluate(self, state: State, updates: Updates, cohort: RoundCohort) -> list[Row]:
+        """Return a row for each client, model and split."""
+        rows: list[Row] = []
+        everyone = np.arange(self.federation.clients)
+
+        def add(clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None) -> None:
+            named = {"round_": state.round, "model": model, "split": split, "gaps": gaps}
+            rows.extend(client_rows(self.federation, clients, measured[split], **named))
+
+        if self.has_global:
+            measured = self.engine.evaluate(self.global_model(state), everyone)
+            add(everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"]))
+            add(everyone, measured, "global", "test")
+        if self.has_personal:
+            # Without a way to make a model its own, a client held out of training has the global one and no other.
+            clients = everyone if self._adapts else self.federation.seen
+            measured = self.engine.evaluate(self._handed_out(state), clients, personal=self._personal(state))
+            for split in ("val", "test"):
+                add(clients, measured, "personal", split)
+        return [row for row in rows if row["client"] not in self.engine.absent]
+
+    def follow(self, round_: int, rows: list[Row]) -> bool:
+        """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
+        shown = "personal" if self.has_personal else "global"
+        if summary := summarize_rows(rows, self.engine.network.task).get(shown, {}).get("seen"):
+            names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
+            self.latest = {name: summary[metric] for name, metric in names.items()}
+        losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
+        if not losses:
+            if self.evaluation.select == "best" or self.evaluation.patience is not None:
+                raise InputError("choosing a round needs validation data, but no seen client holds any")
+            return False
+        return self.standing.improves(round_, float(np.mean(losses))) and self.evaluation.select == "best"
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the validation loss has not improved for too long."""
+        return self.evaluation.patience is not None and self.standing.stale >= self.evaluation.patience
+
+    def selected_round(self, latest: int) -> int:
+        """Return the round that counts."""
+        best = self.standing.best_round if self.evaluation.select == "best" else None
+        return latest if best is None else best
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def _handed_out(self, state: State) -> Tree:
+        """Return the global model as clients get it, less what each of them keeps."""
+        return self.method.aggregation.evaluated(state)
+
+    def global_model(self, state: State) -> Tree:
+        """Return the global model as it is evaluated and handed out."""
+        model = self._handed_out(state)
+        if self._averages_kept:
+            model = {**model, **self.engine.averaged_kept(self.method, model)}
+        return model
+
+    def personal_models(self, state: State, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        return self.engine.personal_models(self._handed_out(state), self._personal(state), clients)
+
+    def models(self, state: State) -> Models:
+        """Return the models of a round."""
+        clients: list[int] = []
+        if self.has_personal:
+            # A client that cannot adapt has a model of its own only once it has taken part; one that can needs data to.
+            able = np.flatnonzero(self.federation.split("train").sizes)
+            clients = able.tolist() if self._adapts else self.engine.remembering
+        own = self.personal_models(state, np.array(clients))[1] if clients else {}
+        return Models(state.round, dict(self.global_model(state)), clients, own)
+
+    def _personal(self, state: State) -> Personal:
+        return Personal(self.method, self._fine_tune, state.round)
+
+
+def diverged(number: int, what: str, client: int, federation: Federation, saved_round: int) -> RunError:
+    """Return the error that says whose numbers are not finite, and which checkpoint is intact."""
+    intact = f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
+    return RunError(
+        f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not finite; "
+        f"a smaller learning rate or training.clip may help{intact}"
+    )
+
+
+def _gaps(updates: Updates, cohort: RoundCohort, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
+    local = updates.reports.get("val_loss_after")
+    if local is None:
+        return {}
+    gaps = global_loss[cohort.ids] - local.numpy()
+    return {int(c): float(gap) for c, gap in zip(cohort.ids, gaps, strict=True) if np.isfinite(gap)}
