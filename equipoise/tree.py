@@ -58,7 +58,7 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
             found = [name for name in names if in_parts(name, part)]
         if not found and part in ("features", "head"):
             raise InputError(
-                f"the method names the part {part!r}, but the model has no parameters there; "
+                f"the method names the part {part!r}, but the model has nothing there that can be trained; "
                 "valid: a model that has, such as mlp or cnn2"
             )
         if not found and part != "all":

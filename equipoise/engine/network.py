@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -194,8 +194,6 @@ class Network:
         self._slots = [slot for slot in slots_of(self.module) if not slot.frozen]
         self._initial = {slot.name: slot.tensor.detach().clone() for slot in self._slots}
         self.buffers = frozenset(slot.name for slot in self._slots if not slot.is_parameter)
-        if not set(self._initial) - self.buffers:
-            raise InputError("nothing of the model can be trained: requires_grad is off for all of it")
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
@@ -342,7 +340,7 @@ class Network:
         lowered, self.autocast = self.autocast, None
         before = self._random_states()
         try:
-            seen = self.encode(x) if self.encoded else x
+            seen = self._encode_counted(x) if self.encoded else x
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self.task.loss(output, y)
@@ -353,10 +351,10 @@ class Network:
                 for name, tensor in params.items()
                 if tensor._version != versions[name] or not tensor.equal(statistics.get(name, tensor))
             ]
-            self.activations = self._activations(lambda: self.apply(params, seen[:1], Forward(train=False)))
-            if self.encoded:
-                self.stem_activations = self._activations(lambda: self.encode(x[:1]))
-            alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen.split(1)])
+            alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)])
+            with self._counting() as counted:
+                first = self.apply(params, seen[:1], Forward(train=False)).output
+            self.activations, alone = counted[0], torch.cat([first, alone])
             itself = self._by_itself(params, x)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
@@ -385,20 +383,27 @@ class Network:
                 "a module, layers that behave otherwise in evaluation, or classes derived from nn.BatchNorm that do more"
             )
 
-    def _activations(self, call: Callable[[], object]) -> int:
-        """Count the numbers that all layers together put out during a call."""
-        counted = 0
+    @contextmanager
+    def _counting(self) -> Iterator[list[int]]:
+        """Count the numbers that all layers together put out while the block runs."""
+        counted = [0]
 
         def count(layer: nn.Module, inputs: object, output: object) -> None:
-            nonlocal counted
             if isinstance(output, Tensor):
-                counted += output.numel()
+                counted[0] += output.numel()
 
         handles = [layer.register_forward_hook(count) for layer in self.module.modules()]
-        call()
-        for handle in handles:
-            handle.remove()
-        return counted
+        try:
+            yield counted
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _encode_counted(self, x: Tensor) -> Tensor:
+        with self._counting() as counted:
+            encoded = self.encode(x)
+        self.stem_activations = counted[0] // len(x)
+        return encoded
 
     def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
         if self.task.kind == "classification":

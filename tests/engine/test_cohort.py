@@ -62,10 +62,10 @@ def test_fedavg_moves_one_model_each_way_and_two_reports(precision):
         assert cohort.bytes_up == clients * ((PARAMETERS + BUFFERS) * number + REPORTS)
 
 
-def test_local_receives_the_model_once_and_sends_reports_only():
+def test_local_receives_nothing_and_sends_reports_only():
+    """Clients build the model they begin with themselves."""
     played = play(build("local"), federation(), small(), [[0, 1], [1, 2], [0, 1, 2]])
-    model = (PARAMETERS + BUFFERS) * NUMBER
-    assert [cohort.bytes_down for cohort in played.cohorts] == [2 * model, model, 0]
+    assert [cohort.bytes_down for cohort in played.cohorts] == [0, 0, 0]
     assert [cohort.bytes_up for cohort in played.cohorts] == [2 * REPORTS, 2 * REPORTS, 3 * REPORTS]
 
 
@@ -78,7 +78,7 @@ def test_scaffold_moves_twice_as_much():
         assert cohort.bytes_up == 3 * (2 * 204 * NUMBER + REPORTS)
 
 
-def test_a_kept_head_travels_once():
+def test_a_kept_head_never_travels():
     @dataclass(frozen=True)
     class KeepsHead(LocalRule):
         keeps = "head"
@@ -86,7 +86,7 @@ def test_a_kept_head_travels_once():
     played = play(build("fedavg", local=KeepsHead()), federation(), small(), [[0, 1], [1, 2]])
     head = (6 * 4 + 4) * NUMBER
     rest = (PARAMETERS + BUFFERS) * NUMBER - head
-    assert [cohort.bytes_down for cohort in played.cohorts] == [2 * rest + 2 * head, 2 * rest + head]
+    assert [cohort.bytes_down for cohort in played.cohorts] == [2 * rest, 2 * rest]
     assert [cohort.bytes_up for cohort in played.cohorts] == [2 * (rest + REPORTS)] * 2
 
 
@@ -141,15 +141,20 @@ class Answers(LocalRule):
     def phases(self):
         return (Phase(), Phase(move="personal.head", loss=lambda client: client.personal().task_loss()))
 
-    def mean_loss(self, client, model, shift):
-        """Mean loss on the whole training split."""
-        return {"loss": (client.task_loss() * client.mask).sum() / client.mask.sum() * self.scale + shift}
+    def scaled_loss(self, client, shift):
+        """Sum of losses, each scaled and shifted."""
+        return {"loss": client.sum(client.task_loss() * self.scale + shift)}
 
     def samples(self, client):
         return client.mask.sum()
 
     def own_bias(self, client):
-        return client.params["personal.head.bias"], client.seen
+        """The kept bias and whether the client has been seen, once for every sample."""
+        samples = client.mask.sum()
+        return client.params["personal.head.bias"] * samples, client.seen * samples
+
+    def loss_without_a_model(self, client):
+        return client.sum(client.task_loss())
 
 
 def loss_by_hand(module, data, samples):
@@ -165,8 +170,8 @@ def test_a_question_is_answered_by_every_client_on_its_whole_training_split(chun
     asking = engine(chunk=chunk)
     cohort = asking.cohort(build("fedavg", local=Answers()), np.array([1, 3, 2]), 0)
     assert cohort.ask("samples").tolist() == [9, 6, 1]
-    answer = cohort.ask("mean_loss", asking.network.initial(), torch.tensor(0.5).double())
-    wanted = [2 * loss_by_hand(small(), data, data.train.of(k)) + 0.5 for k in (1, 2, 3)]
+    answer = cohort.ask("scaled_loss", torch.tensor(0.5).double(), model=asking.network.initial())
+    wanted = [len(held) * (2 * loss_by_hand(small(), data, held) + 0.5) for held in map(data.train.of, (1, 2, 3))]
     assert answer["loss"].tolist() == pytest.approx(wanted, abs=1e-12)
     model = (PARAMETERS + BUFFERS) * NUMBER
     assert cohort.bytes_down == 3 * (model + 8)
@@ -179,20 +184,22 @@ def test_a_question_sees_what_the_client_keeps_and_changes_nothing():
     before = {name: stack.clone() for name, stack in played.engine.memory.export().items()}
     cohort = played.engine.cohort(build("fedavg", local=rule), np.array([0, 1, 2]), 1)
     bias, seen = cohort.ask("own_bias")
-    assert seen.tolist() == [True, True, False]
-    assert torch.equal(bias[2], small().head.bias.detach())
-    assert torch.equal(bias[:2], before["kept/personal.head.bias"])
+    samples = torch.from_numpy(cohort.sizes)
+    bias = bias / samples.unsqueeze(1)
+    assert seen.tolist() == [samples[0], samples[1], 0]
+    torch.testing.assert_close(bias[2], small().head.bias.detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(bias[:2], before["kept/personal.head.bias"], rtol=1e-14, atol=0)
     played.engine.memory.commit()
     after = played.engine.memory.export()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize(
-    "question", ["mean_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"]
+    "question", ["scaled_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"]
 )
 def test_only_questions_of_the_rule_itself_may_be_asked(question):
     cohort = engine().cohort(build("fedavg", local=Answers()), np.array([0, 1]), 0)
-    with pytest.raises(InputError, match=f"unknown question '{question}' in the local rule Answers.*mean_loss"):
+    with pytest.raises(InputError, match=f"unknown question '{question}' in the local rule Answers.*scaled_loss"):
         cohort.ask(question)
 
 

@@ -18,17 +18,20 @@ class Asking(LocalRule, Aggregation):
 
     sharpness: float = 2.0
 
-    def confidence(self, client, model, sharpness, more):
-        """Answer with a number and a vector of this client's own samples."""
-        output = client.output().softmax(-1) * client.mask.unsqueeze(-1)
-        mean = output.sum(0) / client.mask.sum()
-        return {"score": sharpness * mean.max() + more[0].sum(), "mean": (mean, mean * 2)}
+    def confidence(self, client, sharpness, more):
+        """Answer with sums over this client's own samples: a number, a vector, how many there are."""
+        sure = client.output().softmax(-1)
+        ones = torch.ones_like(sure[:, 0])
+        score = client.sum(sharpness * sure.amax(1) + client.each["bonus"] + more[0].sum())
+        return {"score": score, "mean": (client.sum(sure), client.sum(ones))}
 
     def combine(self, state, updates, cohort):
         """Ask, and combine with what they say."""
-        said = cohort.ask("confidence", state.model, self.sharpness, (torch.ones(2), None))
-        assert said["mean"][1].shape == (len(cohort.ids), 10)
-        return state.with_global(mix(updates, said["score"].softmax(0)))
+        bonus = torch.from_numpy(cohort.ids / 10)
+        about = {"model": state.model, "split": "val", "each": {"bonus": bonus}}
+        said = cohort.ask("confidence", self.sharpness, (torch.ones(2), None), **about)
+        assert said["mean"][0].shape == (len(cohort.ids), 10)
+        return state.with_global(mix(updates, (said["score"] / said["mean"][1]).softmax(0)))
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,17 @@ class HeadOnly(LocalRule):
 
 @dataclass(frozen=True)
 class Turns(Sampler):
-    """Let clients take turns, as the state's round and model say."""
+    """Let clients take turns: those who took part least recently come next."""
 
-    def select(self, key, state, sizes, count):
-        """Begin somewhere that depends on the state, and go on from there."""
-        begin = state.round + int(state.model["head.bias"].abs().sum() * 1e6)
-        return (begin + np.arange(count)) % len(sizes)
+    def select(self, state, candidates, count):
+        """Go on behind the client that took part last."""
+        last = state.server.get("turns", {"last": torch.tensor(-1)})["last"]
+        begin = np.searchsorted(candidates.ids, int(last), side="right")
+        return candidates.ids[(begin + np.arange(count)) % len(candidates.ids)]
+
+    def learn(self, state, cohort):
+        """Take note of who took part."""
+        return state.with_server(turns={"last": torch.tensor(int(cohort.ids[-1]))})
 
 
 def register_all():

@@ -95,9 +95,10 @@ def test_a_model_larger_than_a_piece_is_mixed_without_seams():
 @pytest.mark.parametrize(("sampling", "shares"), [("size", [0.1, 0.6, 0.3]), ("uniform", [1 / 3, 1 / 3, 1 / 3])])
 def test_clients_are_chosen_by_size_or_uniformly(sampling, shares):
     sampler = build("fedavg", sampling=sampling).sampler
-    sizes = np.array([10, 60, 30])
-    drawn = [int(sampler.select(key, State(0, {}), sizes, 1)[0]) for key in range(3000)]
-    assert chisquare(np.bincount(drawn, minlength=3), np.array(shares) * 3000).pvalue > 1e-3
+    clients = {"ids": np.array([3, 4, 8]), "sizes": np.array([10, 60, 30])}
+    drawn = [sampler.select(State(0, {}), SimpleNamespace(key=key, **clients), 1)[0] for key in range(3000)]
+    counts = [drawn.count(client) for client in clients["ids"]]
+    assert chisquare(counts, np.array(shares) * 3000).pvalue > 1e-3
 
 
 def test_unknown_weights_are_refused():

@@ -143,6 +143,7 @@ def two_heads(shared, own):
         each={},
         memory={},
         seen=torch.tensor(True),
+        round=torch.tensor(0),
     )
 
 

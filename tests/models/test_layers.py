@@ -180,10 +180,10 @@ def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
     def of_one(params, x, mask):
         return network.apply(params, x, Forward(train=True, mask=mask))
 
-    together, buffers = vmap(of_one)(stacked, x, mask)
+    together, _, buffers = vmap(of_one)(stacked, x, mask)
     for client, count in enumerate(counts):
         own = {name: stack[client] for name, stack in stacked.items()}
-        alone, own_buffers = network.apply(own, x[client, :count], Forward(train=True))
+        alone, _, own_buffers = network.apply(own, x[client, :count], Forward(train=True))
         torch.testing.assert_close(together[client, :count], alone, rtol=1e-9, atol=1e-9)
         for name, buffer in own_buffers.items():
             torch.testing.assert_close(buffers[name][client], buffer, rtol=1e-9, atol=1e-9)

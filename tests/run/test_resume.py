@@ -182,10 +182,10 @@ def test_a_checkpoint_holds_the_server_state_and_the_memories_of_those_who_took_
     shapes = {name.removeprefix("model/"): tuple(t.shape) for name, t in tensors.items() if name.startswith("model/")}
     for name, shape in shapes.items():
         assert tuple(tensors[f"memory/control/{name}"].shape) == (TRAINING.cohort, *shape)
-        assert tuple(tensors[f"kept/control/{name}"].shape) == shape
+        assert tuple(tensors[f"server/control/{name}"].shape) == shape
         # From c = 0 and c_k = 0, option II gives c⁺ = |S|/N · mean of c_k⁺, with N = 8 registered clients.
         wanted = tensors[f"memory/control/{name}"].double().mean(0) * (TRAINING.cohort / 8)
-        torch.testing.assert_close(tensors[f"kept/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(tensors[f"server/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
