@@ -12,6 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from equipoise.checks import count
 from equipoise.errors import InputError, unknown
 
 Ints = NDArray[np.int64]
@@ -520,9 +521,9 @@ class Federation:
         clients = {name: self.split(name).clients for name in SPLITS} | {"unseen": len(self.unseen)}
         if self.client_names is not None:
             clients["client_names"] = len(self.client_names)
-        for part, count in clients.items():
-            if count != self.clients:
-                raise InputError(f"{part} has {count} clients, groups has {self.clients}; they must agree")
+        for part, found in clients.items():
+            if found != self.clients:
+                raise InputError(f"{part} has {found} clients, groups has {self.clients}; they must agree")
         if len(set(self.group_names)) != len(self.group_names):
             raise InputError(f"group_names must all differ, not {_few(self.group_names)}")
         lost = np.flatnonzero((self.groups < 0) | (self.groups >= len(self.group_names)))
@@ -606,8 +607,7 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
     [[7], [1], [2]]
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise InputError(f"seed={seed!r} must be a whole number, 0 or more")
+    seed = count(seed, "seed", least=0)
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
     place = np.arange(len(held.indices)) - held.offsets[holders]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.random import fold_tensor, uniform
 
@@ -52,8 +53,7 @@ class Crop:
 
     def __post_init__(self) -> None:
         """Refuse a padding that shifts nothing."""
-        if self.padding < 1:
-            raise InputError(f"crop.padding must be at least 1, got {self.padding!r}")
+        object.__setattr__(self, "padding", count(self.padding, "crop.padding"))
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
         """Shift the images."""

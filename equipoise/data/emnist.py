@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from equipoise.data.checks import real, whole
+from equipoise.checks import count, real
 from equipoise.data.download import Archive
 from equipoise.data.draws import generator
 from equipoise.data.files import as_pixels, data_files, read_idx_images
@@ -161,16 +161,16 @@ class Skewed:
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
         labels, total = _labels_without_groups(source, "skewed"), source.classes or 0
-        if whole(self.classes, "classes") > total:
+        if count(self.classes, "classes") > total:
             raise InputError(f"classes={self.classes} a client is more than the {total} of source {source.name!r}")
-        classes_of = (np.arange(whole(self.clients, "clients"))[:, None] + np.arange(self.classes)) % total
+        classes_of = (np.arange(count(self.clients, "clients"))[:, None] + np.arange(self.classes)) % total
         holders = np.bincount(classes_of.flatten(), minlength=total)
         available = np.bincount(labels, minlength=total)
 
         def fits(scale: float) -> bool:
             return bool((holders * round(self.images * scale) <= available).all())
 
-        _check_scale(self.scale, fits, least=1 / whole(self.images, "images"), where=f"source {source.name!r}")
+        _check_scale(self.scale, fits, least=1 / count(self.images, "images"), where=f"source {source.name!r}")
         draws, size = generator(seed, "partition"), round(self.images * self.scale)
         mixed = [draws.permutation(np.flatnonzero(labels == label)) for label in range(total)]
         given = np.zeros(total, np.int64)

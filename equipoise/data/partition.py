@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.data.checks import real, whole
+from equipoise.checks import count, real
 from equipoise.data.draws import generator
 from equipoise.data.source import Source
 from equipoise.errors import InputError, flag
@@ -85,8 +85,8 @@ class Iid:
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
 
-        def divide(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
-            return np.array_split(draws.permutation(samples), count)
+        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            return np.array_split(draws.permutation(samples), clients)
 
         return _inside_groups(source, self.clients, self.min_samples, seed, divide)
 
@@ -136,20 +136,20 @@ class Dirichlet:
         def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
             return (draws.permutation(samples[labels[samples] == label]) for label in np.unique(labels[samples]))
 
-        def share_classes(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
-            pieces: list[list[Ints]] = [[] for _ in range(count)]
+        def share_classes(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            pieces: list[list[Ints]] = [[] for _ in range(clients)]
             for of_class in by_class(samples, draws):
-                shares = draws.dirichlet(np.full(count, beta))
+                shares = draws.dirichlet(np.full(clients, beta))
                 for client, piece in enumerate(np.split(of_class, _cuts(shares, len(of_class)))):
                     pieces[client].append(piece)
             mixed = [draws.permutation(np.concatenate(piece)) for piece in pieces]
             return _fill_up(mixed, self.min_samples)
 
-        def fill_clients(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
+        def fill_clients(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
             classes = list(by_class(samples, draws))
             left = np.array([len(of_class) for of_class in classes])
             held = []
-            for size in [len(part) for part in np.array_split(samples, count)]:
+            for size in [len(part) for part in np.array_split(samples, clients)]:
                 taken = _take(draws.dirichlet(np.full(len(classes), beta)), size, left, draws)
                 parts = zip(classes, left, taken, strict=True)
                 mine = np.concatenate([of_class[rest - some : rest] for of_class, rest, some in parts])
@@ -191,16 +191,16 @@ class ClassesPerClient:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
         labels = _labels(source, "classes")
         total = source.classes or 0
-        if whole(self.classes, "classes") > total:
+        if count(self.classes, "classes") > total:
             raise InputError(f"classes={self.classes} a client is more than the {total} of source {source.name!r}")
 
-        def divide(samples: Ints, first: int, count: int, draws: np.random.Generator) -> list[Ints]:
-            pieces: list[list[Ints]] = [[] for _ in range(count)]
+        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            pieces: list[list[Ints]] = [[] for _ in range(clients)]
             for label in np.unique(labels[samples]):
-                holders = [k for k in range(count) if (label - first - k) % total < self.classes]
+                holders = [k for k in range(clients) if (label - first - k) % total < self.classes]
                 if not holders:
                     raise InputError(
-                        f"none of clients {first} to {first + count - 1} would hold class {label}: {self.classes} "
+                        f"none of clients {first} to {first + clients - 1} would hold class {label}: {self.classes} "
                         f"classes a client do not cover all {total}; ask for more clients or more classes a client"
                     )
                 of_class = draws.permutation(samples[labels[samples] == label])
@@ -300,7 +300,7 @@ class ByGroup:
                     f"clients_per_group={list(self.clients_per_group)} must name one number for each of the "
                     f"{len(falling)} groups {', '.join(source.group_names)}"
                 )
-            return [whole(count, "clients_per_group") for count in self.clients_per_group]
+            return [count(clients, "each of clients_per_group") for clients in self.clients_per_group]
         if self.clients is not None:
             return _apportion(self.clients, falling)
         return [2] * len(falling) if self.imbalance == 1 else [round(weight) for weight in falling.tolist()]
@@ -333,7 +333,7 @@ class Natural:
             )
         names, first, holder, sizes = np.unique(source.ids, return_index=True, return_inverse=True, return_counts=True)
         held = np.split(np.argsort(holder, kind="stable"), np.cumsum(sizes)[:-1])
-        kept = np.flatnonzero(sizes >= whole(self.min_samples, "min_samples"))
+        kept = np.flatnonzero(sizes >= count(self.min_samples, "min_samples"))
         if not kept.size:
             raise InputError(
                 f"no client of source {source.name!r} holds min_samples={self.min_samples} samples; "
@@ -365,9 +365,9 @@ def _inside_groups(source: Source, clients: int, min_samples: int, seed: int, di
     counts = _apportion(clients, np.array(sizes, float))
     draws = generator(seed, "partition")
     held: list[Ints] = []
-    for samples, count, name in zip(members, counts, group_names, strict=True):
-        _enough(len(samples), count, min_samples, f"group {name!r}")
-        held += divide(samples, len(held), count, draws)
+    for samples, clients_in_group, name in zip(members, counts, group_names, strict=True):
+        _enough(len(samples), clients_in_group, min_samples, f"group {name!r}")
+        held += divide(samples, len(held), clients_in_group, draws)
     return Assignment(held, np.repeat(np.arange(len(counts)), counts).tolist(), group_names)
 
 
@@ -376,7 +376,7 @@ def _apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
 
     It makes the smallest weight per client as large as possible, so ``min_samples`` is met whenever it can be.
     """
-    if whole(clients, "clients") < len(weights):
+    if count(clients, "clients") < len(weights):
         raise InputError(f"clients={clients} is fewer than the {len(weights)} groups, which need one client each")
     counts = np.ones(len(weights), np.int64)
     averages = [(-weight / 2, group) for group, weight in enumerate(weights.tolist())]
@@ -385,7 +385,7 @@ def _apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
         group = averages[0][1]
         counts[group] += 1
         heapq.heapreplace(averages, (-weights[group] / (counts[group] + 1), group))
-    return [int(count) for count in counts]
+    return [int(number) for number in counts]
 
 
 def _fill_up(clients: list[Ints], least: int) -> list[Ints]:
@@ -451,7 +451,7 @@ def _labels(source: Source, partition: str) -> Ints:
 
 
 def _enough(samples: int, clients: int, min_samples: int, where: str) -> None:
-    wanted = whole(clients, "clients") * whole(min_samples, "min_samples")
+    wanted = count(clients, "clients") * count(min_samples, "min_samples")
     if samples < wanted:
         raise InputError(
             f"{where} has {samples} samples, too few for {clients} clients with min_samples={min_samples} each"

@@ -64,7 +64,7 @@ def test_an_image_does_not_depend_on_its_batch(augmentation):
 
 
 def test_crop_refuses_to_stand_still():
-    with pytest.raises(InputError, match="crop.padding must be at least 1, got 0"):
+    with pytest.raises(InputError, match="crop.padding must be a whole number of at least 1, got 0"):
         Crop(padding=0)
 
 
