@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from equipoise.errors import InputError
 
@@ -163,3 +163,31 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
             f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x {smallest}"
         )
     return channels, height, width
+
+
+def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
+    """Return a name and the options that belong to it, from the name alone or from a mapping with ``name``.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    tuple of str and dict
+        The name, and everything else the mapping holds.
+
+    Examples
+    --------
+    >>> name_and_options({"name": "crop", "padding": 2}, "training.augment")
+    ('crop', {'padding': 2})
+    >>> name_and_options("flip", "training.augment")
+    ('flip', {})
+    """
+    options = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+    if not isinstance(options.get("name"), str):
+        raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
+    return options.pop("name"), options

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from equipoise.checks import count, image, probability, real, several
+from equipoise.checks import count, image, name_and_options, probability, real, several
 from equipoise.errors import InputError
 
 
@@ -74,3 +74,13 @@ def test_images_have_three_axes_and_enough_pixels():
         image((4, 5), "cnn2", smallest=4)
     with pytest.raises(InputError, match="at least 4 x 4"):
         image((3, 4, 3), "cnn2", smallest=4)
+
+
+def test_a_name_may_come_with_options():
+    given = {"name": "crop", "padding": 2}
+    assert name_and_options(given, "augment") == ("crop", {"padding": 2})
+    assert given == {"name": "crop", "padding": 2}
+    assert name_and_options("flip", "augment") == ("flip", {})
+    for wrong in ({"padding": 2}, {"name": 3}, 3, None, ["flip"]):
+        with pytest.raises(InputError, match="^augment must be a name or a mapping with 'name', got "):
+            name_and_options(wrong, "augment")
