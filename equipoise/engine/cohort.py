@@ -92,16 +92,18 @@ class StackedEngine:
         device = machine.torch_device
         self.network = Network(model, Task(federation.task), device, machine.dtype, machine.autocast)
         self.data = DeviceData(self.view, device, machine.dtype)
-        if len(self.data.x):
-            self.network.try_out(*self.data.fetch(torch.arange(min(3, len(self.data.x)))), federation.outputs)
+        if len(self.data):
+            self.network.try_out(*self.data.fetch(torch.arange(min(3, len(self.data)))), federation.outputs)
         self.memory = MemoryStore()
         self.absent: dict[int, str] = {}
-        self.workshop = Workshop(replays=machine.replay and self.data.x.is_cuda)
+        self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
         self._train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
         else:
-            self.chunk = chunk_by_rule(self.network, self.data.x[0], training.batch_size)
+            self.chunk = chunk_by_rule(
+                self.network, self.data.inputs(torch.zeros(1, dtype=torch.int64))[0], training.batch_size
+            )
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
         """Gather clients for a round (counted from 0)."""
