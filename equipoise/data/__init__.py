@@ -60,6 +60,7 @@ SOURCES: Registry = {
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",
     "silos": "equipoise.data.silos:recipe",
+    "imagefolder": "equipoise.data.imagefolder:recipe",
 }
 """What makes each source."""
 

@@ -156,6 +156,36 @@ def test_a_loss_may_read_mapped_samples_while_features_rest(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("given", [torch.uint8, torch.float64])
+def test_samples_reach_a_gpu_from_everywhere(tmp_path, monkeypatch, given):
+    x, gpu = images(given), torch.device("cuda")
+    wanted = torch.float32 if given.is_floating_point else given
+    resident, stored = (DeviceData(federation(samples), gpu, torch.float32) for samples in (x, mapped(tmp_path, x)))
+    monkeypatch.setattr(engine_data, "_LARGEST_SHARE", 0.0)
+    too_large = DeviceData(federation(x), gpu, torch.float32)
+    assert [data.on_gpu for data in (resident, stored, too_large)] == [True, False, False]
+    positions = torch.tensor([[5, 5, 59], [0, 3, 5]], device=gpu)
+    for data in (resident, stored, too_large):
+        samples, targets = data.fetch(positions)
+        assert samples.is_cuda
+        assert targets.is_cuda
+        assert torch.equal(samples.cpu(), x[positions.cpu()].to(wanted))
+        assert torch.equal(targets.cpu(), positions.cpu() % 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model", ["mlp", "cnn2"])
+def test_training_on_a_gpu_from_disk_gives_the_same_numbers(tmp_path, model):
+    x, machine = images() / 255, Machine(device="cuda")
+    runs = [
+        train(federation(samples), model=model, rounds=2, batch_size=4, epochs=2, machine=machine)
+        for samples in (x, mapped(tmp_path, x))
+    ]
+    for one, other in zip(*(run.model().parameters() for run in runs), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
 # 16 GiB of zeros, of which the file system stores almost nothing.
 PROGRAM = """
 import json, os, resource, sys
