@@ -62,7 +62,7 @@ class DeviceData:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether all samples are in the memory of a GPU, so that it can fetch batches by itself."""
+        """Whether all samples are in the memory of a GPU, which can then replay steps."""
         return self._resident and self.device.type == "cuda"
 
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
