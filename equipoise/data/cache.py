@@ -101,7 +101,9 @@ class MappedArray:
             raise InputError(f"cannot read the array in {self.path}: {error}; write it again") from error
 
     @classmethod
-    def write(cls, path: str | Path, shape: tuple[int, ...], dtype: torch.dtype, rows: Iterable[Tensor]) -> MappedArray:
+    def write(
+        cls, path: str | Path, shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]
+    ) -> MappedArray:
         """Write an array, a block of rows at a time.
 
         The file appears under its name when it is complete; until then a file that was there before stays as it is.
@@ -114,7 +116,7 @@ class MappedArray:
             The shape of the whole array; the first axis is that of rows.
         dtype : torch.dtype
             The type of all values.
-        rows : iterable of Tensor
+        blocks : iterable of Tensor
             Blocks of rows, each of shape ``[any number, *shape[1:]]``, in order.
 
         Returns
@@ -140,7 +142,7 @@ class MappedArray:
                 file = beside.open("xb")
             with file:
                 digest = hashlib.sha256()
-                pieces: Iterator[bytes | memoryview] = chain([head], _values(shape, dtype, rows))
+                pieces: Iterator[bytes | memoryview] = chain([head], _values(shape, dtype, blocks))
                 for piece in pieces:
                     digest.update(piece)
                     with _naming_failures(path):
@@ -185,7 +187,7 @@ class MappedArray:
         return MappedArray, (self.path.absolute(),)
 
 
-def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[], Iterator[Tensor]]) -> MappedArray:
+def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]) -> MappedArray:
     """Return an array from the cache directory, or make it and keep it there.
 
     An entry that is truncated or damaged, or that has another shape or type, is made again. Of several processes that want
@@ -200,7 +202,7 @@ def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[
         The shape of the whole array.
     dtype : torch.dtype
         The type of all values.
-    rows : callable
+    blocks : callable
         Makes the content: returns an iterator over blocks of rows, in order. Only called if there is no entry yet.
 
     Returns
@@ -238,8 +240,8 @@ def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[
             return found
         if alone:
             for left_behind in folder.glob(f"{path.name}.*.tmp"):
-                left_behind.unlink()
-        return MappedArray.write(path, shape, dtype, rows())
+                left_behind.unlink(missing_ok=True)
+        return MappedArray.write(path, shape, dtype, blocks())
 
 
 def _open(path: Path) -> tuple[NDArray[Any], str]:
@@ -283,10 +285,10 @@ def _head(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     return magic + struct.pack("<I", len(text) + padding + 1) + text.encode() + b" " * padding + b"\n"
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype, rows: Iterable[Tensor]) -> Iterator[memoryview]:
+def _values(shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
     """Return the bytes of each block of rows."""
     found = 0
-    for block in rows:
+    for block in blocks:
         if block.dtype != dtype or tuple(block.shape[1:]) != tuple(shape[1:]):
             raise InputError(
                 f"a block of rows is {block.dtype} of shape {list(block.shape)}; "
