@@ -1,10 +1,11 @@
-"""The checks that models share: each returns the value it was given, or says in one line what is wrong with it."""
+"""Checks of single values: each returns the value it was given or raises an `InputError` that says what is valid."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from equipoise.errors import InputError
 
@@ -39,6 +40,38 @@ def count(value: object, what: str, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InputError(f"{what} must be a whole number of at least {least}, got {value!r}")
     return int(value)
+
+
+def real(value: object, what: str, *, least: float | None = None) -> float:
+    """Return a finite number that is large enough.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+    least : float, optional
+        The smallest valid number. Without it, the number must be above 0.
+
+    Returns
+    -------
+    float
+        The value as a Python ``float``.
+
+    Examples
+    --------
+    >>> real(2, "beta")
+    2.0
+    >>> real(0, "beta")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: beta must be a finite number above 0, got 0
+    """
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or (number <= 0 if least is None else number < least):
+        smallest = "above 0" if least is None else f"of at least {least:g}"
+        raise InputError(f"{what} must be a finite number {smallest}, got {value!r}")
+    return number
 
 
 def several(value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None) -> tuple[T, ...]:
@@ -130,3 +163,31 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
             f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x {smallest}"
         )
     return channels, height, width
+
+
+def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
+    """Return a name and the options that belong to it, from the name alone or from a mapping with ``name``.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    tuple of str and dict
+        The name, and everything else the mapping holds.
+
+    Examples
+    --------
+    >>> name_and_options({"name": "crop", "padding": 2}, "training.augment")
+    ('crop', {'padding': 2})
+    >>> name_and_options("flip", "training.augment")
+    ('flip', {})
+    """
+    options = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+    if not isinstance(options.get("name"), str):
+        raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
+    return options.pop("name"), options

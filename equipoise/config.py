@@ -22,6 +22,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
+from equipoise.data.augment import AUGMENTATIONS, augmentation_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
@@ -32,7 +33,7 @@ from equipoise.method import Method
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
 from equipoise.run.evaluation import Evaluation
-from equipoise.run.plain import AUGMENTATIONS, augmentation_from, optimizer_from, schedule_from, to_plain
+from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 from equipoise.run.trainer import MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from equipoise.checks import count
 from equipoise.errors import InputError, unknown
+from equipoise.samples import Samples, blocks, kind_of
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -124,8 +126,9 @@ class Federation:
 
     Parameters
     ----------
-    x : Tensor of shape [N, ...]
-        All samples of all clients.
+    x : Tensor or Samples of shape [N, ...]
+        All samples of all clients: a tensor, or an object that reads them from disk when they are needed
+        (:class:`~equipoise.samples.Samples`).
     y : Tensor
         int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
     train, val, test : Split
@@ -153,7 +156,7 @@ class Federation:
     (2, [1, 1], 'bob')
     """
 
-    x: Tensor
+    x: Tensor | Samples
     y: Tensor
     train: Split
     val: Split
@@ -181,7 +184,7 @@ class Federation:
     @classmethod
     def from_arrays(
         cls,
-        x: ArrayLike | Tensor,
+        x: ArrayLike | Tensor | Samples,
         y: ArrayLike | Tensor,
         *,
         clients: Sequence[Hashable] | NDArray[Any] | Tensor,
@@ -202,7 +205,7 @@ class Federation:
         ----------
         x, y : array-like or Tensor
             Samples and labels (or targets), one row a sample. Tensors keep their type; other floating point arrays take
-            torch's default type.
+            torch's default type. ``x`` may also be :class:`~equipoise.samples.Samples`.
         clients : sequence of hashables of length N
             The client each sample belongs to. Written out, ids are the clients' names, so they must differ then too.
         groups : mapping of client to str, optional
@@ -233,7 +236,8 @@ class Federation:
         >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
         [[6], [2], [2]]
         """
-        samples, targets = _tensor(x, "x"), _targets(y, task)
+        samples: Tensor | Samples = x if isinstance(x, Samples) else _tensor(x, "x")
+        targets = _targets(y, task)
         ids, holders = _number(clients)
         if len(holders) != len(samples):
             raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
@@ -432,6 +436,8 @@ class Federation:
         -------
         str
             16 hexadecimal digits, from data, splits, groups, unseen clients and task; names of clients do not count.
+            Samples on disk enter by their stored digest, so they have another fingerprint than the same samples in a
+            tensor.
 
         Examples
         --------
@@ -443,6 +449,9 @@ class Federation:
         splits = [part for name in SPLITS for part in (self.split(name).indices, self.split(name).offsets)]
         digest = hashlib.sha256(repr((self.task, self.classes, self.group_names)).encode())
         for part in (self.x, self.y, *splits, self.groups, self.unseen):
+            if isinstance(part, Samples):
+                digest.update(repr((part.dtype, tuple(part.shape), part.digest)).encode())
+                continue
             tensor = (part if isinstance(part, Tensor) else torch.tensor(part)).detach().cpu().contiguous()
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if tensor.numel():  # torch cannot view an empty tensor as bytes
@@ -484,9 +493,12 @@ class Federation:
         return split.indices[~np.repeat(self.unseen, split.sizes)]
 
     def _check_samples(self) -> None:
-        for name, tensor in (("x", self.x), ("y", self.y)):
-            if not isinstance(tensor, Tensor) or tensor.ndim == 0:
-                raise InputError(f"Federation.{name} must be a tensor with one row a sample, not {_kind(tensor)}")
+        if not isinstance(self.x, Tensor | Samples) or len(self.x.shape) == 0:
+            raise InputError(
+                f"Federation.x must be a tensor (or equipoise.samples.Samples) with one row a sample, not {kind_of(self.x)}"
+            )
+        if not isinstance(self.y, Tensor) or self.y.ndim == 0:
+            raise InputError(f"Federation.y must be a tensor with one row a sample, not {kind_of(self.y)}")
         if len(self.x) != len(self.y):
             raise InputError(f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}")
         self._check_finite(self.x, "x")
@@ -495,14 +507,14 @@ class Federation:
         if self.task == "regression":
             if not self.y.is_floating_point() or self.y.ndim > 2:
                 raise InputError(
-                    f"y of a regression must be floating point of shape [N] or [N, d], not {_kind(self.y)}"
+                    f"y of a regression must be floating point of shape [N] or [N, d], not {kind_of(self.y)}"
                 )
             if self.classes is not None:
                 raise InputError(f"classes={self.classes} makes no sense for a regression; leave it out")
             self._check_finite(self.y, "y")
             return
         if self.y.dtype != torch.int64 or self.y.ndim != 1:
-            raise InputError(f"y of a classification must be int64 labels of shape [N], not {_kind(self.y)}")
+            raise InputError(f"y of a classification must be int64 labels of shape [N], not {kind_of(self.y)}")
         classes = self.classes or (int(self.y.max()) + 1 if len(self.y) else 0)
         object.__setattr__(self, "classes", classes)
         wrong = ((self.y < 0) | (self.y >= classes)).nonzero()
@@ -510,19 +522,22 @@ class Federation:
             sample = int(wrong[0])
             raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
 
-    def _check_finite(self, tensor: Tensor, name: str) -> None:
-        if not tensor.is_floating_point() or bool(torch.isfinite(tensor).all()):
+    def _check_finite(self, values: Tensor | Samples, name: str) -> None:
+        if not values.dtype.is_floating_point:
             return
-        sample = int((~torch.isfinite(tensor)).flatten(1 if tensor.ndim > 1 else 0).nonzero()[0, 0])
-        raise InputError(f"{self._whose(sample)} has NaN or infinity in {name}; all values must be finite")
+        for first, block in blocks(values):
+            finite = torch.isfinite(block)
+            if not bool(finite.all()):
+                sample = first + int((~finite).nonzero()[0, 0])
+                raise InputError(f"{self._whose(sample)} has NaN or infinity in {name}; all values must be finite")
 
     def _check_clients(self) -> None:
         clients = {name: self.split(name).clients for name in SPLITS} | {"unseen": len(self.unseen)}
         if self.client_names is not None:
             clients["client_names"] = len(self.client_names)
-        for part, count in clients.items():
-            if count != self.clients:
-                raise InputError(f"{part} has {count} clients, groups has {self.clients}; they must agree")
+        for part, found in clients.items():
+            if found != self.clients:
+                raise InputError(f"{part} has {found} clients, groups has {self.clients}; they must agree")
         if len(set(self.group_names)) != len(self.group_names):
             raise InputError(f"group_names must all differ, not {_few(self.group_names)}")
         lost = np.flatnonzero((self.groups < 0) | (self.groups >= len(self.group_names)))
@@ -606,8 +621,7 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
     [[7], [1], [2]]
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise InputError(f"seed={seed!r} must be a whole number, 0 or more")
+    seed = count(seed, "seed", least=0)
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
     place = np.arange(len(held.indices)) - held.offsets[holders]
@@ -717,7 +731,3 @@ def _holder(split: Split, sample: int | np.integer[Any]) -> int:
 def _few(values: Sequence[Any]) -> str:
     shown = ", ".join(repr(value) for value in values[:8])
     return f"{shown}, ..." if len(values) > 8 else shown
-
-
-def _kind(value: object) -> str:
-    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

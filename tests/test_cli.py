@@ -197,7 +197,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
-            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta=0.0 must be a finite number above 0\n",
+            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta must be a finite number above 0, got 0.0\n",
         ),
         (
             ["--set", "data.partition={name: iid, clients: 1000}"],

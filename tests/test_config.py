@@ -251,7 +251,7 @@ def test_a_runs_configuration_is_an_experiment(tmp_path):
 
 def test_errors_of_the_data_name_the_file():
     made = experiment(data={"name": "digits", "partition": {"name": "dirichlet", "clients": 9, "beta": -1}})
-    with pytest.raises(InputError, match=r"^x\.yaml: beta=-1\.0 must be a finite number above 0$"):
+    with pytest.raises(InputError, match=r"^x\.yaml: beta must be a finite number above 0, got -1\.0$"):
         made.federation()
 
 

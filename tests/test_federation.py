@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.data.cache import MappedArray
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split, split_samples
 
@@ -104,7 +106,9 @@ INFINITE[6] = float("inf")
         ({"y": torch.arange(7), "task": "regression"}, "floating point"),
         ({"y": torch.rand(7), "task": "regression", "classes": 3}, "classes=3"),
         ({"y": torch.zeros(6).long()}, "x has 7 rows, y has 6"),
-        ({"x": np.zeros((7, 2))}, "must be a tensor"),
+        ({"x": np.zeros((7, 2))}, r"Federation.x must be a tensor \(or equipoise.samples.Samples\) .*, not ndarray"),
+        ({"x": torch.tensor(1.0)}, r"with one row a sample, not torch.float32 of shape \[\]"),
+        ({"y": np.zeros(7)}, "Federation.y must be a tensor with one row a sample, not ndarray"),
         ({"task": "regresion"}, "did you mean 'regression'"),
         ({"unseen": np.array([True, True])}, "all 2 are unseen"),
         ({"unseen": np.array([True])}, "unseen has 1 clients, groups has 2"),
@@ -182,6 +186,63 @@ def test_fingerprint_depends_on_everything_but_names() -> None:
     assert base.fingerprint() == small().fingerprint() == replace(base, name="other").fingerprint()
     assert base.fingerprint() == small(x=base.x.T.contiguous().T).fingerprint()
     assert len(base.fingerprint()) == 16
+
+
+def test_fingerprints_of_tensors_never_change() -> None:
+    """Runs on disk hold them, and are resumed only by the same federation."""
+    x, y = torch.arange(24.0).view(8, 3), torch.arange(8) % 2
+    groups = {"a": "one", "b": "two"}
+    federation = Federation.from_arrays(x, y, clients=list("aaaabbbb"), groups=groups, unseen=["b"])
+    assert federation.fingerprint() == "cefc53fd8d7ec8fc"
+
+
+def mapped(path: Path, x: torch.Tensor) -> MappedArray:
+    return MappedArray.write(path, tuple(x.shape), x.dtype, x.split(3))
+
+
+def test_samples_may_be_on_disk(tmp_path: Path) -> None:
+    x, y = torch.arange(24.0).view(12, 2), torch.arange(12) % 3
+    stored = mapped(tmp_path / "x.npy", x)
+    one, other = (Federation.from_arrays(samples, y, clients=[0, 1, 2] * 4, seed=7) for samples in (x, stored))
+    assert other.x is stored
+    assert other.shape == (2,)
+    assert other.describe() == one.describe()
+    for name in ("train", "val", "test"):
+        assert np.array_equal(one.split(name).indices, other.split(name).indices)
+    assert other.pooled().x is stored
+
+
+def test_samples_on_disk_enter_the_fingerprint_by_their_digest(tmp_path: Path) -> None:
+    x = small().x
+    changed = x[:].clone()
+    changed[6, 1] += 1
+    federations = [
+        small(x=mapped(tmp_path / f"{place}.npy", samples)) for place, samples in enumerate((x[:], x[:], changed))
+    ]
+    fingerprints = [federation.fingerprint() for federation in federations]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+def test_samples_on_disk_are_checked_block_by_block(tmp_path: Path) -> None:
+    x = torch.zeros(7, 2)
+    x[4, 1] = torch.nan
+    with pytest.raises(InputError, match="sample 4 of client 0 has NaN or infinity in x"):
+        small(x=mapped(tmp_path / "x.npy", x))
+    # 40 MiB a row: each is a block of its own.
+    large = torch.zeros(3, 10 << 20)
+    large[2, -1] = torch.inf
+    nobody = Split.from_lists([[]])
+    with pytest.raises(InputError, match="sample 2 of client 0 has NaN or infinity in x"):
+        Federation(
+            mapped(tmp_path / "large.npy", large),
+            torch.zeros(3).long(),
+            Split.from_lists([[0, 1, 2]]),
+            nobody,
+            nobody,
+            groups=np.zeros(1, np.int64),
+            group_names=("all",),
+            unseen=np.zeros(1, bool),
+        )
 
 
 def test_from_arrays_numbers_clients_and_groups() -> None:
@@ -306,9 +367,9 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"groups": {0: "north", "0": "south"}}, "groups: client '0' holds no sample; the clients are 0"),
         ({"clients": [1, 1, "1", "1"]}, "clients 1 and '1' would both be called '1'"),
         ({"clients": ["(1, 2)", (1, 2), 3, 3]}, r"clients '\(1, 2\)' and \(1, 2\) would both be called '\(1, 2\)'"),
-        ({"seed": -1}, "seed=-1 must be a whole number, 0 or more"),
-        ({"seed": 0.5}, "seed=0.5 must be a whole number"),
-        ({"seed": True}, "seed=True must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number of at least 0, got 0.5"),
+        ({"seed": True}, "seed must be a whole number of at least 0, got True"),
         ({"unseen": [5]}, "unseen client 5 holds no sample; the clients are 0"),
         ({"unseen": "east"}, "unseen client 'east' holds no sample; the clients are 0"),
         ({"unseen": 0}, r"unseen=0 must be a list of clients, such as \[0\]"),

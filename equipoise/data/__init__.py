@@ -10,9 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar
 
-from equipoise.data.emnist import Skewed, ThreeGroups
 from equipoise.data.federate import federate
-from equipoise.data.partition import Assignment, ByGroup, ClassesPerClient, Dirichlet, Iid, Natural, Partition
+from equipoise.data.partition import (
+    Assignment,
+    ByGroup,
+    ClassesPerClient,
+    Dirichlet,
+    Iid,
+    Natural,
+    Partition,
+    Skewed,
+    ThreeGroups,
+)
 from equipoise.data.picture import draw
 from equipoise.data.source import Source
 from equipoise.errors import InputError, unknown
@@ -51,6 +60,7 @@ SOURCES: Registry = {
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",
     "silos": "equipoise.data.silos:recipe",
+    "imagefolder": "equipoise.data.imagefolder:recipe",
 }
 """What makes each source."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from equipoise.errors import InputError
+from equipoise.checks import count, name_and_options
+from equipoise.errors import InputError, unknown
 from equipoise.random import fold_tensor, uniform
 
 
@@ -52,8 +53,7 @@ class Crop:
 
     def __post_init__(self) -> None:
         """Refuse a padding that shifts nothing."""
-        if self.padding < 1:
-            raise InputError(f"crop.padding must be at least 1, got {self.padding!r}")
+        object.__setattr__(self, "padding", count(self.padding, "crop.padding"))
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
         """Shift the images."""
@@ -66,6 +66,62 @@ class Crop:
         images = torch.arange(len(x), device=x.device).view(-1, 1, 1, 1)
         channels = torch.arange(x.shape[1], device=x.device).view(1, -1, 1, 1)
         return padded[images, channels, rows, columns]
+
+
+AUGMENTATIONS: dict[str, type[Any]] = {"flip": Flip, "crop": Crop}
+"""The augmentations that configuration files know by name."""
+
+
+def augmentation_to_plain(augmentation: Any) -> dict[str, Any]:
+    """Return an augmentation as the plain values a configuration file holds.
+
+    Parameters
+    ----------
+    augmentation : Augmentation
+        Of one of the kinds in `AUGMENTATIONS`.
+
+    Returns
+    -------
+    dict
+        Its name and options.
+
+    Examples
+    --------
+    >>> augmentation_to_plain(Crop(padding=2))
+    {'name': 'crop', 'padding': 2}
+    """
+    names = {kind: name for name, kind in AUGMENTATIONS.items()}
+    return {"name": names[type(augmentation)], **asdict(augmentation)}
+
+
+def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
+    """Make an augmentation from its plain form.
+
+    Parameters
+    ----------
+    plain : str or mapping
+        Its name, or a mapping with ``name`` and options.
+
+    Returns
+    -------
+    Augmentation
+        Of one of the kinds in `AUGMENTATIONS`.
+
+    Examples
+    --------
+    >>> augmentation_from({"name": "crop", "padding": 2})
+    Crop(padding=2)
+    """
+    name, options = name_and_options(plain, "training.augment")
+    if name not in AUGMENTATIONS:
+        raise unknown("augmentation", name, AUGMENTATIONS, where="training.augment")
+    kind = AUGMENTATIONS[name]
+    valid = [field.name for field in fields(kind)]
+    for key in options:
+        if key not in valid:
+            raise unknown(f"option of {name}", key, valid, where="training.augment")
+    made: Augmentation = kind(**options)
+    return made
 
 
 def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...]) -> None:

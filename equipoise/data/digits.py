@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from equipoise.data.checks import real
+from equipoise.checks import real
 from equipoise.data.draws import generator
 from equipoise.data.partition import ByGroup
 from equipoise.data.source import Source

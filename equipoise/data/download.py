@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 from urllib.request import urlopen
 
+from equipoise.data.progress import progress
 from equipoise.errors import RunError
 
 # Seconds without a single byte after which a connection counts as broken.
@@ -107,7 +107,7 @@ def _receive(archive: Archive, path: Path) -> None:
     digest, size = hashlib.sha256(), 0
     with urlopen(archive.url, timeout=_PATIENCE) as answer, path.open("wb") as file:
         promised = int(answer.headers.get("Content-Length") or 0)
-        with _progress(archive.name, promised) as advance:
+        with progress(archive.name, promised or None, in_bytes=True) as advance:
             while piece := answer.read(_PIECE):
                 file.write(piece)
                 digest.update(piece)
@@ -154,16 +154,3 @@ def _opened(path: Path) -> Iterator[Callable[[str], IO[bytes]]]:
             return content
 
         yield open_member
-
-
-@contextmanager
-def _progress(name: str, size: int) -> Iterator[Callable[[int], object]]:
-    """Show how much has come, to people: a terminal gets a bar that vanishes at the end, a log gets nothing."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(name, total=size or None)
-        yield lambda count: bar.advance(task, count)

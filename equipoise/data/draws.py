@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from equipoise.data.checks import whole
+from equipoise.checks import count
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:
@@ -29,4 +29,4 @@ def generator(seed: int, purpose: str) -> np.random.Generator:
     >>> bool(generator(0, "styles").random() == generator(0, "styles").random())
     True
     """
-    return np.random.default_rng([whole(seed, "seed", least=0), zlib.crc32(purpose.encode())])
+    return np.random.default_rng([count(seed, "seed", least=0), zlib.crc32(purpose.encode())])

@@ -25,6 +25,31 @@ VARIABLE = "EQUIPOISE_DATA"
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
+def data_directory(root: str | Path | None = None) -> tuple[Path, str]:
+    """Return the data directory, and words for messages that say where its name came from.
+
+    Parameters
+    ----------
+    root : str or Path, optional
+        The option ``root`` of a source.
+
+    Returns
+    -------
+    tuple of Path and str
+        The directory, which need not exist, and what chose it.
+
+    Examples
+    --------
+    >>> data_directory("/srv/data")
+    (PosixPath('/srv/data'), "root='/srv/data'")
+    """
+    if root is not None:
+        return Path(root).expanduser().absolute(), f"root={str(root)!r}"
+    if chosen := os.environ.get(VARIABLE):
+        return Path(chosen).expanduser().absolute(), f"environment variable {VARIABLE}"
+    return Path("data").absolute(), f"neither root nor {VARIABLE} is set"
+
+
 def data_files(
     source: str,
     *choices: Sequence[str],
@@ -64,7 +89,7 @@ def data_files(
     equipoise.errors.InputError: no files of data 'mnist' in .../nowhere/mnist or .../nowhere (root='nowhere'): expected
     images, labels, each perhaps with .gz; ...
     """
-    home, origin = _home(root)
+    home, origin = data_directory(root)
     places = [home / folder for folder in folders]
     found = _complete(places, choices)
     if not found and download:
@@ -205,15 +230,6 @@ def as_pixels(images: NDArray[np.uint8]) -> NDArray[np.float32]:
     [0.0, 0.20000000298023224, 1.0]
     """
     return images.astype(np.float32) / np.float32(255)
-
-
-def _home(root: str | Path | None) -> tuple[Path, str]:
-    """Return the data directory and who chose it."""
-    if root is not None:
-        return Path(root).expanduser().absolute(), f"root={str(root)!r}"
-    if chosen := os.environ.get(VARIABLE):
-        return Path(chosen).expanduser().absolute(), f"environment variable {VARIABLE}"
-    return Path("data").absolute(), f"neither root nor {VARIABLE} is set"
 
 
 def _complete(places: Sequence[Path], choices: Sequence[Sequence[str]]) -> tuple[Path, ...]:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.data.checks import whole
+from equipoise.checks import count
 from equipoise.data.draws import generator
 from equipoise.data.files import data_files, read
 from equipoise.data.partition import Natural
@@ -62,14 +62,14 @@ def encode(text: str) -> NDArray[np.int64]:
     return np.array([_number(chr(point)) for point in found], np.int64)[places]
 
 
-def draw_clients(candidates: Sequence[T], count: int | None, draws: np.random.Generator, what: str) -> list[T]:
+def draw_clients(candidates: Sequence[T], wanted: int | None, draws: np.random.Generator, what: str) -> list[T]:
     """Draw some of many clients at random, leaving them in their order.
 
     Parameters
     ----------
     candidates : sequence
         The clients to draw from.
-    count : int or None
+    wanted : int or None
         How many to draw; all of them if None.
     draws : numpy.random.Generator
         What to draw with.
@@ -89,11 +89,11 @@ def draw_clients(candidates: Sequence[T], count: int | None, draws: np.random.Ge
     Traceback (most recent call last):
     equipoise.errors.InputError: 4 letters are asked for, there are 3
     """
-    if count is None:
+    if wanted is None:
         return list(candidates)
-    if whole(count, what) > len(candidates):
-        raise InputError(f"{count} {what} are asked for, there are {len(candidates)}")
-    return [candidates[place] for place in sorted(draws.permutation(len(candidates))[:count])]
+    if count(wanted, what) > len(candidates):
+        raise InputError(f"{wanted} {what} are asked for, there are {len(candidates)}")
+    return [candidates[place] for place in sorted(draws.permutation(len(candidates))[:wanted])]
 
 
 def read_leaf(paths: Iterable[Path]) -> dict[str, Read]:

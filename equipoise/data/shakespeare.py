@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from equipoise.data.checks import real, whole
+from equipoise.checks import count, real
 from equipoise.data.draws import generator
 from equipoise.data.files import data_files, read
 from equipoise.data.leaf import CHARACTERS, draw_clients, encode
@@ -151,7 +151,7 @@ def shakespeare(
     """
     if real(scale, "scale") > 1:
         raise InputError(f"scale={scale} of data 'shakespeare' must be a share of each text, above 0 up to 1")
-    length, stride = whole(length, "length"), whole(stride, "stride")
+    length, stride = count(length, "length"), count(stride, "stride")
     (path,) = data_files("shakespeare", ["roles.jsonl"], folders=["shakespeare", "."], root=root)
     shortest = length + 1 + (_FEWEST_SAMPLES - 1) * stride
     cut = [role._replace(text=role.text[: round(scale * len(role.text))]) for role in read_roles(path)]

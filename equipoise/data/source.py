@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.errors import InputError
+from equipoise.samples import Samples
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -18,7 +19,7 @@ class Source:
 
     Parameters
     ----------
-    x : Tensor of shape [N, ...]
+    x : Tensor or Samples of shape [N, ...]
         The samples.
     y : Tensor
         int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
@@ -42,7 +43,7 @@ class Source:
     3
     """
 
-    x: Tensor
+    x: Tensor | Samples
     y: Tensor
     task: str = "classification"
     classes: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,10 @@ def at(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 class DeviceData:
-    """All samples as whole tensors, indexed per client; on the device unless they are too large for it.
+    """The samples of all clients, fetched by position.
+
+    A tensor is copied to the device as a whole if it fits. If it does not, or if samples are on disk, each batch is read when
+    it is needed and copied to the device. Targets are always on the device.
 
     Parameters
     ----------
@@ -46,13 +51,19 @@ class DeviceData:
 
     def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
-        x, y = (t.to(dtype) if t.is_floating_point() else t for t in (federation.x, federation.y))
-        fits = True
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            fits = x.numel() * x.element_size() <= _LARGEST_SHARE * total
-        home = device if fits else torch.device("cpu")
-        self.x, self.y = x.to(home), y.to(home)
+        self.x, self.y = federation.x, federation.y.to(device, _target_type(federation.y.dtype, dtype))
+        self._dtype = _target_type(self.x.dtype, dtype)
+        self._resident = isinstance(self.x, Tensor) and _fits(self.x.numel() * self._dtype.itemsize, device)
+        if isinstance(self.x, Tensor) and self._resident:
+            self.x = self.x.to(device, self._dtype)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether all samples are in the memory of a GPU, which can then replay steps."""
+        return self._resident and self.device.type == "cuda"
 
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the samples and targets at positions of any shape."""
@@ -60,8 +71,47 @@ class DeviceData:
 
     def inputs(self, positions: Tensor) -> Tensor:
         """Return the samples alone."""
-        return at(self.x, positions.to(self.x.device)).to(self.device)
+        if isinstance(self.x, Tensor) and self._resident:
+            return at(self.x, positions.to(self.device))
+        rows: Tensor = _Read.apply(positions, self)
+        return rows
 
     def targets(self, positions: Tensor) -> Tensor:
         """Return the targets alone."""
-        return at(self.y, positions.to(self.y.device)).to(self.device)
+        return at(self.y, positions.to(self.device))
+
+    def read(self, positions: Tensor) -> Tensor:
+        """Read samples that are not on the device: each of them once, in the order in which they are stored."""
+        wanted, places = torch.unique(positions.cpu(), return_inverse=True)
+        return at(self.x[wanted].to(self.device, self._dtype), places.to(self.device))
+
+
+class _Read(torch.autograd.Function):
+    """`DeviceData.read`, also where a loss asks for samples inside ``vmap``: then it reads those of all clients."""
+
+    @staticmethod
+    def forward(positions: Tensor, data: DeviceData) -> Tensor:
+        return data.read(positions)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], positions: Tensor, data: DeviceData) -> tuple[Tensor, int]:
+        rows: Tensor = _Read.apply(positions.movedim(in_dims[0], 0), data)
+        return rows, 0
+
+
+def _target_type(given: torch.dtype, floating: torch.dtype) -> torch.dtype:
+    """Return the type values take on the device: floating point numbers change, whole numbers stay what they are."""
+    return floating if given.is_floating_point else given
+
+
+def _fits(size: int, device: torch.device) -> bool:
+    """Say whether so many bytes may be copied to the device."""
+    return device.type != "cuda" or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory

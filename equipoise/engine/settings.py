@@ -6,20 +6,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from equipoise.checks import count
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
 from equipoise.method import Phase
 from equipoise.optimizers import Optimizer, Schedule, Sgd
 
 
-def _refuse_uncountable(settings: object, section: str, names: tuple[str, ...]) -> None:
-    """Refuse what is no number of times; what is open by default may stay open."""
+def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
+    """Check that settings are whole numbers of at least 1; those that are None by default may be None."""
     for name in names:
         value = getattr(settings, name)
-        if not (value is None and name in ("steps", "report_samples")) and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise InputError(f"{section}.{name} must be a whole number of at least 1, got {value!r}")
+        if value is not None or name not in ("steps", "report_samples"):
+            object.__setattr__(settings, name, count(value, f"{section}.{name}"))
 
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -75,7 +74,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        _refuse_uncountable(self, "training", ("rounds", "epochs", "batch_size", "steps", "report_samples"))
+        _check_counts(self, "training", ("rounds", "epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
@@ -123,7 +122,7 @@ class FineTune:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        _refuse_uncountable(self, "evaluation.fine_tune", ("epochs", "steps"))
+        _check_counts(self, "evaluation.fine_tune", ("epochs", "steps"))
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise InputError(f"evaluation.fine_tune.lr must be above 0 and finite, got {self.lr!r}")
 

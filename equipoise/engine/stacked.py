@@ -78,7 +78,7 @@ class StackedEngine:
         self.memory = MemoryStore()
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
-        self.workshop = Workshop(replays=machine.replay and device.type == "cuda")
+        self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
@@ -192,8 +192,8 @@ class StackedEngine:
 def open_data(network: Network, federation: Federation, training: Training) -> DeviceData:
     """Place a federation's samples where the engine can reach them, having tried the model out on a few."""
     data = DeviceData(federation, network.device, network.dtype)
-    if len(data.x):
-        network.try_out(*data.fetch(torch.arange(min(3, len(data.x)))), federation.outputs)
+    if len(data):
+        network.try_out(*data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
     return data
 
 

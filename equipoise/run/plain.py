@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from equipoise.data.augment import Augmentation, Crop, Flip
-from equipoise.errors import InputError, unknown
+from equipoise.checks import name_and_options
+from equipoise.data.augment import AUGMENTATIONS, augmentation_to_plain
+from equipoise.errors import unknown
 from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
-
-AUGMENTATIONS: dict[str, type[Any]] = {"flip": Flip, "crop": Crop}
 
 
 def to_plain(settings: Any) -> Any:
@@ -18,8 +17,8 @@ def to_plain(settings: Any) -> Any:
 
     Examples
     --------
-    >>> to_plain(Sgd(lr=0.5))["name"], to_plain((Flip(),))
-    ('sgd', [{'name': 'flip'}])
+    >>> to_plain(Schedule(kind="exponential", decay=0.9))["kind"], to_plain((Sgd(lr=0.5),))[0]["name"]
+    ('exponential', 'sgd')
     """
     if isinstance(settings, (list, tuple)):
         return [to_plain(item) for item in settings]
@@ -32,9 +31,8 @@ def to_plain(settings: Any) -> Any:
         return {"name": "adamw" if plain.pop("decoupled") else "adam", **plain}
     if isinstance(settings, TorchOptimizer):
         return {"name": settings.kind.lower(), "lr": settings.lr, **settings.options}
-    for name, kind in AUGMENTATIONS.items():
-        if isinstance(settings, kind):
-            return {"name": name, **plain}
+    if type(settings) in AUGMENTATIONS.values():
+        return augmentation_to_plain(settings)
     return plain
 
 
@@ -46,7 +44,7 @@ def optimizer_from(plain: str | Mapping[str, Any]) -> Optimizer:
     >>> optimizer_from({"name": "sgd", "lr": 0.5})
     Sgd(lr=0.5, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0)
     """
-    name, options = _name_and_options(plain, "training.optimizer")
+    name, options = name_and_options(plain, "training.optimizer")
     return optimizer_named(name, **options)
 
 
@@ -67,30 +65,3 @@ def schedule_from(plain: str | Mapping[str, Any]) -> Schedule:
         if key in fields:
             fields[key] = tuple(fields[key])
     return Schedule(**fields)
-
-
-def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
-    """Make an augmentation from its plain form.
-
-    Examples
-    --------
-    >>> augmentation_from({"name": "crop", "padding": 2})
-    Crop(padding=2)
-    """
-    name, options = _name_and_options(plain, "training.augment")
-    if name not in AUGMENTATIONS:
-        raise unknown("augmentation", name, AUGMENTATIONS, where="training.augment")
-    kind = AUGMENTATIONS[name]
-    valid = [field.name for field in dataclasses.fields(kind)]
-    for key in options:
-        if key not in valid:
-            raise unknown(f"option of {name}", key, valid, where="training.augment")
-    made: Augmentation = kind(**options)
-    return made
-
-
-def _name_and_options(plain: str | Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    options: dict[str, Any] = {"name": plain} if isinstance(plain, str) else dict(plain)
-    if not isinstance(options.get("name"), str):
-        raise InputError(f"{where} must be a name or a mapping with 'name', got {plain!r}")
-    return options.pop("name"), options

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from equipoise import Federation, train
-from equipoise.data.augment import Crop, Flip
+from equipoise.data.augment import Crop, Flip, augmentation_from, augmentation_to_plain
 from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
@@ -66,8 +66,34 @@ def test_an_image_does_not_depend_on_its_batch(augmentation):
 
 
 def test_crop_refuses_to_stand_still():
-    with pytest.raises(InputError, match="crop.padding must be at least 1, got 0"):
+    with pytest.raises(InputError, match="crop.padding must be a whole number of at least 1, got 0"):
         Crop(padding=0)
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "plain"), [(Flip(), {"name": "flip"}), (Crop(padding=2), {"name": "crop", "padding": 2})]
+)
+def test_an_augmentation_survives_its_plain_form(augmentation, plain):
+    assert augmentation_to_plain(augmentation) == plain
+    assert augmentation_from(plain) == augmentation
+
+
+def test_an_augmentation_may_be_a_bare_name():
+    assert augmentation_from("crop") == Crop(padding=4)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ("flp", "unknown augmentation 'flp' in training.augment; did you mean 'flip'"),
+        ({"name": "crop", "pading": 2}, "'pading' in training.augment; did you mean 'padding'"),
+        ({"padding": 2}, "training.augment must be a name or a mapping with 'name', got {'padding': 2}"),
+        (3, "training.augment must be a name or a mapping with 'name', got 3"),
+    ],
+)
+def test_mistakes_in_the_plain_form_are_named(plain, message):
+    with pytest.raises(InputError, match=message):
+        augmentation_from(plain)
 
 
 @pytest.mark.parametrize("augmentation", [Flip(), Crop(padding=2)])

@@ -79,7 +79,7 @@ def test_load_with_another_partition() -> None:
 
 def test_every_registered_name_resolves() -> None:
     ours = {name for name, place in SOURCES.items() if isinstance(place, str)}
-    assert ours == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare", "silos"}
+    assert ours == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare", "silos", "imagefolder"}
     assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
     assert all(callable(recipe_of(name)) for name in SOURCES)
     assert make_partition("iid", clients=4) == Iid(4)
@@ -90,8 +90,8 @@ def test_every_registered_name_resolves() -> None:
     [
         ("digit", {}, "unknown data 'digit'; did you mean 'digits'"),
         ("digits", {"imbalanc": 3}, "unknown option 'imbalanc' in data 'digits'; did you mean 'imbalance'"),
-        ("digits", {"imbalance": 0.1}, "imbalance=0.1"),
-        ("digits", {"imbalance": "ten"}, "imbalance='ten'"),
+        ("digits", {"imbalance": 0.1}, "imbalance must be a finite number of at least 1, got 0.1"),
+        ("digits", {"imbalance": "ten"}, "imbalance must be a finite number of at least 1, got 'ten'"),
         ("digits", {"partition": "diriclet"}, "did you mean 'dirichlet'"),
         ("digits", {"partition": "dirichlet"}, "partition 'dirichlet' needs clients and beta"),
         ("digits", {"partition": {"clients": 3}}, "needs a name"),

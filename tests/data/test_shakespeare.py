@@ -104,13 +104,13 @@ def test_roles_are_drawn_by_gender(plays):
         ({}, "31 roles are asked for, there are 18"),
         ({"roles": {"female": 6}}, "6 female roles are asked for, there are 5"),
         ({"roles": {"femal": 2}}, "unknown gender 'femal' in roles of data 'shakespeare'; did you mean 'female'"),
-        ({"roles": 0}, "roles=0 must be a whole number"),
+        ({"roles": 0}, "roles must be a whole number of at least 1, got 0"),
         ({"roles": {}}, "no role of .*roles.jsonl has the 83 characters that three samples need at scale=1.0"),
         ({"roles": None, "scale": 0.1}, "no role of .* has the 83 characters that three samples need at scale=0.1"),
         ({"scale": 1.5}, "scale=1.5 of data 'shakespeare' must be a share"),
-        ({"scale": 0}, "scale=0 must be a finite number above 0"),
-        ({"length": 0}, "length=0 must be a whole number"),
-        ({"stride": 0}, "stride=0 must be a whole number"),
+        ({"scale": 0}, "scale must be a finite number above 0, got 0"),
+        ({"length": 0}, "length must be a whole number of at least 1, got 0"),
+        ({"stride": 0}, "stride must be a whole number of at least 1, got 0"),
     ],
 )
 def test_refuses(plays, options, message):

@@ -11,7 +11,7 @@ from equipoise.data.augment import Crop, Flip
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
-from equipoise.run.plain import augmentation_from, optimizer_from, schedule_from, to_plain
+from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 
 
 @pytest.mark.parametrize("name", ["rounds", "epochs", "batch_size", "steps"])
@@ -127,11 +127,6 @@ def test_a_schedule_may_be_a_bare_kind():
     assert schedule_from("cosine") == Schedule(kind="cosine")
 
 
-@pytest.mark.parametrize("augmentation", [Flip(), Crop(padding=2)])
-def test_an_augmentation_survives_its_plain_form(augmentation):
-    assert augmentation_from(to_plain(augmentation)) == augmentation
-
-
 def test_whole_training_settings_become_plain():
     training = Training(rounds=3, optimizer=Adam(), augment=(Flip(), Crop(padding=1)), clip=1.0)
     plain = json.loads(json.dumps(to_plain(training)))
@@ -146,12 +141,6 @@ def test_whole_training_settings_become_plain():
         (lambda: optimizer_from({"lr": 0.1}), "training.optimizer must be a name or a mapping with 'name'"),
         (lambda: optimizer_from("sdg"), "did you mean 'sgd'"),
         (lambda: schedule_from({"kindd": "cosine"}), "unknown key 'kindd' in training.schedule; did you mean 'kind'"),
-        (lambda: augmentation_from("flp"), "unknown augmentation 'flp' in training.augment; did you mean 'flip'"),
-        (
-            lambda: augmentation_from({"name": "crop", "pading": 2}),
-            "'pading' in training.augment; did you mean 'padding'",
-        ),
-        (lambda: augmentation_from({"padding": 2}), "training.augment must be a name or a mapping with 'name'"),
     ],
 )
 def test_mistakes_are_named(make, message):

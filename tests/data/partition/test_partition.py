@@ -269,32 +269,36 @@ MIXED = Source(
 @pytest.mark.parametrize(
     ("partition", "source", "message"),
     [
-        (Iid(0), plain(), "clients=0"),
-        (Iid(2.5), plain(), "clients=2.5"),  # type: ignore[arg-type]
+        (Iid(0), plain(), "clients must be a whole number of at least 1, got 0"),
+        (Iid(2.5), plain(), "clients must be a whole number of at least 1, got 2.5"),  # type: ignore[arg-type]
         (Iid(201, min_samples=1), plain(200), "200 samples, too few for 201 clients"),
         (Iid(100), plain(200), "min_samples=3"),
-        (Iid(5, min_samples=0), plain(), "min_samples=0"),
+        (Iid(5, min_samples=0), plain(), "min_samples must be a whole number of at least 1, got 0"),
         (Iid(2), grouped(50, 50, 50), "fewer than the 3 groups"),
         (Iid(3), grouped(50, 2), "group 'b' has 2 samples"),
-        (Dirichlet(5, 0), plain(), "beta=0"),
-        (Dirichlet(5, float("nan")), plain(), "beta=nan"),
-        (Dirichlet(5, "much"), plain(), "beta='much'"),  # type: ignore[arg-type]
+        (Dirichlet(5, 0), plain(), "beta must be a finite number above 0, got 0"),
+        (Dirichlet(5, float("nan")), plain(), "beta must be a finite number above 0, got nan"),
+        (Dirichlet(5, "much"), plain(), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
         (Dirichlet(5, 1.0), REGRESSION, "needs labels"),
         (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
-        (ClassesPerClient(5, 0), plain(), "classes=0"),
+        (ClassesPerClient(5, 0), plain(), "classes must be a whole number of at least 1, got 0"),
         (ClassesPerClient(5, 2), plain(), "none of clients 0 to 4 would hold class 6"),
         (ClassesPerClient(10, 1), LOPSIDED, "client 1 would hold 1 samples of its 1 classes, fewer than min_samples=3"),
         (ByGroup(5), plain(), "no groups"),
-        (ByGroup(0.5), grouped(50, 50), "imbalance=0.5"),
+        (ByGroup(0.5), grouped(50, 50), "imbalance must be a finite number of at least 1, got 0.5"),
         (ByGroup(5), grouped(50), "two or more groups"),
-        (ByGroup(5, ratio=0.5), grouped(50, 50), "ratio=0.5"),
+        (ByGroup(5, ratio=0.5), grouped(50, 50), "ratio must be a finite number of at least 1, got 0.5"),
         (ByGroup(1, ratio=1.5), grouped(50, 50), "makes no sense with imbalance=1"),
         (ByGroup(5, clients=1), grouped(50, 50), "fewer than the 2 groups"),
         (ByGroup(5, clients=4, clients_per_group=(2, 2)), grouped(50, 50), "not both"),
         (ByGroup(5, clients_per_group=(2,)), grouped(50, 50), "each of the 2 groups a, b"),
-        (ByGroup(5, clients_per_group=(2, 0)), grouped(50, 50), "clients_per_group=0"),
+        (
+            ByGroup(5, clients_per_group=(2, 0)),
+            grouped(50, 50),
+            "each of clients_per_group must be a whole number of at least 1, got 0",
+        ),
         (ByGroup(40), grouped(50, 50), "group 'a' has 50 samples, too few for 40 clients"),
         (Natural(), plain(), "does not know which client"),
         (Natural(), MIXED, "client 1 of source 'custom' has samples in groups a and b"),
@@ -308,7 +312,7 @@ def test_refuses_what_cannot_be_met(partition: Partition, source: Source, messag
 
 @pytest.mark.parametrize("seed", [-1, 1.5])
 def test_refuses_seeds(seed: Any) -> None:
-    with pytest.raises(InputError, match=f"seed={seed}"):
+    with pytest.raises(InputError, match=f"seed must be a whole number of at least 0, got {seed}"):
         Iid(2).assign(plain(), seed)
 
 

@@ -1,0 +1,340 @@
+"""Arrays on disk that are read as they are needed, and the directory in which they are kept between runs.
+
+The cache directory is named by the environment variable ``EQUIPOISE_CACHE``; without it, it is ``equipoise`` in the usual
+place for caches: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux, ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows.
+Everything in it can be made again, so it may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.errors import InputError, RunError
+
+try:
+    import fcntl
+except ImportError:  # Windows has other locks.
+    fcntl = None  # type: ignore[assignment]
+
+VARIABLE = "EQUIPOISE_CACHE"
+
+# What follows the values in a file: this mark, the time at which the file was written, in seconds, and the digest.
+_MARK = b"equipoise mapped array 1"
+_END = struct.Struct(f"<{len(_MARK)}sQ32s")
+
+
+def cache_directory() -> Path:
+    """Return the cache directory, which need not exist yet.
+
+    Returns
+    -------
+    Path
+        Where `cached` keeps its arrays.
+
+    Examples
+    --------
+    >>> import os
+    >>> os.environ["EQUIPOISE_CACHE"] = "/tmp/arrays"
+    >>> str(cache_directory())
+    '/tmp/arrays'
+    >>> del os.environ["EQUIPOISE_CACHE"]
+    """
+    if chosen := os.environ.get(VARIABLE):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "win32":
+        usual = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        usual = Path.home() / "Library" / "Caches"
+    else:
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return usual / "equipoise"
+
+
+class MappedArray:
+    """An array in a file, read row by row when it is indexed; implements :class:`equipoise.samples.Samples`.
+
+    The file is a NumPy ``.npy`` file, followed by the time at which it was written and the SHA-256 of its content. Opening it
+    reads nothing else, unless the file has another modification time: then its whole content is compared with the SHA-256.
+
+    Parameters
+    ----------
+    path : str or Path
+        A file that `MappedArray.write` has written.
+
+    Raises
+    ------
+    InputError
+        If the file is missing, truncated, damaged, or not written by `MappedArray.write`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "squares.npy"
+    >>> squares = MappedArray.write(path, (4,), torch.int64, [torch.tensor([0, 1]), torch.tensor([4, 9])])
+    >>> squares[torch.tensor([3, 1])]
+    tensor([9, 1])
+    >>> len(squares), squares.dtype, squares.digest == MappedArray(path).digest
+    (4, torch.int64, True)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._array, self.digest = _open(self.path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read the array in {self.path}: {error}; write it again") from error
+
+    @classmethod
+    def write(
+        cls, path: str | Path, shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]
+    ) -> MappedArray:
+        """Write an array, a block of rows at a time.
+
+        The file appears under its name when it is complete; until then a file that was there before stays as it is.
+
+        Parameters
+        ----------
+        path : str or Path
+            Where to write it.
+        shape : tuple of int
+            The shape of the whole array; the first axis is that of rows.
+        dtype : torch.dtype
+            The type of all values.
+        blocks : iterable of Tensor
+            Blocks of rows, each of shape ``[any number, *shape[1:]]``, in order.
+
+        Returns
+        -------
+        MappedArray
+            The array.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "rows.npy"
+        >>> MappedArray.write(path, (3, 2), torch.float32, (torch.full((1, 2), float(i)) for i in range(3)))[1:]
+        tensor([[1., 1.],
+                [2., 2.]])
+        """
+        path = Path(path)
+        if not shape or min(shape) < 1:
+            raise InputError(f"an array on disk must have values; its shape is {tuple(shape)}")
+        head = _head(shape, dtype)
+        beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            with _naming_failures(path):
+                file = beside.open("xb")
+            with file:
+                digest = hashlib.sha256()
+                pieces: Iterator[bytes | memoryview] = chain([head], _values(shape, dtype, blocks))
+                for piece in pieces:
+                    digest.update(piece)
+                    with _naming_failures(path):
+                        file.write(piece)
+                # Every file system can store an even number of seconds.
+                written = int(time.time()) // 2 * 2
+                with _naming_failures(path):
+                    file.write(_END.pack(_MARK, written, digest.digest()))
+                    file.flush()
+                    os.fsync(file.fileno())
+            with _naming_failures(path):
+                os.utime(beside, (written, written))
+                os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+        return cls(path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of rows, then the shape of a row."""
+        return self._array.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the values."""
+        return torch.from_numpy(np.empty(0, self._array.dtype)).dtype
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, positions: Tensor | NDArray[np.int64] | slice) -> Tensor:
+        chosen = positions.cpu().numpy() if isinstance(positions, Tensor) else positions
+        values = np.asarray(self._array[chosen])
+        # A slice is a view of the file, which is read-only.
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def __repr__(self) -> str:
+        return f"MappedArray({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __reduce__(self) -> tuple[type[MappedArray], tuple[Path]]:
+        """Let another process open the file itself, instead of sending it the content."""
+        return MappedArray, (self.path.absolute(),)
+
+
+def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]) -> MappedArray:
+    """Return an array from the cache directory, or make it and keep it there.
+
+    An entry that is truncated or damaged, or that has another shape or type, is made again. Of several processes that want
+    the same array at once, one makes it and the others wait, where the file system has locks; elsewhere each makes it, and
+    the last to finish replaces the others' equal files.
+
+    Parameters
+    ----------
+    key : str
+        A hash, in hexadecimal digits, of everything the content depends on.
+    shape : tuple of int
+        The shape of the whole array.
+    dtype : torch.dtype
+        The type of all values.
+    blocks : callable
+        Makes the content: returns an iterator over blocks of rows, in order. Only called if there is no entry yet.
+
+    Returns
+    -------
+    MappedArray
+        The array.
+
+    Raises
+    ------
+    RunError
+        If the cache directory cannot be written to.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> os.environ["EQUIPOISE_CACHE"] = tempfile.mkdtemp()
+    >>> key = hashlib.sha256(b"squares up to 2").hexdigest()
+    >>> cached(key, (3,), torch.int64, lambda: iter([torch.tensor([0, 1, 4])]))[1:]
+    tensor([1, 4])
+    >>> cached(key, (3,), torch.int64, lambda: 1 / 0)[1:]
+    tensor([1, 4])
+    >>> del os.environ["EQUIPOISE_CACHE"]
+    """
+    if not re.fullmatch(r"[0-9a-f]{16,128}", key):
+        raise InputError(f"the key of a cached array must be a hash of 16 to 128 hexadecimal digits, got {key!r}")
+    folder = cache_directory() / "arrays"
+    path = folder / f"{key}.npy"
+    if (found := _intact(path, shape, dtype)) is not None:
+        return found
+    with _naming_failures(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(path) as alone:
+        # Another process may have made it in the meantime.
+        if (found := _intact(path, shape, dtype)) is not None:
+            return found
+        if alone:
+            for left_behind in folder.glob(f"{path.name}.*.tmp"):
+                left_behind.unlink(missing_ok=True)
+        return MappedArray.write(path, shape, dtype, blocks())
+
+
+def _open(path: Path) -> tuple[NDArray[Any], str]:
+    """Map a file into memory and return it with its digest; ValueError if it is not what was written."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        file.seek(max(0, status.st_size - _END.size))
+        end = file.read()
+        if len(end) != _END.size or not end.startswith(_MARK):
+            raise ValueError("it is truncated or of another kind")
+        _, written, digest = _END.unpack(end)
+        if status.st_mtime != written:
+            file.seek(0)
+            if _digest(file, status.st_size - _END.size) != digest:
+                raise ValueError("its content is not what was written")
+            with suppress(OSError):  # whoever opens it next need not compare again
+                os.utime(path, (written, written))
+    return np.lib.format.open_memmap(path, mode="r"), digest.hex()
+
+
+def _digest(file: IO[bytes], size: int) -> bytes:
+    """Return the SHA-256 of the next so many bytes of a file."""
+    digest = hashlib.sha256()
+    while size and (piece := file.read(min(size, 1 << 20))):
+        digest.update(piece)
+        size -= len(piece)
+    return digest.digest()
+
+
+def _head(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    """Return the beginning of a ``.npy`` file, version 2.0; the same for every version of NumPy."""
+    try:
+        numpy_type = torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError as error:
+        raise InputError(f"an array on disk cannot hold {dtype}, which NumPy does not have") from error
+    sizes = tuple(int(size) for size in shape)
+    text = f"{{'descr': {numpy_type.str!r}, 'fortran_order': False, 'shape': {sizes!r}, }}"
+    magic = b"\x93NUMPY\x02\x00"
+    # Spaces fill it up to a multiple of 64 bytes, so that values are aligned.
+    padding = -(len(magic) + 4 + len(text) + 1) % 64
+    return magic + struct.pack("<I", len(text) + padding + 1) + text.encode() + b" " * padding + b"\n"
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Return the bytes of each block of rows."""
+    found = 0
+    for block in blocks:
+        if block.dtype != dtype or tuple(block.shape[1:]) != tuple(shape[1:]):
+            raise InputError(
+                f"a block of rows is {block.dtype} of shape {list(block.shape)}; "
+                f"the array is {dtype} with rows of shape {list(shape[1:])}"
+            )
+        found += len(block)
+        yield block.detach().cpu().contiguous().numpy().data
+    if found != shape[0]:
+        raise InputError(f"the blocks have {found} rows in all, the array of shape {list(shape)} needs {shape[0]}")
+
+
+@contextmanager
+def _naming_failures(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into one that names the file, and in the cache how to choose another directory."""
+    try:
+        yield
+    except OSError as error:
+        in_cache = path.is_relative_to(cache_directory())
+        hint = f"; the environment variable {VARIABLE} can name another cache directory" if in_cache else ""
+        raise RunError(f"cannot write {path}: {error}{hint}") from error
+
+
+def _intact(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedArray | None:
+    """Open an entry of the cache if it is there and what is wanted."""
+    try:
+        found = MappedArray(path)
+    except InputError:
+        return None
+    return found if (found.shape, found.dtype) == (tuple(shape), dtype) else None
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[bool]:
+    """Wait until no other process is making the same entry; say whether that can be known here."""
+    if fcntl is None:
+        yield False
+        return
+    lock = path.with_suffix(".lock")
+    with _naming_failures(path):
+        file = lock.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # the file system has no locks
+            yield False
+            return
+        yield True
+        # Where the entry has been made, a process that holds a lock on the removed file makes nothing.
+        lock.unlink(missing_ok=True)

@@ -1,0 +1,41 @@
+"""Equal shares, drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from equipoise.data.partition.base import Assignment, Ints, inside_groups
+from equipoise.data.source import Source
+
+
+@dataclass(frozen=True)
+class Iid:
+    """Every client gets an equal share of samples drawn at random.
+
+    Parameters
+    ----------
+    clients : int
+        How many clients, over all groups in proportion to their samples.
+    min_samples : int
+        The least a client may hold.
+
+    Examples
+    --------
+    >>> import torch
+    >>> source = Source(x=torch.zeros(10, 1), y=torch.zeros(10, dtype=torch.int64))
+    >>> [len(samples) for samples in Iid(3).assign(source, seed=0).clients]
+    [4, 3, 3]
+    """
+
+    clients: int
+    min_samples: int = 3
+
+    def assign(self, source: Source, seed: int) -> Assignment:
+        """Divide the samples of ``source``; the same seed always gives the same answer."""
+
+        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            return np.array_split(draws.permutation(samples), clients)
+
+        return inside_groups(source, self.clients, self.min_samples, seed, divide)

@@ -1,0 +1,152 @@
+"""Clients that hold unlike labels: drawn from a Dirichlet, or given by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.checks import count, real
+from equipoise.data.partition.base import Assignment, Ints, cuts, fill_up, inside_groups, labels_of
+from equipoise.data.source import Source
+from equipoise.errors import InputError, flag
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    """Label skew: proportions of classes are drawn from a symmetric Dirichlet.
+
+    Two ways are in use under this name, and they make unlike federations. As it stands, each class is shared out among the
+    clients in drawn proportions, so clients differ in size too; those left below ``min_samples`` are then filled up one
+    sample at a time, each from whoever holds most at that moment. With ``equal``, clients are of equal size and each draws
+    the proportions of its own classes (Hsu et al., 2019), one client after the other; a class that has run out leaves its
+    share to the rest, so the last clients take what there is.
+
+    Small ``beta`` gives few classes to a client, large ``beta`` approaches `Iid`.
+
+    Parameters
+    ----------
+    clients : int
+        How many clients, over all groups in proportion to their samples.
+    beta : float
+        Concentration of the Dirichlet, above 0.
+    equal : bool
+        Whether clients are of equal size and draw their own proportions.
+    min_samples : int
+        The least a client may hold.
+
+    Examples
+    --------
+    >>> import torch
+    >>> source = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4)
+    >>> [len(samples) for samples in Dirichlet(5, beta=0.1).assign(source, seed=0).clients]
+    [11, 3, 11, 3, 12]
+    >>> [len(samples) for samples in Dirichlet(5, beta=0.1, equal=True).assign(source, seed=0).clients]
+    [8, 8, 8, 8, 8]
+    """
+
+    clients: int
+    beta: float
+    equal: bool = False
+    min_samples: int = 3
+
+    def assign(self, source: Source, seed: int) -> Assignment:
+        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        beta, labels = real(self.beta, "beta"), labels_of(source, "dirichlet")
+
+        def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
+            return (draws.permutation(samples[labels[samples] == label]) for label in np.unique(labels[samples]))
+
+        def share_classes(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            pieces: list[list[Ints]] = [[] for _ in range(clients)]
+            for of_class in by_class(samples, draws):
+                shares = draws.dirichlet(np.full(clients, beta))
+                for client, piece in enumerate(np.split(of_class, cuts(shares, len(of_class)))):
+                    pieces[client].append(piece)
+            mixed = [draws.permutation(np.concatenate(piece)) for piece in pieces]
+            return fill_up(mixed, self.min_samples)
+
+        def fill_clients(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            classes = list(by_class(samples, draws))
+            left = np.array([len(of_class) for of_class in classes])
+            held = []
+            for size in [len(part) for part in np.array_split(samples, clients)]:
+                taken = _take(draws.dirichlet(np.full(len(classes), beta)), size, left, draws)
+                parts = zip(classes, left, taken, strict=True)
+                mine = np.concatenate([of_class[rest - some : rest] for of_class, rest, some in parts])
+                held.append(draws.permutation(mine))
+                left -= taken
+            return held
+
+        divide = fill_clients if flag(self.equal, "equal") else share_classes
+        return inside_groups(source, self.clients, self.min_samples, seed, divide)
+
+
+@dataclass(frozen=True)
+class ClassesPerClient:
+    """Label skew by rule: client k holds classes k, k + 1, ... in a circle, each shared equally by its holders.
+
+    Parameters
+    ----------
+    clients : int
+        How many clients, over all groups in proportion to their samples.
+    classes : int
+        How many classes each client holds.
+    min_samples : int
+        The least a client may hold.
+
+    Examples
+    --------
+    >>> import torch
+    >>> source = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4)
+    >>> parts = ClassesPerClient(4, classes=2).assign(source, seed=0).clients
+    >>> sorted(set(source.y[parts[3]].tolist()))
+    [0, 3]
+    """
+
+    clients: int
+    classes: int
+    min_samples: int = 3
+
+    def assign(self, source: Source, seed: int) -> Assignment:
+        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        labels = labels_of(source, "classes")
+        total = source.classes or 0
+        if count(self.classes, "classes") > total:
+            raise InputError(f"classes={self.classes} a client is more than the {total} of source {source.name!r}")
+
+        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+            pieces: list[list[Ints]] = [[] for _ in range(clients)]
+            for label in np.unique(labels[samples]):
+                holders = [k for k in range(clients) if (label - first - k) % total < self.classes]
+                if not holders:
+                    raise InputError(
+                        f"none of clients {first} to {first + clients - 1} would hold class {label}: {self.classes} "
+                        f"classes a client do not cover all {total}; ask for more clients or more classes a client"
+                    )
+                of_class = draws.permutation(samples[labels[samples] == label])
+                for client, piece in zip(holders, np.array_split(of_class, len(holders)), strict=True):
+                    pieces[client].append(piece)
+            held = [np.concatenate([np.empty(0, np.int64), *piece]) for piece in pieces]
+            for client, mine in enumerate(held, start=first):
+                if len(mine) < self.min_samples:
+                    raise InputError(
+                        f"client {client} would hold {len(mine)} samples of its {self.classes} classes, fewer than "
+                        f"min_samples={self.min_samples}; ask for fewer clients"
+                    )
+            return held
+
+        return inside_groups(source, self.clients, self.min_samples, seed, divide)
+
+
+def _take(shares: NDArray[np.float64], size: int, left: Ints, draws: np.random.Generator) -> Ints:
+    """Draw the classes of ``size`` samples in the given proportions, never more of a class than are left of it."""
+    taken = np.zeros_like(left)
+    while (missing := size - taken.sum()) > 0:
+        odds = np.where(taken < left, shares, 0.0)
+        if not odds.sum() > 0:  # nothing is left of the classes drawn
+            odds = (left - taken).astype(float)
+        taken = np.minimum(taken + draws.multinomial(missing, odds / odds.sum()), left)
+    return taken
