@@ -1,7 +1,7 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, Dropout, convolution, max-pooling and padded embedding layers by these. Outside the engine they
-behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by these. Outside the engine
+they behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise.errors import InputError
+from equipoise.models.frozen import Frozen
 from equipoise.random import fold_tensor, keep_mask
 
 L = TypeVar("L", bound=nn.Module)
@@ -235,6 +236,39 @@ class Dropout(nn.Module):
         return x * (kept.to(x.dtype) * (65536 / threshold))
 
 
+class Linear(nn.Linear):
+    """A linear layer that is one matrix product a client, however many leading axes its input has.
+
+    If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights by it once for every
+    sample, and copies the weights for each. With all leading axes in one there is nothing to copy.
+
+    Parameters
+    ----------
+    layer : nn.Linear
+        The layer to replace.
+
+    Examples
+    --------
+    >>> Linear(nn.Linear(4, 3))(torch.zeros(2, 5, 4)).shape
+    torch.Size([2, 5, 3])
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        _adopt(self, layer)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        return type(layer) is nn.Linear and not has_hooks(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the last axis of a tensor by the weights."""
+        if x.dim() < 3:
+            return super().forward(x)
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
 class Convolution(nn.Conv2d):
     """A convolution that stacked clients can afford in full float32 precision.
 
@@ -424,13 +458,14 @@ def convert(module: nn.Module) -> nn.Module:
     """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
 
     Parameters and buffers keep their names, their values and their identity, so what shares them goes on doing so. Classes
-    derived from those of PyTorch are left as they are if they do anything else.
+    derived from those of PyTorch are left as they are if they do anything else. Nothing inside a ``Frozen`` is replaced: it
+    sees the samples of all clients as one ordinary batch, in evaluation mode.
 
     Examples
     --------
-    >>> module = convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    >>> module = convert(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Dropout(0.5)))
     >>> [type(layer).__module__ for layer in module]
-    ['torch.nn.modules.linear', 'equipoise.models.layers', 'equipoise.models.layers']
+    ['equipoise.models.layers', 'torch.nn.modules.activation', 'equipoise.models.layers']
     """
     dropouts = 0
     # A layer in two places stays one layer.
@@ -439,6 +474,8 @@ def convert(module: nn.Module) -> nn.Module:
     def replaced(layer: nn.Module) -> nn.Module:
         if layer not in done:
             done[layer] = counterpart(layer)
+            if isinstance(layer, Frozen):
+                return layer
             for name, child in done[layer]._modules.items():
                 done[layer]._modules[name] = None if child is None else replaced(child)
         return done[layer]
@@ -448,7 +485,7 @@ def convert(module: nn.Module) -> nn.Module:
         if type(layer) in DROPOUTS:
             dropouts += 1
             return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
-        for kind in (BatchNorm, Convolution, MaxPool, Embedding):
+        for kind in (BatchNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer
