@@ -1,7 +1,7 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by these. Outside the engine
-they behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by these. Outside
+the engine they behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise.errors import InputError
-from equipoise.models.frozen import Frozen
+from equipoise.models.frozen import Frozen, transforms
 from equipoise.random import fold_tensor, keep_mask
 
 L = TypeVar("L", bound=nn.Module)
@@ -123,7 +123,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         if (kernels := _kernels(x)) is not None:
             return self._followed(kernels.norm, x, mask)
-        if mask is None and not lone:
+        if mask is None and not lone and not _nested():
             return self._whole(x)
         return self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
 
@@ -201,6 +201,50 @@ def masked_norm(
     y = (x - mean.view(column)) * (var + eps).rsqrt().view(column)
     y = y if weight is None else y * weight.view(column)
     return y if bias is None else y + bias.view(column), new_mean, new_var
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with right second derivatives, stacked too.
+
+    Parameters
+    ----------
+    layer : nn.LayerNorm
+        The layer to replace.
+
+    Examples
+    --------
+    >>> LayerNorm(nn.LayerNorm(2, eps=0.0, elementwise_affine=False))(torch.tensor([1.0, 3.0]))
+    tensor([-1.,  1.])
+    """
+
+    def __init__(self, layer: nn.LayerNorm) -> None:
+        super().__init__(layer.normalized_shape, layer.eps, device="meta")
+        _adopt(self, layer)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is PyTorch's own and not one derived from it."""
+        return type(layer) is nn.LayerNorm and not has_hooks(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axes of a tensor."""
+        if not _nested():
+            return super().forward(x)
+        x = x if self.weight is None else x.to(self.weight.dtype)
+        across = [axis - len(self.normalized_shape) for axis in range(len(self.normalized_shape))]
+        centred = x - x.mean(across, keepdim=True)
+        y = centred * (centred.square().mean(across, keepdim=True) + self.eps).rsqrt()
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+def _nested() -> bool:
+    """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+
+    PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and variance as constants if they
+    are differentiated again (https://github.com/pytorch/functorch/issues/534).
+    """
+    return len(transforms()) > 1
 
 
 class Dropout(nn.Module):
@@ -485,7 +529,7 @@ def convert(module: nn.Module) -> nn.Module:
         if type(layer) in DROPOUTS:
             dropouts += 1
             return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
-        for kind in (BatchNorm, Linear, Convolution, MaxPool, Embedding):
+        for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer
