@@ -516,7 +516,10 @@ def _tokens(
             f"shape {shape} is too small for source {source.name!r} of {source.user}: images must be at least "
             f"{patch[0]} x {patch[1]}"
         )
-    project = nn.Linear(convolution.weight[0].numel(), convolution.out_channels, bias=convolution.bias is not None)
+    # Without initial values, which would be drawn from the global generator.
+    project = nn.utils.skip_init(
+        nn.Linear, convolution.weight[0].numel(), convolution.out_channels, bias=convolution.bias is not None
+    )
     with torch.no_grad():
         project.weight.copy_(convolution.weight.flatten(1))
         if convolution.bias is not None:
