@@ -27,6 +27,9 @@ MODELS: Registry = {
     "pflcnn": "equipoise.models.cnn:pflcnn",
     "resnet18": "equipoise.models.resnet:resnet18",
     "charlstm": "equipoise.models.recurrent:charlstm",
+    "vit": "equipoise.models.vit:vit",
+    "vitprompts": "equipoise.models.vit:vitprompts",
+    "pretrained": "equipoise.models.pretrained:pretrained",
 }
 """What builds each model."""
 
@@ -89,7 +92,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     import torch
 
     make = maker_of(name)
-    _refuse_unknown(options, name)
+    _check_names(options, name)
     sample = several(shape, "shape", count)
     if not sample:
         raise InputError("shape () has no dimension: a sample must be at least a vector, such as (1,)")
@@ -104,7 +107,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """List the options of a model with their default values.
+    """List the options of a model with their default values; those that must be given have none and are left out.
 
     Parameters
     ----------
@@ -121,8 +124,7 @@ def defaults(name: str) -> dict[str, Any]:
     >>> defaults("mlp")
     {'hidden': (64,), 'dropout': 0.0}
     """
-    parameters = inspect.signature(maker_of(name)).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {option: p.default for option, p in _options(name).items() if p.default is not p.empty}
 
 
 def maker_of(name: str) -> Maker:
@@ -136,10 +138,19 @@ def maker_of(name: str) -> Maker:
     return look_up(MODELS, name, "model")
 
 
-def _refuse_unknown(given: dict[str, Any], name: str) -> None:
-    valid = defaults(name)
+def _options(name: str) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(maker_of(name)).parameters
+    return {option: p for option, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _check_names(given: dict[str, Any], name: str) -> None:
+    """Refuse options that do not exist, and the lack of one that must be given."""
+    valid = _options(name)
     for option in given:
         if not valid:
             raise InputError(f"model {name!r} takes no options, got {option!r}")
         if option not in valid:
             raise unknown("option", option, valid, where=f"model {name!r}")
+    for option, parameter in valid.items():
+        if parameter.default is parameter.empty and option not in given:
+            raise InputError(f"model {name!r} needs the option {option!r}")

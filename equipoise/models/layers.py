@@ -1,7 +1,7 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, Dropout, convolution, max-pooling and padded embedding layers by these. Outside the engine they
-behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by these. Outside
+the engine they behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise.errors import InputError
+from equipoise.models.frozen import Frozen, transforms
 from equipoise.random import fold_tensor, keep_mask
 
 L = TypeVar("L", bound=nn.Module)
@@ -122,7 +123,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         if (kernels := _kernels(x)) is not None:
             return self._followed(kernels.norm, x, mask)
-        if mask is None and not lone:
+        if mask is None and not lone and not _nested():
             return self._whole(x)
         return self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
 
@@ -202,6 +203,50 @@ def masked_norm(
     return y if bias is None else y + bias.view(column), new_mean, new_var
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with right second derivatives, stacked too.
+
+    Parameters
+    ----------
+    layer : nn.LayerNorm
+        The layer to replace.
+
+    Examples
+    --------
+    >>> LayerNorm(nn.LayerNorm(2, eps=0.0, elementwise_affine=False))(torch.tensor([1.0, 3.0]))
+    tensor([-1.,  1.])
+    """
+
+    def __init__(self, layer: nn.LayerNorm) -> None:
+        super().__init__(layer.normalized_shape, layer.eps, device="meta")
+        _adopt(self, layer)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is PyTorch's own and not one derived from it."""
+        return type(layer) is nn.LayerNorm and not has_hooks(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axes of a tensor."""
+        if not _nested():
+            return super().forward(x)
+        x = x if self.weight is None else x.to(self.weight.dtype)
+        across = [axis - len(self.normalized_shape) for axis in range(len(self.normalized_shape))]
+        centred = x - x.mean(across, keepdim=True)
+        y = centred * (centred.square().mean(across, keepdim=True) + self.eps).rsqrt()
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+def _nested() -> bool:
+    """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+
+    PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and variance as constants if they
+    are differentiated again (https://github.com/pytorch/functorch/issues/534).
+    """
+    return len(transforms()) > 1
+
+
 class Dropout(nn.Module):
     """Dropout whose mask is a hash of the client, phase, step and layer.
 
@@ -233,6 +278,39 @@ class Dropout(nn.Module):
         _calls[self] = calls + 1
         kept = keep_mask(key, torch.Size(shape), threshold)
         return x * (kept.to(x.dtype) * (65536 / threshold))
+
+
+class Linear(nn.Linear):
+    """A linear layer that is one matrix product a client, however many leading axes its input has.
+
+    If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights by it once for every
+    sample, and copies the weights for each. With all leading axes in one there is nothing to copy.
+
+    Parameters
+    ----------
+    layer : nn.Linear
+        The layer to replace.
+
+    Examples
+    --------
+    >>> Linear(nn.Linear(4, 3))(torch.zeros(2, 5, 4)).shape
+    torch.Size([2, 5, 3])
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        _adopt(self, layer)
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        return type(layer) is nn.Linear and not has_hooks(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply the last axis of a tensor by the weights."""
+        if x.dim() < 3:
+            return super().forward(x)
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class Convolution(nn.Conv2d):
@@ -424,13 +502,14 @@ def convert(module: nn.Module) -> nn.Module:
     """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
 
     Parameters and buffers keep their names, their values and their identity, so what shares them goes on doing so. Classes
-    derived from those of PyTorch are left as they are if they do anything else.
+    derived from those of PyTorch are left as they are if they do anything else. Nothing inside a ``Frozen`` is replaced: it
+    sees the samples of all clients as one ordinary batch, in evaluation mode.
 
     Examples
     --------
-    >>> module = convert(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    >>> module = convert(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.Dropout(0.5)))
     >>> [type(layer).__module__ for layer in module]
-    ['torch.nn.modules.linear', 'equipoise.models.layers', 'equipoise.models.layers']
+    ['equipoise.models.layers', 'torch.nn.modules.activation', 'equipoise.models.layers']
     """
     dropouts = 0
     # A layer in two places stays one layer.
@@ -439,6 +518,8 @@ def convert(module: nn.Module) -> nn.Module:
     def replaced(layer: nn.Module) -> nn.Module:
         if layer not in done:
             done[layer] = counterpart(layer)
+            if isinstance(layer, Frozen):
+                return layer
             for name, child in done[layer]._modules.items():
                 done[layer]._modules[name] = None if child is None else replaced(child)
         return done[layer]
@@ -448,7 +529,7 @@ def convert(module: nn.Module) -> nn.Module:
         if type(layer) in DROPOUTS:
             dropouts += 1
             return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
-        for kind in (BatchNorm, Convolution, MaxPool, Embedding):
+        for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer

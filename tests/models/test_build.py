@@ -24,6 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "bncnn": {"channels": (2, 3, 3), "hidden": (6, 5)},
     "pflcnn": {},
     "resnet18": {"width": 4, "norm": "group"},
+    "vit": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
+    "vitprompts": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3},
 }
 CASES = [*SMALL.items(), ("resnet18", {"width": 4, "norm": "batch"})]
 NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.get('norm', '')}" for n, o in CASES])
@@ -31,7 +33,8 @@ NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.
 
 def test_every_registered_model_is_covered_here() -> None:
     ours = {name for name, place in MODELS.items() if isinstance(place, str)}
-    assert set(SMALL) | {"charlstm"} == ours  # charlstm takes text; see test_recurrent
+    # charlstm takes text, and pretrained needs files; see test_recurrent and test_pretrained.
+    assert set(SMALL) | {"charlstm", "pretrained"} == ours
 
 
 @NAMED_CASES
@@ -39,13 +42,13 @@ def test_every_registered_model_is_covered_here() -> None:
 def test_output_is_head_of_features(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
     model = build(name, shape=shape, classes=5, **options).eval()
     x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(1))
-    z = model.features(x)
+    z = model.features(x if model.stem is None else model.stem(x))
     assert isinstance(model, Model)
     assert isinstance(model.head, nn.Linear)
     assert z.shape == (2, model.head.in_features)
     assert model(x).shape == (2, 5)
     torch.testing.assert_close(model(x), z @ model.head.weight.T + model.head.bias)
-    assert {key.split(".")[0] for key in model.state_dict()} <= {"features", "head"}
+    assert {key.split(".")[0] for key in model.state_dict()} <= {"stem", "features", "head"}
 
 
 @NAMED_CASES
@@ -60,6 +63,7 @@ def test_stacked_clients_match_one_client_at_a_time(name: str, options: dict[str
     stacked = {
         key: p.detach() + 0.1 * torch.randn(clients, *p.shape, generator=draw, dtype=torch.float64)
         for key, p in model.named_parameters()
+        if p.requires_grad
     }
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -123,6 +127,7 @@ def test_numpy_integers_and_lists_are_fine() -> None:
 def test_defaults_lists_the_options() -> None:
     assert defaults("logistic") == {}
     assert defaults("resnet18") == {"norm": "batch", "width": 64, "groups": 2}
+    assert defaults("pretrained") == {"freeze": False}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,7 @@ def test_defaults_lists_the_options() -> None:
         ("cn2", {}, "unknown model 'cn2'; did you mean 'cnn2'?"),
         ("mlp", {"hiden": (3,)}, "unknown option 'hiden' in model 'mlp'; did you mean 'hidden'?"),
         ("logistic", {"hidden": (3,)}, "model 'logistic' takes no options, got 'hidden'"),
+        ("pretrained", {}, "model 'pretrained' needs the option 'source'"),
         ("mlp", {"shape": ()}, "shape () has no dimension"),
         ("mlp", {"shape": (1, 0)}, "each of shape must be a whole number of at least 1, got 0"),
         ("mlp", {"shape": 64}, "shape must be a list, got 64"),
@@ -149,4 +155,13 @@ def test_refusals_name_the_value(name: str, arguments: dict[str, Any], message: 
 
 def test_names_are_listed_without_importing_torch() -> None:
     code = "import sys; from equipoise.models import MODELS; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_small_models_do_not_import_transformers() -> None:
+    code = (
+        "import sys, equipoise; from equipoise.models import build; "
+        "build('vitprompts', shape=(1, 8, 8), classes=3); import equipoise.models.pretrained; "
+        "sys.exit('transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,128 @@
+"""Attention and transformer blocks that behave the same stacked or alone."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equipoise.checks import count, probability
+from equipoise.errors import InputError
+from equipoise.models.layers import LayerNorm, Linear
+
+
+class Attention(nn.Module):
+    """Self-attention with several heads: softmax(q kᵀ / √d) v for each head, then a linear layer.
+
+    By default it is made of matrix products, which can be stacked with ``torch.func.vmap``, differentiated twice, and give
+    the same bits on every run.
+
+    Parameters
+    ----------
+    width : int
+        Numbers in a token.
+    heads : int
+        How many heads share them.
+    fused : bool
+        Whether to use PyTorch's fused attention. It is faster and needs less memory, but cannot be stacked or
+        differentiated twice. It is meant for the inside of a :class:`~equipoise.models.frozen.Frozen`, which takes care of
+        both.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Attention(8, heads=2)(torch.zeros(5, 3, 8)).shape
+    torch.Size([5, 3, 8])
+    """
+
+    def __init__(self, width: int, heads: int, fused: bool = False) -> None:
+        super().__init__()
+        if count(width, "width of attention") % count(heads, "heads of attention"):
+            raise InputError(f"heads={heads} do not divide width={width} of attention")
+        self.heads, self.fused = heads, fused
+        self.qkv = Linear(nn.Linear(width, 3 * width))
+        self.out = Linear(nn.Linear(width, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Let the tokens of each sample attend to each other.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[samples, tokens, width]``.
+
+        Returns
+        -------
+        Tensor
+            The same shape.
+        """
+        # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else attend(q, k, v)
+        made: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return made
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(q kᵀ / √d) v.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        Queries, keys and values, ``[..., tokens, d]``.
+
+    Returns
+    -------
+    Tensor
+        ``[..., tokens, d]``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> attend(torch.zeros(1, 4), torch.ones(2, 4), torch.tensor([[1.0], [3.0]]))
+    tensor([[2.]])
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    return scores.softmax(-1) @ v
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then a small MLP, each after a LayerNorm and added to its input.
+
+    Parameters
+    ----------
+    width : int
+        Numbers in a token.
+    heads : int
+        Heads of the attention.
+    mlp_ratio : float
+        Width of the hidden layer of the MLP, as a multiple of ``width``.
+    dropout : float
+        Probability of dropping a unit after the attention and after the MLP.
+    fused : bool
+        Whether to use fused attention; see :class:`Attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Block(8, heads=2)(torch.zeros(5, 3, 8)).shape
+    torch.Size([5, 3, 8])
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, mlp_ratio: float = 4.0, dropout: float = 0.0, fused: bool = False
+    ) -> None:
+        super().__init__()
+        hidden = count(round(width * mlp_ratio), f"width={width} times mlp_ratio={mlp_ratio} of a block, rounded,")
+        rate = probability(dropout, "dropout of a block")
+        self.norm1 = LayerNorm(nn.LayerNorm(width))
+        self.attention = Attention(width, heads, fused)
+        self.dropout1 = nn.Dropout(rate) if rate > 0 else nn.Identity()
+        self.norm2 = LayerNorm(nn.LayerNorm(width))
+        self.mlp = nn.Sequential(Linear(nn.Linear(width, hidden)), nn.GELU(), Linear(nn.Linear(hidden, width)))
+        self.dropout2 = nn.Dropout(rate) if rate > 0 else nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Pass on tokens ``[samples, tokens, width]``."""
+        tokens = tokens + self.dropout1(self.attention(self.norm1(tokens)))
+        made: Tensor = tokens + self.dropout2(self.mlp(self.norm2(tokens)))
+        return made

@@ -1,0 +1,562 @@
+"""Pretrained image models from Hugging Face ``transformers``, by directory or by their name on the hub.
+
+``transformers`` is imported when the first of them is built, and never otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.checks import image
+from equipoise.errors import InputError, flag, unknown
+from equipoise.models.base import Model
+from equipoise.models.frozen import Frozen, digest_of
+from equipoise.models.resnet import ImageMean
+from equipoise.models.vit import ClassToken, Encoder, Tokens
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of each channel of ImageNet, for models that do not say how they normalise."""
+
+# A name on the hub is "name" or "owner/name"; anything else can only be a path.
+_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+# What a configuration says about who wrote it, or for another purpose than the encoder.
+_UNRELATED = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version")
+
+
+def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: bool = False) -> Model:
+    """Build a pretrained image model with a new head: ResNet, MobileNetV2, ViT, DINOv2 or the image encoder of CLIP.
+
+    It takes bytes, or floating point numbers from 0 to 1, and normalises them as ``preprocessor_config.json`` of the source
+    says; without that file, as is usual for ImageNet. Images are not resized: convolutional networks take any size, and the
+    positions of transformers are interpolated for the given one. Parameters are float32. Dropout and stochastic depth that
+    the source may have been trained with are off.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Channels, height and width of one image.
+    classes : int
+        Number of classes, or of outputs in regression.
+    source : str
+        A directory with ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes it, or a name on the
+        Hugging Face hub. With a directory nothing is downloaded.
+    freeze : bool
+        Whether only the head is trained. The data are then encoded once.
+
+    Returns
+    -------
+    Model
+        ``features`` ends with one vector an image: the average over positions of convolutional networks, the class token of
+        transformers, CLIP's embedding. ``head`` is a linear layer drawn from the seed. With ``freeze`` the encoder is the
+        ``stem``, and ``features`` does nothing.
+
+    Raises
+    ------
+    InputError
+        If the source cannot be read, is of another kind, or does not take such images.
+
+    Examples
+    --------
+    >>> pretrained((3, 32, 32), 10, source="./nowhere")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: source './nowhere' of model 'pretrained' is no directory; valid: a directory with
+    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    """
+    image(shape, "pretrained", smallest=1)
+    frozen = flag(freeze, "freeze of model 'pretrained'")
+    backbone, width = _backbone(_Source.of(source, "model 'pretrained'"), shape, fused=frozen)
+    head = nn.Linear(width, classes)
+    if frozen:
+        return Model(nn.Identity(), head, stem=Frozen(backbone))
+    return Model(backbone.train(), head)
+
+
+class ImageEncoder(Frozen):
+    """A frozen image encoder.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Maps a batch of images to a batch of vectors.
+    width : int
+        Length of the vectors.
+    digest : str
+        What identifies it.
+
+    Attributes
+    ----------
+    width : int
+        Length of the vectors.
+    digest : str
+        Hash of weights, configuration and normalisation, in hexadecimal digits.
+
+    Examples
+    --------
+    >>> ImageEncoder(nn.Flatten(), 4, "00")(torch.zeros(5, 1, 2, 2)).shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(self, module: nn.Module, width: int, digest: str) -> None:
+        super().__init__(module)
+        self.width, self.digest = width, digest
+
+
+def encoder(source: str) -> ImageEncoder:
+    """Return the frozen image encoder that :func:`pretrained` uses, for images of any size.
+
+    Parameters
+    ----------
+    source : str
+        As in :func:`pretrained`.
+
+    Returns
+    -------
+    ImageEncoder
+        Maps images ``[samples, channels, height, width]`` to vectors ``[samples, width]``. The positions of transformers are
+        interpolated in every call with images of another size than that of the source.
+
+    Examples
+    --------
+    >>> encoder("./nowhere")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: source './nowhere' of an encoder is no directory; valid: a directory with config.json
+    and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    """
+    read = _Source.of(source, "an encoder")
+    backbone, width = _backbone(read, None, fused=True)
+    config = {key: value for key, value in read.config.items() if key not in _UNRELATED}
+    stated = json.dumps([config, read.mean, read.std, digest_of(backbone)], sort_keys=True)
+    return ImageEncoder(backbone, width, hashlib.sha256(stated.encode()).hexdigest())
+
+
+def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool) -> ClassToken:
+    """Load a pretrained vision transformer.
+
+    Parameters
+    ----------
+    source : str
+        As in :func:`pretrained`.
+    shape : tuple of int
+        Channels, height and width of one image.
+    model : str
+        The name of the model it is for, for messages.
+    fused : bool
+        Whether to use fused attention.
+
+    Returns
+    -------
+    ClassToken
+        With ``tokens`` and ``encoder``.
+
+    Examples
+    --------
+    >>> transformer("./nowhere", (3, 32, 32), model="vitprompts", fused=True)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: source './nowhere' of model 'vitprompts' is no directory; valid: a directory with
+    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    """
+    image(shape, model, smallest=1)
+    read = _Source.of(source, f"model {model!r}")
+    if FAMILIES[read.kind] not in _TRANSFORMERS:
+        raise unknown(
+            "model type",
+            read.kind,
+            (name for name, family in FAMILIES.items() if family in _TRANSFORMERS),
+            where=f"config.json of source {source!r} of model {model!r}, which needs a transformer",
+        )
+    return cast(ClassToken, _backbone(read, shape, fused=fused)[0])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A pretrained model as its files describe it.
+
+    Attributes
+    ----------
+    name : str
+        As it was given.
+    user : str
+        What it is for, for messages.
+    place : str
+        Its directory, or its name on the hub.
+    config : dict
+        The content of ``config.json``.
+    mean, std : tuple of float
+        How images are normalised, channel by channel.
+    """
+
+    name: str
+    user: str
+    place: str
+    config: dict[str, Any]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, source: str, user: str) -> _Source:
+        """Read the files that say what a source is, and check that it is something known."""
+        if not isinstance(source, str) or not source:
+            raise InputError(f"source of {user} must be text, got {source!r}; valid: {_VALID}")
+        path = Path(source).expanduser()
+        if path.is_dir():
+            place, files = str(path), partial(_local, path)
+        elif _ON_HUB.fullmatch(source):
+            place, files = source, partial(_remote, source)
+        else:
+            raise InputError(f"source {source!r} of {user} is no directory; valid: {_VALID}")
+        config = cls._read(files, "config.json", source, user)
+        if config is None:
+            raise InputError(f"source {source!r} of {user} holds no config.json; valid: {_VALID}")
+        if config.get("model_type") not in FAMILIES:
+            where = f"config.json of source {source!r} of {user}"
+            raise unknown("model type", config.get("model_type"), FAMILIES, where=where)
+        processing = cls._read(files, "preprocessor_config.json", source, user) or {}
+        mean, std = (
+            processing.get(key) or usual for key, usual in zip(("image_mean", "image_std"), IMAGENET, strict=True)
+        )
+        if processing.get("do_normalize") is False:
+            mean, std = (0.0,), (1.0,)
+        return cls(source, user, place, config, tuple(mean), tuple(std))
+
+    @staticmethod
+    def _read(files: Callable[[str], Path | None], name: str, source: str, user: str) -> dict[str, Any] | None:
+        try:
+            file = files(name)
+            content = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{name} of source {source!r} of {user} is not valid JSON: {error}") from error
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise InputError(
+                f"source {source!r} of {user} is no directory, and the Hugging Face hub gave nothing of that name "
+                f"({reason}); valid: {_VALID}"
+            ) from error
+        return content if content is None or isinstance(content, dict) else {}
+
+    @property
+    def kind(self) -> str:
+        """What ``config.json`` calls the architecture."""
+        kind: str = self.config["model_type"]
+        return kind
+
+    def normalise(self, channels: int) -> Normalise:
+        """Return the normalisation for images with a number of channels."""
+        mean, std = (values * channels if len(values) == 1 else values for values in (self.mean, self.std))
+        if {len(mean), len(std)} != {channels}:
+            raise InputError(
+                f"source {self.name!r} of {self.user} normalises {len(mean)} channels, but takes {channels}; see its "
+                "preprocessor_config.json"
+            )
+        return Normalise(mean, std)
+
+    def load(self, name: str, **options: Any) -> Any:
+        """Load the weights into one of the classes of ``transformers``, in float32, all of them or none."""
+        library = _library(f"source {self.name!r} of {self.user}")
+        # Its name until version 5.
+        precision = "dtype" if int(library.__version__.partition(".")[0]) >= 5 else "torch_dtype"
+        # Whatever loading draws must not change what comes after it.
+        with _quiet(library), torch.random.fork_rng(devices=[]):
+            try:
+                model, outcome = getattr(library, name).from_pretrained(
+                    self.place,
+                    local_files_only=Path(self.place).is_dir(),
+                    output_loading_info=True,
+                    **{precision: torch.float32},
+                    **options,
+                )
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise InputError(f"source {self.name!r} of {self.user} cannot be loaded: {reason}") from error
+        if missing := sorted(outcome["missing_keys"]):
+            raise InputError(
+                f"source {self.name!r} of {self.user} lacks {missing[0]!r} and thereby {len(missing)} of the weights of a "
+                f"{name}; valid: {_VALID}"
+            )
+        return model.float()
+
+
+_VALID = "a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'"
+
+
+def _local(folder: Path, name: str) -> Path | None:
+    return folder / name if (folder / name).is_file() else None
+
+
+def _remote(source: str, name: str) -> Path | None:
+    """Return a file of a model on the hub, or ``None`` if the hub says that there is none."""
+    _library(f"source {source!r}, which is no directory,")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(source, name))
+    except LocalEntryNotFoundError:
+        # Nobody could be asked. That the file is missing here means nothing.
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def _library(what: str) -> ModuleType:
+    """Import ``transformers``."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"{what} needs transformers: pip install 'equipoise[pretrained]'") from error
+    return transformers
+
+
+@contextmanager
+def _quiet(library: ModuleType) -> Iterator[None]:
+    """Let ``transformers`` neither draw progress bars nor list the weights it has no use for."""
+    log = library.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
+
+
+def _backbone(source: _Source, shape: tuple[int, ...] | None, *, fused: bool) -> tuple[nn.Module, int]:
+    """Load a source for images of one shape, or of any; return it with the length of its vectors."""
+    config = source.config.get("vision_config", source.config)
+    channels = config.get("num_channels", 3)
+    if shape is not None and shape[0] != channels:
+        raise InputError(
+            f"source {source.name!r} of {source.user} takes images with {channels} channels, got shape {shape}"
+        )
+    return FAMILIES[source.kind](source, source.normalise(channels), shape, fused)
+
+
+class Normalise(nn.Module):
+    """Images as a model was trained with them: bytes become numbers from 0 to 1, then (x − mean) / std by channel.
+
+    The constants are numbers and no buffers: nobody sends, averages or rounds them.
+
+    Parameters
+    ----------
+    mean, std : sequence of float
+        One a channel.
+
+    Examples
+    --------
+    >>> Normalise([0.5], [0.25])(torch.tensor([[[[255]]]], dtype=torch.uint8)).item()
+    2.0
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean, self.std = tuple(mean), tuple(std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise a batch of images ``[samples, channels, height, width]``; bytes come out as float32."""
+        pixels = x if x.is_floating_point() else x.to(torch.float32) / 255
+        channels = zip(pixels.unbind(1), self.mean, self.std, strict=True)
+        return torch.stack([(channel - mean) / std for channel, mean, std in channels], 1)
+
+
+class Convolutional(nn.Module):
+    """A convolutional network from the image to the average of its last map over positions.
+
+    Parameters
+    ----------
+    normalise : Normalise
+        Applied to images first.
+    body : nn.Module
+        A model of ``transformers`` whose first output is a map ``[samples, channels, height, width]``.
+
+    Examples
+    --------
+    >>> class Body(nn.Conv2d):
+    ...     def forward(self, x, return_dict):
+    ...         return (super().forward(x),)
+    >>> Convolutional(Normalise([0.0], [1.0]), Body(1, 3, 2))(torch.ones(5, 1, 4, 4)).shape
+    torch.Size([5, 3])
+    """
+
+    def __init__(self, normalise: Normalise, body: nn.Module) -> None:
+        super().__init__()
+        self.normalise = normalise
+        self.body = body
+        self.pool = ImageMean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a vector an image."""
+        pixels = self.normalise(x).to(next(self.body.parameters()).dtype)
+        made: Tensor = self.pool(self.body(pixels, return_dict=False)[0])
+        return made
+
+
+class Layer(nn.Module):
+    """A layer of ``transformers`` as a function of tokens alone.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        It may take masks, which are left out, and may return a tuple, of which the first is taken.
+
+    Examples
+    --------
+    >>> Layer(nn.Identity())(torch.zeros(5, 3, 8)).shape
+    torch.Size([5, 3, 8])
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._left_out = dict.fromkeys(
+            name for name in inspect.signature(layer.forward).parameters if name.endswith("attention_mask")
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Pass tokens through the layer."""
+        made = self.layer(tokens, **self._left_out)
+        first: Tensor = made if isinstance(made, Tensor) else made[0]
+        return first
+
+
+def _resnet(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+    body = source.load("ResNetModel")
+    # The average is taken here; theirs would be computed for nothing.
+    body.pooler = nn.Identity()
+    return Convolutional(normalise, body), body.config.hidden_sizes[-1]
+
+
+def _mobilenet_v2(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+    body = source.load("MobileNetV2Model", add_pooling_layer=False)
+    for layer in body.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            # There it is 0.997, which is how much of the old statistics TensorFlow keeps. PyTorch's momentum is the rest.
+            layer.momentum = 1 - 0.997
+    return Convolutional(normalise, body), body.conv_1x1.convolution.out_channels
+
+
+def _vit(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = source.load("ViTModel", add_pooling_layer=False, **_SDPA, **off)
+    return _with_class_token(source, model, normalise, shape, fused)
+
+
+def _dinov2(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    return _with_class_token(source, source.load("Dinov2Model", **_SDPA, **off), normalise, shape, fused)
+
+
+def _with_class_token(
+    source: _Source, model: Any, normalise: Normalise, shape: Any, fused: bool
+) -> tuple[nn.Module, int]:
+    """Take a ViT or DINOv2 apart."""
+    embeddings = model.embeddings
+    tokens = _tokens(
+        source,
+        embeddings.patch_embeddings.projection,
+        embeddings.cls_token[0, 0],
+        embeddings.position_embeddings[0],
+        model.config,
+        normalise,
+        shape,
+    )
+    return ClassToken(tokens, _blocks(model, model.layernorm, fused)), tokens.width
+
+
+def _clip(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+    model = source.load("CLIPVisionModelWithProjection", attention_dropout=0.0, **_SDPA)
+    vision = model.vision_model
+    embeddings = vision.embeddings
+    tokens = _tokens(
+        source,
+        embeddings.patch_embedding,
+        embeddings.class_embedding,
+        embeddings.position_embedding.weight,
+        model.config,
+        normalise,
+        shape,
+        norm=vision.pre_layrnorm,
+    )
+    projection = model.visual_projection
+    return ClassToken(tokens, _blocks(vision, vision.post_layernorm, fused), projection), projection.out_features
+
+
+# Not "eager": that computes softmax in float32 even where everything else is float64. Inside ``plain_attention`` this one is
+# plain matrix products too.
+_SDPA = {"attn_implementation": "sdpa"}
+
+
+def _tokens(
+    source: _Source,
+    convolution: nn.Conv2d,
+    class_token: Tensor,
+    positions: Tensor,
+    config: Any,
+    normalise: Normalise,
+    shape: tuple[int, ...] | None,
+    norm: nn.Module | None = None,
+) -> Tokens:
+    """Make tokens as a model of ``transformers`` does, for images of one shape or of any."""
+    patch, size = _pair(config.patch_size), _pair(config.image_size)
+    if shape is not None and (shape[1] < patch[0] or shape[2] < patch[1]):
+        raise InputError(
+            f"shape {shape} is too small for source {source.name!r} of {source.user}: images must be at least "
+            f"{patch[0]} x {patch[1]}"
+        )
+    # Without initial values, which would be drawn from the global generator.
+    project = nn.utils.skip_init(
+        nn.Linear, convolution.weight[0].numel(), convolution.out_channels, bias=convolution.bias is not None
+    )
+    with torch.no_grad():
+        project.weight.copy_(convolution.weight.flatten(1))
+        if convolution.bias is not None:
+            project.bias.copy_(convolution.bias)
+    tokens = Tokens(
+        project,
+        patch,
+        class_token.detach().clone(),
+        positions.detach().clone(),
+        (size[0] // patch[0], size[1] // patch[1]),
+        prepare=normalise,
+        norm=norm,
+        any_size=shape is None,
+    )
+    if shape is not None:
+        tokens.fit(*shape[1:])
+    return tokens
+
+
+def _blocks(model: nn.Module, norm: nn.Module, fused: bool) -> Encoder:
+    """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
+    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    return Encoder([Layer(layer) for layer in layers], norm, fused=fused)
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+_Family = Callable[[_Source, Normalise, Any, bool], tuple[nn.Module, int]]
+_TRANSFORMERS = (_vit, _dinov2, _clip)
+FAMILIES: Mapping[str, _Family] = {
+    "resnet": _resnet,
+    "mobilenet_v2": _mobilenet_v2,
+    "vit": _vit,
+    "dinov2": _dinov2,
+    "clip": _clip,
+    "clip_vision_model": _clip,
+}
+"""What takes each architecture apart, by ``model_type`` of ``config.json``."""

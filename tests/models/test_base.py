@@ -1,0 +1,45 @@
+"""Models in parts: an optional stem, and parts that forward leaves alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.errors import InputError
+from equipoise.models.base import Model
+
+
+def still(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def test_a_stem_comes_before_the_features() -> None:
+    stem, features, head = still(nn.Linear(2, 3)), nn.Linear(3, 4), nn.Linear(4, 5)
+    model = Model(features, head, stem=stem)
+    x = torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(x), head(features(stem(x))))
+    assert {name.split(".")[0] for name in model.state_dict()} == {"stem", "features", "head"}
+
+
+def test_without_a_stem_there_is_none() -> None:
+    model = Model(nn.Flatten(), nn.Linear(4, 3))
+    assert model.stem is None
+    assert copy.deepcopy(model).stem is None
+    assert [name for name, _ in model.named_children()] == ["features", "head"]
+
+
+def test_a_stem_that_moves_is_refused() -> None:
+    with pytest.raises(InputError, match="parameter '1.weight' of the stem requires a gradient"):
+        Model(nn.Identity(), nn.Linear(3, 2), stem=nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
+
+
+def test_forward_ignores_parts_that_were_attached() -> None:
+    model = Model(nn.Flatten(), nn.Linear(4, 3))
+    x = torch.ones(1, 2, 2)
+    before = model(x)
+    model.add_module("projection", nn.Linear(4, 2))
+    assert torch.equal(model(x), before)
+    assert "projection.weight" in model.state_dict()
