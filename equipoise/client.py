@@ -10,21 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from equipoise.errors import InputError
 from equipoise.masked import masked_covariance, masked_mean, masked_sum
+from equipoise.models.frozen import transform_level
 from equipoise.models.layers import Forward
 from equipoise.tree import PERSONAL, Tree, in_parts, squared_distance
 
 if TYPE_CHECKING:
     from equipoise.engine.network import Network, Pass
-
-
-def _transform_level() -> int:
-    """Return how many transforms (``torch.func.vmap``, ``torch.func.grad``) surround the caller."""
-    return torch._C._functorch.maybe_current_level() or 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class Client:
     # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
     recorded: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
-    _level: int = field(init=False, default_factory=_transform_level)
+    _level: int = field(init=False, default_factory=transform_level)
 
     def recording(self, recorded: Tree) -> Client:
         """Note the BatchNorm statistics that forward passes leave in ``recorded``, and return the client."""
@@ -237,7 +232,7 @@ class Client:
         Inside a transform of the loss's own (``torch.func.grad``) nothing is kept: it would outlive the transform.
         """
         given = Inputs.given(self)
-        known = self._computed if _transform_level() == self._level else {}
+        known = self._computed if transform_level() == self._level else {}
         if isinstance(given, Frozen):
             known.setdefault("z", given.z)
         return known
@@ -254,7 +249,7 @@ class Client:
             raise InputError("the question looks at a model, but none was given; valid: cohort.ask(..., model=...)")
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
         passed = self.network.apply(self.params, x, self.forward, part)
-        if self.recorded is not None and _transform_level() == self._level:
+        if self.recorded is not None and transform_level() == self._level:
             for name, value in passed.buffers.items():
                 self.recorded.setdefault(self._kept_as(name), value)
         return passed

@@ -17,7 +17,7 @@ import yaml
 
 import equipoise.cli
 from equipoise import data, methods, models
-from equipoise.cli import places, show
+from equipoise.cli import paths, show
 from equipoise.config import experiment_from
 from equipoise.data import load
 from equipoise.errors import InputError
@@ -449,7 +449,7 @@ def test_compare_says_which_model_numbers_are_of_and_what_is_missing(call, stran
     assert "warning: no run has a value of unseen.mean\n" in stdout
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------
+# ---- paths -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -480,9 +480,9 @@ def test_trying_a_place_leaves_nothing_behind(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "old").write_text("kept")
     for path in ("new/deep", "there/new", "there", "new/../other"):
-        places.check_directory(tmp_path / path, "")
+        paths.check_directory(tmp_path / path, "")
     for path in ("new/deep/file", "there/file", "there/old"):
-        places.check_file(tmp_path / path, "")
+        paths.check_file(tmp_path / path, "")
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "old"]
     assert (tmp_path / "there" / "old").read_text() == "kept"
 
@@ -491,12 +491,12 @@ def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(places, "TemporaryFile", refuse)
+    monkeypatch.setattr(paths, "TemporaryFile", refuse)
     says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
     with pytest.raises(InputError, match=says):
-        places.check_directory(tmp_path / "x" / "y", "choose another")
+        paths.check_directory(tmp_path / "x" / "y", "choose another")
     with pytest.raises(InputError, match="cannot write to the directory .*: nothing can be made in"):
-        places.check_directory(tmp_path, "choose another")
+        paths.check_directory(tmp_path, "choose another")
     assert not list(tmp_path.iterdir())
 
 

@@ -39,6 +39,8 @@ def test_defaults():
         "splits": (0.7, 0.1, 0.2),
         "unseen": 0,
         "leave_out": None,
+        "encode": None,
+        "encode_size": None,
         "seed": 0,
         "imbalance": 10.0,
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from equipoise.cli.flower import flower
-from equipoise.cli.places import check_directory, check_file
+from equipoise.cli.paths import check_directory, check_file
 from equipoise.errors import InputError, RunError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from equipoise.cli.places import check_directory
+from equipoise.cli.paths import check_directory
 from equipoise.errors import InputError
 
 flower = typer.Typer(

@@ -146,6 +146,8 @@ def load(
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
+    encode: str | None = None,
+    encode_size: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Federation:
@@ -160,6 +162,9 @@ def load(
         source's usual partition by default.
     splits, unseen, leave_out
         See `federate`.
+    encode, encode_size
+        A pretrained image model whose embeddings take the place of the samples, and the size to which images are resized
+        before; see :func:`equipoise.data.encode.encode_federation`.
     seed : int
         Decides everything that is drawn.
     **options
@@ -185,7 +190,14 @@ def load(
                 f"partition {dict(partition)} of data {name!r} needs a name; valid: {', '.join(PARTITIONS)}"
             )
         partition = make_partition(**partition)
-    return federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, seed=seed)
+    made = federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, seed=seed)
+    if encode is None:
+        if encode_size is not None:
+            raise InputError(f"data.encode_size={encode_size!r} has no meaning without data.encode")
+        return made
+    from equipoise.data.encode import encode_federation
+
+    return encode_federation(made, encode, encode_size)
 
 
 def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:

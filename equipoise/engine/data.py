@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.federation import Federation
+from equipoise.samples import Samples
 
 # Data larger than this share of a GPU's memory stays on the host, and batches are copied one by one.
 _LARGEST_SHARE = 0.4
@@ -40,6 +41,8 @@ class DeviceData:
         Where batches are wanted.
     dtype : torch.dtype
         Type of floating point samples and targets.
+    x : Tensor or Samples, optional
+        What to fetch in place of the federation's samples, such as encoded ones.
 
     Examples
     --------
@@ -49,9 +52,12 @@ class DeviceData:
     torch.Size([3, 5, 1, 8, 8])
     """
 
-    def __init__(self, federation: Federation, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, federation: Federation, device: torch.device, dtype: torch.dtype, x: Tensor | Samples | None = None
+    ) -> None:
         self.device = device
-        self.x, self.y = federation.x, federation.y.to(device, _target_type(federation.y.dtype, dtype))
+        self.x = federation.x if x is None else x
+        self.y = federation.y.to(device, _target_type(federation.y.dtype, dtype))
         self._dtype = _target_type(self.x.dtype, dtype)
         self._resident = isinstance(self.x, Tensor) and _fits(self.x.numel() * self._dtype.itemsize, device)
         if isinstance(self.x, Tensor) and self._resident:
@@ -82,8 +88,8 @@ class DeviceData:
 
     def read(self, positions: Tensor) -> Tensor:
         """Read samples that are not on the device: each of them once, in the order in which they are stored."""
-        wanted, places = torch.unique(positions.cpu(), return_inverse=True)
-        return at(self.x[wanted].to(self.device, self._dtype), places.to(self.device))
+        wanted, index = torch.unique(positions.cpu(), return_inverse=True)
+        return at(self.x[wanted].to(self.device, self._dtype), index.to(self.device))
 
 
 class _Read(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model
-from equipoise.models.frozen import Frozen
+from equipoise.models.frozen import Frozen, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
 from equipoise.tree import Tree, digest, in_parts
 
@@ -55,8 +56,8 @@ class Slot:
 def slots_of(module: nn.Module) -> list[Slot]:
     """Find every slot in which a module holds floating point numbers, parameters first.
 
-    Frozen are parameters with ``requires_grad`` off, buffers that are not persistent, and buffers of a module
-    whose parameters are all frozen. (For a layer without parameters, the nearest module around it that has some
+    Frozen are parameters with ``requires_grad`` off, everything inside a :class:`~equipoise.models.frozen.Frozen`,
+    buffers that are not persistent, and buffers of a module whose parameters are all frozen. (For a layer without parameters, the nearest module around it that has some
     decides.)
 
     Examples
@@ -69,6 +70,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
     [True, True, True, True]
     """
     owners = dict(module.named_modules(remove_duplicate=False))
+    inside = frozen_names(module)
     first: dict[int, str] = {}
     found: list[Slot] = []
     for is_parameter, named in enumerate((module.named_buffers, module.named_parameters)):
@@ -79,6 +81,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
                 owner = owners[path]
                 held = owner._parameters if is_parameter else owner._buffers
                 frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
+                frozen = frozen or name in inside
                 where = first.setdefault(id(tensor), name)
                 here.append(Slot(where, path.partition(".")[0], held, leaf, tensor, bool(is_parameter), frozen))
         found = here + found
@@ -212,11 +215,18 @@ class Network:
         """Hash of the frozen tensors as they came, or ``None`` if there are none."""
         return frozen_digest(self._given)
 
-    @property
+    @cached_property
     def stem(self) -> nn.Module | None:
         """The frozen beginning of the model, which encodes samples once, if it has one."""
         stem = getattr(self.module, "stem", None)
-        return stem if isinstance(stem, nn.Module) else None
+        return stem if isinstance(stem, nn.Module) and self.composed else None
+
+    @property
+    def stem_digest(self) -> str:
+        """Hash of the stem: its layers and its tensors as they came."""
+        stem: Any = self._given.stem
+        tensors = {slot.name: slot.tensor for slot in slots_of(stem)}
+        return digest(tensors) + hashlib.sha256(repr(stem).encode()).hexdigest()
 
     @cached_property
     def separable(self) -> bool:

@@ -153,6 +153,8 @@ class Machine:
     frozen : {"bfloat16"}, optional
         The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and computed; by default
         that of everything else.
+    encode : bool
+        Whether samples are encoded once by the model's stem, if it has one, instead of in every step.
 
     Examples
     --------
@@ -166,6 +168,7 @@ class Machine:
     tf32: bool = False
     replay: bool = True
     frozen: str | None = None
+    encode: bool = True
 
     def __post_init__(self) -> None:
         """Refuse a device or precision that is not there."""

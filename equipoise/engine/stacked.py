@@ -13,8 +13,8 @@ from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.cohort import StackedCohort, repeated
 from equipoise.engine.contract import Personal
-from equipoise.engine.data import DeviceData
 from equipoise.engine.delivered import Delivered
+from equipoise.engine.encoding import open_data
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Workshop
@@ -74,7 +74,7 @@ class StackedEngine:
         self.network = Network(
             model, Task(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
         )
-        self.data = open_data(self.network, self.view, training)
+        self.data = open_data(self.network, self.view, training, machine)
         self.memory = MemoryStore()
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
@@ -187,14 +187,6 @@ class StackedEngine:
         device = self.network.device
         memories = self.delivered.restore(tensors)
         self.memory.restore({n: t if n == "clients" else t.to(device) for n, t in memories.items()})
-
-
-def open_data(network: Network, federation: Federation, training: Training) -> DeviceData:
-    """Place a federation's samples where the engine can reach them, having tried the model out on a few."""
-    data = DeviceData(federation, network.device, network.dtype)
-    if len(data):
-        network.try_out(*data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
-    return data
 
 
 def _personal_parts(kept: Tree) -> Tree:

@@ -14,6 +14,7 @@ import numpy as np
 
 from equipoise import models
 from equipoise.config import Experiment, load_experiment
+from equipoise.data.encode import encode_federation
 from equipoise.data.silos import silo_federation
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
@@ -163,6 +164,8 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
     """Make an engine over what this client alone holds."""
     experiment, config = _experiment(asked), dict(node)
     federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
+    if experiment.data.get("encode"):
+        federation = encode_federation(federation, experiment.data["encode"], experiment.data["encode_size"])
     return _engine(experiment, placed(federation, client))
 
 

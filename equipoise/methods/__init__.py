@@ -92,6 +92,12 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
                 f"{part.__qualname__}, registered as {name!r}, has no default for {field.name}; give it one, "
                 "so that a name alone makes a part"
             )
+    for server in (Sampler, Aggregation):
+        if issubclass(part, server) and part.begin is not server.begin and not part.needs_everyone:
+            raise InputError(
+                f"{part.__qualname__}, registered as {name!r}, has a method 'begin', which is called only for parts that "
+                "say needs_everyone = True"
+            )
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
             raise InputError(f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}")
@@ -236,7 +242,7 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
                 raise unknown(f"hyper-parameter of {kind.name}", key, [*valid, *extra], where=where)
         # A part's own words come first, because it knows its bounds.
         try:
-            part = kind(**options)
+            part = kind(**{key: _hashable(value) for key, value in options.items()})
         except (AttributeError, TypeError):
             _check_types(kind, options, where)
             raise
@@ -246,6 +252,11 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
     if slot and not isinstance(part, SLOTS[slot]):
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
     return part
+
+
+def _hashable(value: Any) -> Any:
+    """Turn lists, which YAML has for tuples, into tuples: parts are keys of what is recorded on a GPU."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> None:

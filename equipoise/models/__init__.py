@@ -89,7 +89,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     >>> sum(p.numel() for p in model.parameters())
     2410
     """
-    import torch
+    from equipoise.random import seeded
 
     make = maker_of(name)
     _check_names(options, name)
@@ -100,9 +100,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     start = count(seed, "seed", least=0)
     if start >= 2**63:
         raise InputError(f"seed must be below 2**63, got {seed!r}")
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed the GPUs too, which fork_rng(devices=[]) does not restore.
-        torch.default_generator.manual_seed(start)
+    with seeded(start):
         return make(sample, outputs, **options)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from equipoise.errors import InputError
@@ -72,3 +76,36 @@ class Model(nn.Module):
         encoded = x if self.stem is None else self.stem(x)
         output: Tensor = self.head(self.features(encoded))
         return output
+
+
+@torch.no_grad()
+def width_of(model: nn.Module, shape: Sequence[int]) -> int:
+    """Return how many numbers z has: what a model's features make of one sample.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With ``features``, and perhaps a ``stem``.
+    shape : sequence of int
+        The shape of one sample.
+
+    Returns
+    -------
+    int
+        The size of z.
+
+    Examples
+    --------
+    >>> width_of(Model(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), nn.Linear(3, 2)), (2, 2))
+    3
+    """
+    training = model.training
+    model.eval()
+    x = torch.zeros(1, *shape)
+    # Text is whole numbers; any other model takes floating point.
+    embeds = any(isinstance(layer, nn.Embedding) for layer in model.modules())
+    stem = getattr(model, "stem", None) or nn.Identity()
+    features: Any = model.features
+    z: Tensor = features(stem(x.long() if embeds else x))
+    model.train(training)
+    return z[0].numel()

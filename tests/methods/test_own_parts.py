@@ -122,7 +122,9 @@ def test_types_are_those_of_the_annotations(option, value, wanted):
 def test_values_that_fit_are_taken_as_they_are(options):
     register("varied")(Varied)
     ((option, value),) = options.items()
-    assert getattr(build("varied", **options).local, option) == value
+    local = build("varied", **options).local
+    assert getattr(local, option) == (tuple(value) if isinstance(value, list) else value)
+    assert hash(local) == hash(build("varied", **options).local)
 
 
 def test_what_was_described_and_written_down_still_fits():

@@ -140,12 +140,12 @@ def test_dropout_is_the_engines():
     keys = torch.tensor([1, 1, 2])
 
     def output(key: Tensor) -> Tensor:
-        return network.output(network.initial(), x, Forward(train=True, key=key))[0]
+        return network.apply(network.initial(), x, Forward(train=True, key=key))[0]
 
     one, same, other = (output(key) for key in keys)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    assert torch.equal(network.output(network.initial(), x, Forward(train=False))[0], model.eval()(x))
+    assert torch.equal(network.apply(network.initial(), x, Forward(train=False))[0], model.eval()(x))
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_batch_norm_is_the_engines_and_moves_as_that_of_pytorch_would(saved, nam
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     assert sum(isinstance(layer, BatchNorm) for layer in network.module.modules()) == len(norms) > 5
     x = uniform(6, 3, 32, 32)
-    output, buffers = network.output(network.initial(), x, Forward(train=True))
+    output, _, buffers = network.apply(network.initial(), x, Forward(train=True))
     torch.testing.assert_close(output, model.train()(x), rtol=1e-9, atol=1e-9)
     wanted = dict(model.named_buffers())
     for key, found in buffers.items():

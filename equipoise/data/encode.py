@@ -1,0 +1,128 @@
+"""Samples as a frozen model encodes them: computed once, and kept in the cache directory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from equipoise.checks import count
+from equipoise.data.cache import MappedArray, cached
+from equipoise.errors import InputError
+from equipoise.federation import Federation
+from equipoise.samples import Samples
+from equipoise.tree import digest
+
+# Raised whenever the same key would stand for other numbers.
+_VERSION = 1
+# Images that an encoder looks at together.
+_IMAGES = 64
+# Encoded samples up to this size are held in memory.
+_IN_MEMORY = 4 << 30
+
+
+def encoded_samples(
+    x: Tensor | Samples, encode: Callable[[Tensor], Tensor], key: tuple[object, ...], rows: int
+) -> Tensor | MappedArray:
+    """Encode samples, or read what was encoded before from the cache directory.
+
+    Parameters
+    ----------
+    x : Tensor or Samples
+        The samples.
+    encode : callable
+        Encodes a block of samples; each row of its result depends on one sample alone.
+    key : tuple
+        Everything else that the result depends on, such as the hash of the encoder's weights, in values that print the
+        same in every process.
+    rows : int
+        How many samples to encode at a time.
+
+    Returns
+    -------
+    Tensor or MappedArray
+        One row a sample: a tensor, or an array on disk if it is large.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> os.environ["EQUIPOISE_CACHE"] = tempfile.mkdtemp()
+    >>> encoded_samples(torch.ones(3, 2), lambda block: 2 * block, ("doubled",), rows=2)
+    tensor([[2., 2.],
+            [2., 2.],
+            [2., 2.]])
+    >>> del os.environ["EQUIPOISE_CACHE"]
+    """
+    like = encode(x[:1]).cpu()
+    known = samples_digest(x), *key, _VERSION, torch.__version__, str(like.dtype), tuple(like.shape[1:])
+
+    def blocks() -> Iterator[Tensor]:
+        for start in range(0, len(x), rows):
+            yield encode(x[start : start + rows]).cpu()
+
+    array = cached(hashlib.sha256(repr(known).encode()).hexdigest(), (len(x), *like.shape[1:]), like.dtype, blocks)
+    return array[:] if len(array) * like[0].nbytes <= _IN_MEMORY else array
+
+
+def samples_digest(x: Tensor | Samples) -> str:
+    """Return a hash of all samples.
+
+    Examples
+    --------
+    >>> samples_digest(torch.zeros(2)) == samples_digest(torch.zeros(2))
+    True
+    """
+    return digest({"x": x}) if isinstance(x, Tensor) else x.digest
+
+
+def encode_federation(federation: Federation, source: str, size: int | None = None) -> Federation:
+    """Replace the images of a federation by embeddings.
+
+    Parameters
+    ----------
+    federation : Federation
+        Its samples are images with one or three channels, in bytes or in floating point numbers from 0 to 1.
+    source : str
+        A pretrained image model: a directory or a name on the Hugging Face hub; see
+        :func:`equipoise.models.pretrained.pretrained`.
+    size : int, optional
+        Height and width to which images are resized (bilinear) before they are encoded; by default they are not.
+
+    Returns
+    -------
+    Federation
+        With the same clients, whose samples are vectors in float32.
+
+    Raises
+    ------
+    InputError
+        If the samples are no images, or the model is not there.
+    """
+    from equipoise.models.pretrained import encoder
+
+    if len(federation.shape) != 3 or federation.shape[0] not in (1, 3):
+        raise InputError(
+            f"data.encode needs images of shape (1 or 3, height, width), but samples of {federation.name!r} have shape "
+            f"{federation.shape}"
+        )
+    if size is not None:
+        count(size, "data.encode_size")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = encoder(source).to(device)
+
+    @torch.no_grad()
+    def encode(images: Tensor) -> Tensor:
+        images = images.to(device).expand(-1, 3, -1, -1)
+        if size is not None:
+            # Bytes have no interpolation; as numbers from 0 to 1 they mean the same.
+            images = images.float() / (1 if images.is_floating_point() else 255)
+            images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+        return cast(Tensor, model(images)).float()
+
+    key = "encoder", model.digest, size, device.type
+    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES))

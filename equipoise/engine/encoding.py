@@ -1,0 +1,53 @@
+"""Data encoded by a model's stem before training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.data.encode import encoded_samples
+from equipoise.engine.arithmetic import exact_arithmetic
+from equipoise.engine.chunking import samples_an_encoding
+from equipoise.engine.data import DeviceData
+from equipoise.engine.network import Network
+from equipoise.engine.settings import Machine, Training
+from equipoise.federation import Federation
+
+
+def open_data(network: Network, federation: Federation, training: Training, machine: Machine) -> DeviceData:
+    """Try the model out on a few samples, and place all samples where the engine can reach them.
+
+    If the model has a stem, samples are encoded by it once, unless they are augmented or ``machine.encode`` is off.
+
+    Parameters
+    ----------
+    network : Network
+        The model; its ``encoded`` is set.
+    federation : Federation
+        The samples.
+    training, machine
+        The settings.
+
+    Returns
+    -------
+    DeviceData
+        What ``network`` takes as x.
+    """
+    device, dtype = network.device, network.dtype
+    network.encoded = network.stem is not None and machine.encode and not training.augment
+    data = DeviceData(federation, device, dtype)
+    if not len(data):
+        return data
+    network.try_out(*data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
+    if not network.encoded:
+        return data
+
+    def encode(samples: Tensor) -> Tensor:
+        return network.encode(samples.to(device, dtype if samples.is_floating_point() else samples.dtype))
+
+    # The arithmetic is part of the key: what one machine rounds otherwise than another is not read there.
+    arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32
+    with exact_arithmetic(machine):
+        key = "stem", network.stem_digest, *map(str, arithmetic)
+        x = encoded_samples(federation.x, encode, key, samples_an_encoding(network))
+    return DeviceData(federation, device, dtype, x)
