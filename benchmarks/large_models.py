@@ -1,0 +1,305 @@
+"""Measure what frozen models, questions and repeated looks at z cost: ``python -m benchmarks.large_models --help``.
+
+Every measurement runs in a process of its own, which reports its peak memory and its time. Ratios compare measurements of the
+same call. Measurements:
+
+``step``
+    One local step of stacked clients on a frozen ViT with prompts, against the same clients one by one and against one
+    ordinary batch of a plain PyTorch loop (CPU; memory and CPU time).
+``prompts``
+    Images a second of the whole engine with a frozen ViT and prompts, tokens encoded before, against a plain loop that runs
+    the transformer twice an image, as FedGCR does without a cache (GPU; float32, TF32, backbone in bfloat16).
+``question``
+    Peak memory of a question about clients of 100 to 4,000 images (ResNet-18, 64 px).
+``looks``
+    The time of a loss that looks at z three times, against FedAvg's, round by round in turns (cnn2).
+``padding``
+    The time of clients with 8 samples and batch size 32, against batch size 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equipoise.client import Client
+from equipoise.engine.arithmetic import exact_arithmetic
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
+from equipoise.federation import Federation
+from equipoise.method import LocalRule, Phase, State
+from equipoise.methods import build as build_method
+from equipoise.models import build as build_model
+from equipoise.optimizers import Sgd
+
+CLASSES = 7
+
+
+def images(clients: int, each: int, pixels: int, seed: int = 0) -> Federation:
+    """Make clients with as many random images each, in bytes, all for training."""
+    draws = np.random.default_rng(seed)
+    count = clients * each
+    x = torch.from_numpy(draws.integers(0, 256, (count, 3, pixels, pixels), dtype=np.uint8))
+    y = torch.from_numpy(draws.integers(0, CLASSES, count))
+    holders = np.repeat(np.arange(clients), each)
+    return Federation.from_arrays(x, y, clients=holders.tolist(), splits=(1.0, 0.0, 0.0), classes=CLASSES)
+
+
+def prompted(source: str, pixels: int) -> nn.Module:
+    """Build the frozen ViT with prompts."""
+    return build_model("vitprompts", shape=(3, pixels, pixels), classes=CLASSES, source=source)
+
+
+class Rounds:
+    """Plays rounds of federated averaging with every client, outside the round loop."""
+
+    def __init__(self, engine: StackedEngine, rule: LocalRule | None = None) -> None:
+        self.engine = engine
+        self.method = build_method("fedavg", **({"local": rule} if rule else {}))
+        self.state = State(0, engine.network.initial())
+
+    def play(self) -> None:
+        """Play one round."""
+        with exact_arithmetic(self.engine.machine):
+            cohort = self.engine.cohort(self.method, self.engine.view.seen, self.state.round)
+            updates = cohort.train({"model": self.state.model}, {}, self.method.local)
+            state = self.method.aggregation.combine(self.state, updates, cohort)
+        self.state = State(self.state.round + 1, state.model)
+        if self.engine.network.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+# ---- measurements, each in a process of its own -----------------------------------------------------------------------
+
+
+def step(how: str, source: str, clients: int = 16, each: int = 8, pixels: int = 112, rounds: int = 3) -> dict[str, Any]:
+    """Take local steps of 16 clients with 8 images each."""
+    torch.set_num_threads(1)
+    federation, module = images(clients, each, pixels), prompted(source, pixels)
+    if how == "batch":
+        batch, labels = federation.x, federation.y
+        with torch.no_grad():
+            tokens = module.stem(batch)
+        moving = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(moving, lr=0.1)
+
+        def play() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(module.head(module.features(tokens)), labels).backward()
+            optimizer.step()
+    else:
+        chunk = clients if how == "stacked" else 1
+        training = Training(batch_size=each, epochs=1, optimizer=Sgd(lr=0.1))
+        play = Rounds(StackedEngine(federation, module, training, Machine(device="cpu", chunk=chunk))).play
+    play()
+    began = time.process_time()
+    for _ in range(rounds):
+        play()
+    return {"cpu_seconds": (time.process_time() - began) / rounds}
+
+
+def prompts(
+    how: str, source: str, clients: int = 22, each: int = 320, pixels: int = 112, rounds: int = 8
+) -> dict[str, Any]:
+    """Train prompts of 22 clients, 32 images a step, on a GPU."""
+    federation, module = images(clients, each, pixels), prompted(source, pixels)
+    machine = Machine(
+        device="cuda", chunk=clients, tf32=how == "tf32", frozen="bfloat16" if how == "bfloat16" else None
+    )
+    if how.startswith("loop"):
+        play = _plain_loop(federation, module.cuda(), tf32=how == "loop tf32")
+        rounds = 1
+    else:
+        training = Training(batch_size=32, epochs=1, optimizer=Sgd(lr=0.1))
+        play = Rounds(StackedEngine(federation, module, training, machine)).play
+    for _ in range(1 if how.startswith("loop") else 3):
+        play()
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        play()
+        seconds.append(time.perf_counter() - began)
+    return {"images_a_second": clients * each / statistics.median(seconds), "rounds": rounds}
+
+
+def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
+    """Train clients one after the other, each image through the transformer twice: without prompts, then with them."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    x, y = federation.x.cuda(), federation.y.cuda()
+    begun = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+
+    def play() -> None:
+        for client in range(federation.clients):
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    if name in begun:
+                        parameter.copy_(begun[name])
+            optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+            held = torch.from_numpy(federation.train.of(client)).cuda()
+            for batch in held[torch.randperm(len(held), device="cuda")].split(32):
+                with torch.no_grad():
+                    tokens = module.stem(x[batch])
+                    module.features.encoder(tokens)
+                optimizer.zero_grad()
+                F.cross_entropy(module.head(module.features(tokens)), y[batch]).backward()
+                optimizer.step()
+        torch.cuda.synchronize()
+
+    return play
+
+
+@dataclass(frozen=True)
+class AsksForLosses(LocalRule):
+    """Answers with the sum of losses and of the head's gradients."""
+
+    def loss_sum(self, client: Client) -> dict[str, Tensor]:
+        """Sum losses."""
+        return {"loss": client.sum(client.task_loss())}
+
+
+def question(how: str, source: str, pixels: int = 64) -> dict[str, Any]:
+    """Ask two clients of so many images about the loss of a ResNet-18."""
+    torch.set_num_threads(1)
+    federation = images(2, int(how), pixels)
+    floating = Federation.from_arrays(
+        federation.x.float() / 255,
+        federation.y,
+        clients=federation.train.holders,
+        splits=(1.0, 0.0, 0.0),
+        classes=CLASSES,
+    )
+    module = build_model("resnet18", shape=(3, pixels, pixels), classes=CLASSES)
+    engine = StackedEngine(floating, module, Training(batch_size=8), Machine(device="cpu"))
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    method = build_method("fedavg", local=AsksForLosses())
+    cohort = engine.cohort(method, floating.seen, 0)
+    began = time.process_time()
+    cohort.ask("loss_sum", model=engine.network.initial())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"cpu_seconds": time.process_time() - began, "question_mib": (peak - held) / 1024}
+
+
+@dataclass(frozen=True)
+class ThreeLooks(LocalRule):
+    """A loss that looks at z three times."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        """One phase."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add two terms of z to the task's loss."""
+        spread = client.features().square().mean(1) + client.features().abs().mean(1)
+        return client.task_loss() + 1e-3 * spread
+
+
+def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
+    """Time the two losses in turns, on 28-pixel images with cnn2."""
+    device = how
+    torch.set_num_threads(1)
+    draws = torch.Generator().manual_seed(0)
+    x = torch.rand(20 * 60, 1, 28, 28, generator=draws)
+    y = torch.randint(0, 10, (len(x),), generator=draws)
+    federation = Federation.from_arrays(x, y, clients=np.repeat(np.arange(20), 60), splits=(1.0, 0.0, 0.0), classes=10)
+    module = build_model("cnn2", shape=(1, 28, 28), classes=10)
+    players = []
+    for rule in (None, ThreeLooks()):
+        engine = StackedEngine(federation, module, Training(batch_size=10), Machine(device=device))
+        players.append(Rounds(engine, rule))
+    seconds: list[list[float]] = [[], []]
+    for number in range(rounds + 3):
+        for player, taken in zip(players, seconds, strict=True):
+            began = time.perf_counter()
+            player.play()
+            if number >= 3:
+                taken.append(time.perf_counter() - began)
+    plain, three = (statistics.median(taken) for taken in seconds)
+    return {"fedavg_seconds": plain, "three_looks_seconds": three, "ratio": three / plain}
+
+
+def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
+    """Time clients of 8 samples with batch sizes 32 and 8, in turns."""
+    torch.set_num_threads(1)
+    federation = images(50, 8, 16)
+    floating = Federation.from_arrays(
+        federation.x.float() / 255,
+        federation.y,
+        clients=federation.train.holders,
+        splits=(1.0, 0.0, 0.0),
+        classes=CLASSES,
+    )
+    module = build_model("mlp", shape=(3, 16, 16), classes=CLASSES)
+    players = [
+        Rounds(StackedEngine(floating, module, Training(batch_size=size, epochs=5), Machine(device="cpu", chunk=50)))
+        for size in (8, 32)
+    ]
+    seconds: list[list[float]] = [[], []]
+    for number in range(rounds + 2):
+        for player, taken in zip(players, seconds, strict=True):
+            began = time.perf_counter()
+            player.play()
+            if number >= 2:
+                taken.append(time.perf_counter() - began)
+    narrow, wide = (statistics.median(taken) for taken in seconds)
+    return {"batch_8_seconds": narrow, "batch_32_seconds": wide, "ratio": wide / narrow}
+
+
+MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
+    "step": (step, ("batch", "one by one", "stacked")),
+    "prompts": (prompts, ("loop", "loop tf32", "float32", "tf32", "bfloat16")),
+    "question": (question, ("100", "400", "1000", "4000")),
+    "looks": (looks, ("cpu",)),
+    "padding": (padding, ("cpu",)),
+}
+
+
+def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
+    """Run one measurement in a process of its own, and add its peak memory."""
+    command = [sys.executable, "-m", "benchmarks.large_models", "--source", source, "--only", name, how]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+def main() -> None:
+    """Measure what is asked for and print it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measurements", nargs="*", choices=[*MEASUREMENTS, []], help="What to measure.")
+    parser.add_argument("--source", default="../shared/weights/vit-small-14", help="Directory of a pretrained ViT.")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="Where to measure 'looks'.")
+    parser.add_argument("--json", type=Path, help="Where to write the numbers.")
+    parser.add_argument("--only", nargs=2, metavar=("NAME", "HOW"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only:
+        name, how = given.only
+        measured = MEASUREMENTS[name][0](how, given.source)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if torch.cuda.is_available():
+            measured["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        print(json.dumps(measured | {"peak_gib": peak}))
+        return
+    report: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    for name in given.measurements:
+        variants = (given.device,) if name == "looks" else MEASUREMENTS[name][1]
+        report[name] = {how: in_a_process(name, how, given.source) for how in variants}
+        print(json.dumps({name: report[name]}, indent=2), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
