@@ -42,21 +42,24 @@ class Attention(nn.Module):
         self.qkv = Linear(nn.Linear(width, 3 * width))
         self.out = Linear(nn.Linear(width, width))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *, class_only: bool = False) -> Tensor:
         """Let the tokens of each sample attend to each other.
 
         Parameters
         ----------
         tokens : Tensor
             ``[samples, tokens, width]``.
+        class_only : bool
+            Whether only the first token, the class token, is wanted.
 
         Returns
         -------
         Tensor
-            The same shape.
+            The same shape, or ``[samples, 1, width]``.
         """
         # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]
         q, k, v = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = q[:, :, :1] if class_only else q
         mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else attend(q, k, v)
         made: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return made
@@ -100,6 +103,8 @@ class Block(nn.Module):
         Probability of dropping a unit after the attention and after the MLP.
     fused : bool
         Whether to use fused attention; see :class:`Attention`.
+    activation : nn.Module, optional
+        Between the layers of the MLP; GELU by default.
 
     Examples
     --------
@@ -109,7 +114,14 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, width: int, heads: int, *, mlp_ratio: float = 4.0, dropout: float = 0.0, fused: bool = False
+        self,
+        width: int,
+        heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        fused: bool = False,
+        activation: nn.Module | None = None,
     ) -> None:
         super().__init__()
         hidden = count(round(width * mlp_ratio), f"width={width} times mlp_ratio={mlp_ratio} of a block, rounded,")
@@ -118,11 +130,14 @@ class Block(nn.Module):
         self.attention = Attention(width, heads, fused)
         self.dropout1 = nn.Dropout(rate) if rate > 0 else nn.Identity()
         self.norm2 = LayerNorm(nn.LayerNorm(width))
-        self.mlp = nn.Sequential(Linear(nn.Linear(width, hidden)), nn.GELU(), Linear(nn.Linear(hidden, width)))
+        self.mlp = nn.Sequential(
+            Linear(nn.Linear(width, hidden)), activation or nn.GELU(), Linear(nn.Linear(hidden, width))
+        )
         self.dropout2 = nn.Dropout(rate) if rate > 0 else nn.Identity()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Pass on tokens ``[samples, tokens, width]``."""
-        tokens = tokens + self.dropout1(self.attention(self.norm1(tokens)))
+    def forward(self, tokens: Tensor, *, class_only: bool = False) -> Tensor:
+        """Transform tokens ``[samples, tokens, width]``, or return the first of them alone, the class token."""
+        attended = self.attention(self.norm1(tokens), class_only=class_only)
+        tokens = (tokens[:, :1] if class_only else tokens) + self.dropout1(attended)
         made: Tensor = tokens + self.dropout2(self.mlp(self.norm2(tokens)))
         return made

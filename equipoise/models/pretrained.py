@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,10 +23,13 @@ from torch import Tensor, nn
 
 from equipoise.checks import image
 from equipoise.errors import InputError, flag, unknown
+from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, digest_of
+from equipoise.models.layers import LayerNorm
 from equipoise.models.resnet import ImageMean
 from equipoise.models.vit import ClassToken, Encoder, Tokens
+from equipoise.random import seeded
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel of ImageNet, for models that do not say how they normalise."""
@@ -77,7 +81,7 @@ def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: boo
     """
     image(shape, "pretrained", smallest=1)
     frozen = flag(freeze, "freeze of model 'pretrained'")
-    backbone, width = _backbone(_Source.of(source, "model 'pretrained'"), shape, fused=frozen)
+    backbone, width = _backbone(_Source.of(source, "model 'pretrained'"), shape, frozen=frozen, fused=frozen)
     head = nn.Linear(width, classes)
     if frozen:
         return Model(nn.Identity(), head, stem=Frozen(backbone))
@@ -136,7 +140,7 @@ def encoder(source: str) -> ImageEncoder:
     and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
     """
     read = _Source.of(source, "an encoder")
-    backbone, width = _backbone(read, None, fused=True)
+    backbone, width = _backbone(read, None, frozen=True, fused=True)
     config = {key: value for key, value in read.config.items() if key not in _UNRELATED}
     stated = json.dumps([config, read.mean, read.std, digest_of(backbone)], sort_keys=True)
     return ImageEncoder(backbone, width, hashlib.sha256(stated.encode()).hexdigest())
@@ -177,7 +181,7 @@ def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool)
             (name for name, family in FAMILIES.items() if family in _TRANSFORMERS),
             where=f"config.json of source {source!r} of model {model!r}, which needs a transformer",
         )
-    return cast(ClassToken, _backbone(read, shape, fused=fused)[0])
+    return cast(ClassToken, _backbone(read, shape, frozen=True, fused=fused)[0])
 
 
 @dataclass(frozen=True)
@@ -334,7 +338,7 @@ def _quiet(library: ModuleType) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _backbone(source: _Source, shape: tuple[int, ...] | None, *, fused: bool) -> tuple[nn.Module, int]:
+def _backbone(source: _Source, shape: tuple[int, ...] | None, *, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
     """Load a source for images of one shape, or of any; return it with the length of its vectors."""
     config = source.config.get("vision_config", source.config)
     channels = config.get("num_channels", 3)
@@ -342,7 +346,7 @@ def _backbone(source: _Source, shape: tuple[int, ...] | None, *, fused: bool) ->
         raise InputError(
             f"source {source.name!r} of {source.user} takes images with {channels} channels, got shape {shape}"
         )
-    return FAMILIES[source.kind](source, source.normalise(channels), shape, fused)
+    return FAMILIES[source.kind](source, source.normalise(channels), shape, frozen, fused)
 
 
 class Normalise(nn.Module):
@@ -432,14 +436,16 @@ class Layer(nn.Module):
         return first
 
 
-def _resnet(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+def _resnet(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
     body = source.load("ResNetModel")
     # The average is taken here; theirs would be computed for nothing.
     body.pooler = nn.Identity()
     return Convolutional(normalise, body), body.config.hidden_sizes[-1]
 
 
-def _mobilenet_v2(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+def _mobilenet_v2(
+    source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     body = source.load("MobileNetV2Model", add_pooling_layer=False)
     for layer in body.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -448,19 +454,19 @@ def _mobilenet_v2(source: _Source, normalise: Normalise, shape: Any, fused: bool
     return Convolutional(normalise, body), body.conv_1x1.convolution.out_channels
 
 
-def _vit(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+def _vit(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = source.load("ViTModel", add_pooling_layer=False, **_SDPA, **off)
-    return _with_class_token(source, model, normalise, shape, fused)
+    return _with_class_token(source, model, normalise, shape, frozen, fused)
 
 
-def _dinov2(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+def _dinov2(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    return _with_class_token(source, source.load("Dinov2Model", **_SDPA, **off), normalise, shape, fused)
+    return _with_class_token(source, source.load("Dinov2Model", **_SDPA, **off), normalise, shape, frozen, fused)
 
 
 def _with_class_token(
-    source: _Source, model: Any, normalise: Normalise, shape: Any, fused: bool
+    source: _Source, model: Any, normalise: Normalise, shape: Any, frozen: bool, fused: bool
 ) -> tuple[nn.Module, int]:
     """Take a ViT or DINOv2 apart."""
     embeddings = model.embeddings
@@ -473,10 +479,10 @@ def _with_class_token(
         normalise,
         shape,
     )
-    return ClassToken(tokens, _blocks(model, model.layernorm, fused)), tokens.width
+    return ClassToken(tokens, _blocks(model, model.layernorm, frozen, fused)), tokens.width
 
 
-def _clip(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tuple[nn.Module, int]:
+def _clip(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
     model = source.load("CLIPVisionModelWithProjection", attention_dropout=0.0, **_SDPA)
     vision = model.vision_model
     embeddings = vision.embeddings
@@ -491,7 +497,9 @@ def _clip(source: _Source, normalise: Normalise, shape: Any, fused: bool) -> tup
         norm=vision.pre_layrnorm,
     )
     projection = model.visual_projection
-    return ClassToken(tokens, _blocks(vision, vision.post_layernorm, fused), projection), projection.out_features
+    return ClassToken(
+        tokens, _blocks(vision, vision.post_layernorm, frozen, fused), projection
+    ), projection.out_features
 
 
 # Not "eager": that computes softmax in float32 even where everything else is float64. Inside ``plain_attention`` this one is
@@ -539,17 +547,82 @@ def _tokens(
     return tokens
 
 
-def _blocks(model: nn.Module, norm: nn.Module, fused: bool) -> Encoder:
+def _blocks(model: Any, norm: nn.Module, frozen: bool, fused: bool) -> Encoder:
     """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
-    layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    return Encoder([Layer(layer) for layer in layers], norm, fused=fused)
+    layers = [Layer(layer) for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))]
+    blocks = [merged(layer, model.config, fused) if frozen else None for layer in layers]
+    return Encoder([block or layer for block, layer in zip(blocks, layers, strict=True)], norm, fused=fused)
+
+
+@torch.no_grad()
+def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
+    """Return a layer of ``transformers`` as a block with fewer and larger operations, for use where it never moves.
+
+    Queries, keys and values become one product, and scales of the residual branches (DINOv2) are multiplied into the
+    weights before them. So a frozen layer also has the same tensors whatever version of ``transformers`` read it.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer.
+    config : object
+        The configuration of its model.
+    fused : bool
+        Whether to use fused attention.
+
+    Returns
+    -------
+    Block or None
+        ``None`` if the layer has another structure, or the block does not compute the same.
+    """
+    found: dict[str, nn.Linear] = {}
+    others: list[nn.Linear] = []
+    for name, part in layer.named_modules():
+        if isinstance(part, nn.Linear):
+            role = _ATTENTION_INPUTS.get(name.rpartition(".")[2])
+            others += [] if role else [part]
+            found |= {role: part} if role else {}
+    norms = [part for part in layer.modules() if isinstance(part, nn.LayerNorm)]
+    scales = [scale for name, scale in layer.named_parameters() if name.endswith(".lambda1")]
+    if (len(found), len(others), len(norms)) != (3, 3, 2) or len(scales) not in (0, 2):
+        return None
+    width, hidden = others[1].in_features, others[1].out_features
+    activation = import_module("transformers.activations").ACT2FN[config.hidden_act]
+    with seeded(0):
+        options = {"mlp_ratio": hidden / width, "fused": fused, "activation": activation}
+        block = Block(width, config.num_attention_heads, **options)
+    block.norm1, block.norm2 = (LayerNorm(norm) for norm in norms)
+    joined = [found[role] for role in ("q", "k", "v")]
+    targets: Any = (
+        (block.attention.qkv, joined, None),
+        (block.attention.out, others[:1], scales[0] if scales else None),
+        (block.mlp[0], others[1:2], None),
+        (block.mlp[2], others[2:], scales[1] if scales else None),
+    )
+    for target, sources, scale in targets:
+        weight = torch.cat([source.weight for source in sources])
+        bias = torch.cat([torch.zeros(s.out_features) if s.bias is None else s.bias for s in sources])
+        target.weight.copy_(weight if scale is None else weight * scale.unsqueeze(1))
+        target.bias.copy_(bias if scale is None else bias * scale)
+    with seeded(0):
+        probe = torch.randn(2, 5, width)
+    wanted, made = layer(probe), block(probe)
+    return block if torch.allclose(made, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())) else None
+
+
+# What models of ``transformers`` call the layers that make queries, keys and values.
+_ATTENTION_INPUTS = {
+    name: role
+    for role, names in {"q": ("query", "q_proj"), "k": ("key", "k_proj"), "v": ("value", "v_proj")}.items()
+    for name in names
+}
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-_Family = Callable[[_Source, Normalise, Any, bool], tuple[nn.Module, int]]
+_Family = Callable[[_Source, Normalise, Any, bool, bool], tuple[nn.Module, int]]
 _TRANSFORMERS = (_vit, _dinov2, _clip)
 FAMILIES: Mapping[str, _Family] = {
     "resnet": _resnet,

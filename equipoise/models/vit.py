@@ -127,7 +127,7 @@ class Tower(NamedTuple):
     stem : Frozen
         Makes tokens ``[samples, 1 + patches, width]`` of images, the class token first.
     encoder : Frozen
-        Makes tokens of tokens, as many as it is given.
+        Makes the class token ``[samples, width]`` of tokens, as many as it is given.
     width : int
         Numbers in a token.
     """
@@ -164,7 +164,7 @@ def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True,
     --------
     >>> tower = tokens_of(None, (1, 8, 8), width=16)
     >>> tower.encoder(tower.stem(torch.zeros(5, 1, 8, 8))).shape
-    torch.Size([5, 17, 16])
+    torch.Size([5, 16])
     """
     options = {**_SMALL, **small}
     if source is None:
@@ -326,12 +326,13 @@ class Tokens(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Transformer blocks, then a normalisation.
+    """Transformer blocks, then a normalisation of the class token.
 
     Parameters
     ----------
     blocks : sequence of nn.Module
-        Each maps tokens ``[samples, tokens, width]`` to such tokens.
+        Each maps tokens ``[samples, tokens, width]`` to such tokens. The last one computes only what the class token
+        needs, if it is a :class:`~equipoise.models.attention.Block`.
     norm : nn.Module
         Applied last.
     fused : bool
@@ -340,7 +341,7 @@ class Encoder(nn.Module):
     Examples
     --------
     >>> Encoder([Block(8, 2)], nn.Identity())(torch.zeros(5, 3, 8)).shape
-    torch.Size([5, 3, 8])
+    torch.Size([5, 8])
     """
 
     def __init__(self, blocks: Sequence[nn.Module], norm: nn.Module, *, fused: bool = True) -> None:
@@ -350,11 +351,13 @@ class Encoder(nn.Module):
         self.fused = fused
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Pass tokens through the blocks."""
+        """Return the class token ``[samples, width]``, the first of the tokens after the blocks."""
+        *blocks, last = self.blocks
         with nullcontext() if self.fused else plain_attention():
-            for block in self.blocks:
+            for block in blocks:
                 tokens = block(tokens)
-            made: Tensor = self.norm(tokens)
+            tokens = last(tokens, class_only=True) if isinstance(last, Block) else last(tokens)
+            made: Tensor = self.norm(tokens[:, 0])
         return made
 
 
@@ -366,7 +369,7 @@ class ClassToken(nn.Module):
     tokens : Tokens
         Makes tokens of images.
     encoder : Encoder
-        Makes tokens of those.
+        Makes the class token of those.
     projection : nn.Module, optional
         Applied to the class token.
 
@@ -385,7 +388,7 @@ class ClassToken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the class tokens of a batch of images."""
-        made: Tensor = self.projection(self.encoder(self.tokens(x))[:, 0])
+        made: Tensor = self.projection(self.encoder(self.tokens(x)))
         return made
 
 
@@ -395,7 +398,7 @@ class Prompted(nn.Module):
     Parameters
     ----------
     encoder : Frozen
-        Maps tokens to tokens.
+        Maps tokens to the class token.
     prompts : int
         How many prompts; they are drawn from N(0, 0.02²).
     width : int
@@ -416,5 +419,5 @@ class Prompted(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the class tokens of a batch of tokens ``[samples, tokens, width]``, class token first."""
         prompts = self.prompts.expand(len(tokens), -1, -1)
-        made: Tensor = self.encoder(torch.cat([tokens.to(prompts.dtype), prompts], 1))[:, 0]
+        made: Tensor = self.encoder(torch.cat([tokens.to(prompts.dtype), prompts], 1))
         return made

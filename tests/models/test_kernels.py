@@ -384,7 +384,7 @@ def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, ever
         moving = {n: t.requires_grad_() for n, t in stacked.items() if n not in network.buffers}
 
         def of_one(params, x, y, mask):
-            output, buffers = network.apply(params, x, Forward(train=True, mask=mask, stacked=True))
+            output, _, buffers = network.apply(params, x, Forward(train=True, mask=mask, stacked=True))
             values = F.cross_entropy(output, y, reduction="none")
             return values.mean() if mask is None else (values * mask).sum() / mask.sum(), buffers
 

@@ -17,6 +17,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build as build_method
 from equipoise.models import build, defaults
+from equipoise.models.attention import Block
 from equipoise.models.frozen import Frozen, frozen_names
 from equipoise.models.vit import Tokens, tokens_of, vit, vitprompts
 from equipoise.optimizers import Sgd
@@ -127,7 +128,7 @@ def test_prompts_stand_after_the_tokens_and_have_no_positions():
     encoded = model.stem(x)
     assert encoded.shape == (2, 17, 8)
     everything = torch.cat([encoded, model.features.prompts.expand(2, -1, -1)], 1)
-    wanted = model.features.encoder.module(everything)[:, 0]
+    wanted = model.features.encoder.module(everything)
     torch.testing.assert_close(model.features(encoded), wanted)
     with torch.no_grad():
         before = model(x)
@@ -270,5 +271,12 @@ def test_towers_can_be_had_apart():
     assert tower.width == 12
     encoded = tower.stem(torch.zeros(2, 3, 8, 8))
     assert encoded.shape == (2, 5, 12)
-    assert tower.encoder(encoded[:, :3]).shape == (2, 3, 12)
+    assert tower.encoder(encoded[:, :3]).shape == (2, 12)
     assert not any(p.requires_grad for part in tower[:2] for p in part.parameters())
+
+
+def test_the_last_block_computes_the_class_token_as_a_whole_block_does():
+    torch.manual_seed(0)
+    block = Block(8, 2).double()
+    tokens = normal(3, 5, 8)
+    torch.testing.assert_close(block(tokens, class_only=True), block(tokens)[:, :1], rtol=1e-12, atol=1e-12)
