@@ -57,8 +57,10 @@ class Attention(nn.Module):
         Tensor
             The same shape, or ``[samples, 1, width]``.
         """
-        # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]
-        q, k, v = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]. Split before axes are
+        # swapped, so that the gradients are joined in the order in which the linear layer reads them.
+        parts = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        q, k, v = (part.transpose(-2, -3) for part in parts)
         q = q[:, :, :1] if class_only else q
         mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else attend(q, k, v)
         made: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))

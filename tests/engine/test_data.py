@@ -124,7 +124,7 @@ def test_a_run_reads_what_its_batches_need_and_nothing_else():
 
 
 # On a GPU, steps with samples in its memory are replayed, with batches of one width; those of mapped samples are not.
-CPU = Machine(device="cpu")
+ON_CPU = Machine(device="cpu")
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn2"])
@@ -132,7 +132,7 @@ CPU = Machine(device="cpu")
 def test_training_on_mapped_samples_gives_the_same_numbers(tmp_path, model, method):
     x = images() / 255
     runs = [
-        train(federation(samples), method=method, model=model, rounds=2, batch_size=4, epochs=2, seed=3, machine=CPU)
+        train(federation(samples), method=method, model=model, rounds=2, batch_size=4, epochs=2, seed=3, machine=ON_CPU)
         for samples in (x, mapped(tmp_path, x))
     ]
     assert runs[0].summary["results"] == runs[1].summary["results"]
