@@ -1,8 +1,9 @@
 """Experiments as YAML files or plain mappings: checked and completed before anything is trained.
 
-A file names what the Python API names. Which keys there are, their types and their defaults is read off the dataclasses
-and functions they are for, so a new method, model or source needs nothing here. Every error names the key, where its
-value came from, and what would be valid. This is the only module that knows pydantic.
+A file has the same names as the Python API. Keys, types and defaults are read from the dataclasses
+and functions that they belong to, so a new method, model or source needs no change here.
+Every error names the key, where its
+value came from, and what would be valid. This is the only module that uses pydantic.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SECTIONS = (
     "checkpoint_every",
     "flower",
 )
-# A run's own config.yaml is an experiment file too; what it says about the machine it ran on is no setting.
+# The config.yaml of a run is an experiment file too; this section of it is not a setting.
 IGNORED = ("resolved",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -59,7 +60,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True)
 class Override:
-    """One value set from outside a file.
+    """One value that overrides a file.
 
     Attributes
     ----------
@@ -68,7 +69,7 @@ class Override:
     value : object
         What it is set to.
     origin : str
-        What errors call the place it came from.
+        The name of its origin in error messages.
 
     Examples
     --------
@@ -163,11 +164,11 @@ class Experiment:
         out : path, optional
             The run directory; without one nothing is written.
         resume : bool
-            Whether to go on with the run the directory holds.
+            Whether to resume the run in the directory.
         on_round : callable, optional
-            Told of the progress after every round.
+            Called with the progress after every round.
         federation : Federation, optional
-            The clients, where they are not what the experiment's data say.
+            The clients, if they are not those of the experiment's data.
         engine : callable
             Makes the engine that carries the method out; by default in this process.
 
@@ -183,7 +184,7 @@ class Experiment:
         """
         import_own(self.imports)
         sections: dict[str, Any] = {"imports": self._import_names()} if self.imports else {}
-        # In one process nothing leaves a client that would need protection.
+        # In one process nothing is sent that needs protection.
         if engine is not StackedEngine and self.flower.privacy is not None:
             sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
         federation = self.federation() if federation is None else federation
@@ -269,7 +270,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str | Override] = ()) 
 def experiment_from(
     mapping: Mapping[str, Any], where: str = "the experiment", overrides: Sequence[str | Override] = ()
 ) -> Experiment:
-    """Make an experiment of plain values.
+    """Make an experiment from plain values.
 
     Parameters
     ----------
@@ -342,7 +343,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _with_paths(imports: Any, folder: Path) -> Any:
-    """Return files that lie beside the one that names them with their whole path."""
+    """Return the full paths of files in the directory of the file that names them."""
     if isinstance(imports, list):
         return [_with_paths(given, folder) for given in imports]
     there = isinstance(imports, str) and imports.endswith(".py") and (folder / imports).is_file()
@@ -351,7 +352,7 @@ def _with_paths(imports: Any, folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where values came from: a file or the like, and what was set over it.
+    """The origin of values: a file or the like, and its overrides.
 
     Examples
     --------
@@ -397,7 +398,7 @@ class _Reader:
         self.origins = origins
 
     def experiment(self, content: Mapping[str, Any]) -> Experiment:
-        # First of all: what follows looks names up that these may bring.
+        # First, because these modules may register names that are looked up below.
         imports = self.imports(content.get("imports", []))
         seed = self.value(content.get("seed", 0), int, "seed")
         if not 0 <= seed < 2**63:
@@ -523,7 +524,7 @@ class _Reader:
         *,
         default: str | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Take a name, or a mapping with a name, apart."""
+        """Split a name, or a mapping with a name, into name and options."""
         options = {"name": given} if isinstance(given, str) else given
         if isinstance(options, Mapping) and default is not None:
             options = {"name": default, **options}
@@ -574,7 +575,7 @@ class _Reader:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that comes twice is a mistake."""
+    """A YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

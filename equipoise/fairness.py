@@ -1,4 +1,4 @@
-"""How well, and how evenly, a federation is served: every metric, defined once.
+"""Performance and fairness metrics of a federation.
 
 All formulas are population formulas: the clients evaluated are the whole population, so sums are divided by ``K`` and
 never by ``K - 1``.
@@ -71,7 +71,7 @@ its number of samples, ``m_g`` the mean of ``v_k`` over the clients of group g; 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One value a client, summed up: every metric, who the extremes are, and how many clients it all rests on.
+    """The summary of one value per client: every metric, the worst and best, and the number of clients.
 
     Attributes
     ----------
@@ -146,8 +146,8 @@ def summarize(
     groups : array-like of int
         The group of each client.
     weights : array-like of float, optional
-        How many samples each value was measured on. A client with none is left out whatever its value says; a client
-        with some must have a value, so that a diverged model cannot vanish from the mean.
+        How many samples each value was measured on. A client with none is left out. A client with
+        samples must have a value, so that a diverged model is not dropped from the mean.
     gap : array-like of float, optional
         The generalization gap of each client. NaN: the client has no validation samples.
     higher_is_better : bool
@@ -251,7 +251,7 @@ def tails(values: ArrayLike, *, higher_is_better: bool = True) -> tuple[float, f
 
 
 def jain_index(values: ArrayLike) -> float:
-    """Return the Jain index: how evenly a total is shared, from 1/K (one client has it all) to 1 (equal shares).
+    """Return the Jain index, from 1/K (one client has everything) to 1 (all are equal).
 
     Parameters
     ----------
@@ -272,7 +272,7 @@ def jain_index(values: ArrayLike) -> float:
     largest = np.abs(numbers).max()
     if largest == 0:
         return 1.0
-    # The index does not depend on the unit; this one keeps the squares from under- and overflowing.
+    # The index does not depend on the scale; this one prevents under- and overflow of the squares.
     shares = numbers / largest
     return min(1.0, float(shares.sum() ** 2 / (len(shares) * np.square(shares).sum())))
 

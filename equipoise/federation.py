@@ -120,8 +120,9 @@ class Split:
 class Federation:
     """The data: clients, their groups, their train/val/test splits, and the clients held out as unseen.
 
-    Everything is checked on construction, so whatever holds a federation may rely on it: numbers are finite, labels are
-    in range, every seen client can train, and no sample is in two of train, val and test, whoever holds it. Several
+    Everything is checked on construction, so a federation is always valid: values are finite,
+    labels are in range, every seen client can train, and no sample is in two of train, val and
+    test, not even of different clients. Several
     clients may share a sample within the same split.
 
     Parameters
@@ -170,7 +171,7 @@ class Federation:
     client_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse whatever a run could stumble over later."""
+        """Check everything that a run depends on."""
         object.__setattr__(self, "groups", _whole_numbers(self.groups, "Federation.groups"))
         object.__setattr__(self, "unseen", np.asarray(self.unseen, dtype=bool))
         object.__setattr__(self, "group_names", tuple(self.group_names))

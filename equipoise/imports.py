@@ -1,4 +1,4 @@
-"""Code of one's own: how it is imported, and how the models and sources in it become known by name."""
+"""Import of user code, and registration of its models and sources."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
     for given in imports:
         file = file_of(given, beside=beside)
         name, folder = (file.stem, file.parent) if file else (given, Path.cwd())
-        # At the end, so that a file of one's own never hides a module that others need. Processes begun from here inherit it.
+        # At the end, so that a user file never hides an installed module. Child processes inherit it.
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         try:
             found = import_module(name)
         except (Exception, SystemExit) as error:
             raise InputError(f"imports: {given!r} cannot be imported ({type(error).__name__}: {error})") from error
-        # A copy, as run directories hold one, is as good.
+        # A copy, such as that in a run directory, is accepted.
         if file and (found.__file__ is None or Path(found.__file__).read_bytes() != file.read_bytes()):
             raise InputError(
                 f"imports: {given!r} cannot be imported, because Python finds {found.__file__ or 'a built-in module'} "

@@ -294,7 +294,7 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind, steps that do not match, and factors that would walk uphill."""
+        """Refuse an unknown kind, steps that do not match, and negative factors."""
         kinds = ("constant", "exponential", "steps", "cosine")
         if self.kind not in kinds:
             raise unknown("schedule", self.kind, kinds)

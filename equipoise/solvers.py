@@ -31,7 +31,7 @@ def project_to_simplex(point: Floats) -> Floats:
     [0.25, 0.75, 0.0]
     """
     falling = np.sort(point)[::-1]
-    # θ if the first i values stay above zero, for every i; it is right for the largest i that keeps its promise.
+    # θ if the first i values stay positive, for every i; correct for the largest i for which they do.
     thresholds = (np.cumsum(falling) - 1) / np.arange(1, len(point) + 1)
     threshold = thresholds[np.flatnonzero(falling > thresholds)[-1]]
     return np.maximum(point - threshold, 0.0)

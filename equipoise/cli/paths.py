@@ -1,4 +1,4 @@
-"""Whether a command can write where it will have to, found out before hours of work instead of after them."""
+"""Checks that a command can write its results, made before training starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_file(path: Path, instead: str) -> None:
 
 
 def _obstacle(directory: Path) -> str | None:
-    """Say what keeps files out of a directory, by trying: permissions alone do not tell."""
+    """Return why a directory cannot be written to, by trying to write a file."""
     missing = [folder for folder in (directory, *directory.parents) if not os.path.exists(folder)]
     there = missing[-1].parent if missing else directory
     try:

@@ -1,4 +1,4 @@
-"""What people see: progress bars and tables; and the documents machines read instead."""
+"""Output of the command line: progress bars, tables and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Progress
 from equipoise.study import Job, Results
 
-# No table is as wide, so none is cut where no terminal sets the width.
+# Wider than any table, so that none is cut if the output is not a terminal.
 UNLIMITED = 10_000
 LEFT_BEHIND = "bold red"
 
@@ -54,7 +54,7 @@ def _table(title: str, *columns: str, numbers: int = 0, last: str | None = None)
     """Make a table, the last ``numbers`` columns of which hold numbers, and perhaps one of text after them."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for position, column in enumerate(columns):
-        # Cut short, names with the same beginning would look the same.
+        # Names are not truncated, because truncated names may look the same.
         table.add_column(column, justify="right" if position >= len(columns) - numbers else "left", overflow="fold")
     if last is not None:
         table.add_column(last, overflow="fold")

@@ -76,7 +76,7 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 
 def register(recipe: R) -> R:
-    """Make a source known by the name of the function that makes it; a decorator.
+    """Register a source under the name of its function; a decorator.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def load(
 
 
 def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
-    """Call a function with options by name, refusing those it does not know and naming those it lacks."""
+    """Call a function with options by name; unknown and missing options are named in an error."""
     known = signature(function).parameters
     for option in options:
         if option not in known:

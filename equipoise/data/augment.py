@@ -130,7 +130,7 @@ def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...])
     Parameters
     ----------
     augment : iterable of Augmentation
-        What is applied to training batches; one of somebody's own takes what it likes.
+        What is applied to training batches; user-defined augmentations are not checked.
     shape : tuple of int
         The shape of one sample.
 

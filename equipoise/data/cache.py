@@ -183,7 +183,7 @@ class MappedArray:
         return f"MappedArray({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __reduce__(self) -> tuple[type[MappedArray], tuple[Path]]:
-        """Let another process open the file itself, instead of sending it the content."""
+        """Pickle the path, so that another process opens the file itself."""
         return MappedArray, (self.path.absolute(),)
 
 
@@ -257,7 +257,7 @@ def _open(path: Path) -> tuple[NDArray[Any], str]:
             file.seek(0)
             if _digest(file, status.st_size - _END.size) != digest:
                 raise ValueError("its content is not what was written")
-            with suppress(OSError):  # whoever opens it next need not compare again
+            with suppress(OSError):  # so that the content is not compared again
                 os.utime(path, (written, written))
     return np.lib.format.open_memmap(path, mode="r"), digest.hex()
 

@@ -185,7 +185,7 @@ def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int6
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Stand in for the function by which Python 3 writes bytes for Python 2, which always names this encoding."""
+    """Replace the function that Python 3 uses to write bytes for Python 2; it always names this encoding."""
     if encoding != "latin1":
         raise InputError(f"it asks for the encoding {encoding!r}")
     return text.encode(encoding)

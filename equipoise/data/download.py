@@ -1,7 +1,7 @@
-"""Downloads into a data directory: only what is asked for, only what it should be, and nothing half done.
+"""Downloads of published files into a data directory.
 
-An archive is known by its address and its SHA-256. It is written beside its place, checked, and only then moved there, so
-that a file of the data directory is complete or not there.
+An archive has an address and a SHA-256. It is downloaded to a temporary file, checked, and then
+moved, so that the data directory never contains incomplete files.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def fetch(archive: Archive, home: Path) -> None:
     b'Dear all'
     """
     folder = home / archive.folder
-    # Folders are made only once there is something to put into them; until then the nearest one on the same disk serves.
+    # Directories are created when there are files for them; the temporary file is in the nearest existing one.
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with TemporaryDirectory(prefix=f".{archive.name}.", dir=nearest) as beside:
@@ -103,7 +103,7 @@ def fetch(archive: Archive, home: Path) -> None:
 
 
 def _receive(archive: Archive, path: Path) -> None:
-    """Download into a file, and refuse what is cut off or is something else."""
+    """Download to a file, and refuse incomplete or different content."""
     digest, size = hashlib.sha256(), 0
     with urlopen(archive.url, timeout=_PATIENCE) as answer, path.open("wb") as file:
         promised = int(answer.headers.get("Content-Length") or 0)
@@ -125,7 +125,7 @@ def _receive(archive: Archive, path: Path) -> None:
 
 
 def _unpack(archive: Archive, path: Path, into: Path) -> list[Path]:
-    """Take the members out one by one, under names of our own choice, whatever the archive calls them."""
+    """Extract the members one by one, under fixed names that do not depend on the archive."""
     into.mkdir()
     made = []
     with _opened(path) as open_member:

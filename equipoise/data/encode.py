@@ -1,4 +1,4 @@
-"""Samples as a frozen model encodes them: computed once, and kept in the cache directory."""
+"""Samples encoded by a frozen model: computed once, and kept in the cache directory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from equipoise.federation import Federation
 from equipoise.samples import Samples
 from equipoise.tree import digest
 
-# Raised whenever the same key would stand for other numbers.
+# Increased whenever the same key would give other values.
 _VERSION = 1
-# Images that an encoder looks at together.
+# Images in one batch of an encoder.
 _IMAGES = 64
 # Encoded samples up to this size are held in memory.
 _IN_MEMORY = 4 << 30

@@ -36,7 +36,7 @@ ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".ti
 LARGEST_IN_MEMORY = 2 << 30
 """Images that take fewer bytes than this are held in memory unless told otherwise."""
 
-# Part of every key of the cache: to be raised when the same file would become other bytes.
+# Part of every cache key; increased when decoding changes.
 _VERSION = 1
 _IMAGES_A_BLOCK = 256
 _NAMED_AT_MOST = 8

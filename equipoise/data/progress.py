@@ -1,4 +1,4 @@
-"""A progress bar for what takes long: on a terminal only, and gone when it is done."""
+"""A progress bar for long operations, on terminals only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local rules by which clients make a model their own when it is evaluated."""
+"""Local rules that adapt a model to a client when personal models are evaluated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from equipoise.tree import Parts, Tree
 
 @dataclass(frozen=True)
 class Adapting(LocalRule):
-    """What a client without a memory does to make the received model its own; see :meth:`LocalRule.adapt`."""
+    """Adapts the received model to a client without a memory; see :meth:`LocalRule.adapt`."""
 
     rule: LocalRule
 
@@ -25,11 +25,11 @@ class Adapting(LocalRule):
         return self.rule.adapt()
 
     def facts(self) -> Mapping[str, Fact]:
-        """Know the facts that the rule's losses may read; nothing reads those made after training."""
+        """Return the facts that the rule's losses may read; those computed after training are not needed."""
         return {name: fact for name, fact in self.rule.facts().items() if fact.model != "trained"}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Begin with what the rule begins with."""
+        """Return the first memory of the rule."""
         return self.rule.first_memory(model)
 
 

@@ -111,7 +111,7 @@ def draw_batches(
     longest = a_step * int(own_steps.max())
 
     batch = np.arange(longest)
-    # Nobody looks at the batches after a client's last step, so they need no order of their own.
+    # Batches after a client's last step are not used, so they need no permutation.
     last = a_step * own_steps[:, None] - 1
     epoch = np.minimum(batch, last) // batches_an_epoch[:, None]
     begin = (batch % batches_an_epoch[:, None]) * batch_size

@@ -1,7 +1,8 @@
-"""How many clients are stacked, and how many samples a pass without gradient looks at.
+"""How many clients are stacked, and how many samples a pass without gradient has.
 
-The choice follows a fixed rule from device and model, so that the same run takes the same path everywhere. On request the
-number of stacked clients is measured instead, and the outcome belongs to the run's configuration from then on.
+Both follow a fixed rule from device and model, so that a run is reproducible. With ``machine.chunk:
+measure`` the number of stacked clients is measured instead, and the result is written to the run's
+configuration.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
 
 
 def samples_a_pass(network: Network, models: int) -> int:
-    """Choose how many samples a pass without gradient looks at, those of all models together.
+    """Choose the number of samples of a pass without gradient, over all models together.
 
     Parameters
     ----------
@@ -115,7 +116,7 @@ def _convolves(network: Network) -> bool:
 
 
 def fastest(candidates: Sequence[int], seconds_of: Callable[[int], float]) -> int:
-    """Measure each candidate twice, after a warm-up, and give the one with the best time.
+    """Time each candidate twice, after a warm-up, and return the fastest.
 
     Examples
     --------

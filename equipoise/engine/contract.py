@@ -1,4 +1,4 @@
-"""What the round loop asks of an engine, whether it works in this process or across machines."""
+"""The interface of engines, in this process or on Flower."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClientsLost(RunError):
     Parameters
     ----------
     ids : iterable of int
-        Who is lost.
+        The clients that did not answer.
 
     Examples
     --------
@@ -44,8 +44,8 @@ class RoundCohort(Cohort, Protocol):
     wanted_reports : set of str
         Reports the round loop wants besides those the aggregation needs.
     left_out : dict
-        Clients that were asked and do not count in this round, with the reason. Once they are known, ``ids`` and all
-        that goes with it are of the others.
+        Clients that were asked but are left out of this round, with the reason. ``ids`` and the
+        other attributes then contain the remaining clients only.
     bytes_up, bytes_down : int
         The bytes of tensors and reports that have crossed between server and clients so far.
     bytes_overhead : int
@@ -82,14 +82,14 @@ class Personal:
 
 
 class Engine(Protocol):
-    """What carries a method out.
+    """The code that carries out a method.
 
     Attributes
     ----------
     network : Network
         The model as a function of its parameters.
     machine : Machine
-        Where the server reckons, and in which arithmetic.
+        Device and precision of the server.
     chunk : int
         How many clients are stacked.
     absent : dict
@@ -102,7 +102,7 @@ class Engine(Protocol):
     absent: dict[int, str]
 
     def newcomers(self) -> Sequence[int]:
-        """Return the clients that have come since the last time; the federation knows them from now on."""
+        """Return the clients that have registered since the last call, and add them to the federation."""
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> RoundCohort:
         """Gather clients for a round (counted from 0)."""
@@ -126,7 +126,7 @@ class Engine(Protocol):
         """Make what the clients of a cohort wrote in its round their newest memory."""
 
     def keep(self) -> None:
-        """Hold on to the memories as they are: the models of this round may be the ones that count."""
+        """Keep the current memories: the models of this round are the best so far."""
 
     def export(self) -> Tree:
         """Return what a checkpoint must hold of the engine."""

@@ -1,4 +1,4 @@
-"""The federation's samples where the engine can reach them."""
+"""The federation's samples on the device."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def _target_type(given: torch.dtype, floating: torch.dtype) -> torch.dtype:
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Say whether so many bytes may be copied to the device."""
+    """Say whether this many bytes may be copied to the device."""
     return device.type != "cuda" or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory

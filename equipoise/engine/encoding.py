@@ -15,7 +15,7 @@ from equipoise.federation import Federation
 
 
 def open_data(network: Network, federation: Federation, training: Training, machine: Machine) -> DeviceData:
-    """Try the model out on a few samples, and place all samples where the engine can reach them.
+    """Check the model on a few samples, and load all samples, encoded if the model has a stem.
 
     If the model has a stem, samples are encoded by it once, unless they are augmented or ``machine.encode`` is off.
 
@@ -45,7 +45,7 @@ def open_data(network: Network, federation: Federation, training: Training, mach
     def encode(samples: Tensor) -> Tensor:
         return network.encode(samples.to(device, dtype if samples.is_floating_point() else samples.dtype))
 
-    # The arithmetic is part of the key: what one machine rounds otherwise than another is not read there.
+    # The key contains everything that affects rounding, so that results depend on the settings alone.
     arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32
     with exact_arithmetic(machine):
         key = "stem", network.stem_digest, *map(str, arithmetic)

@@ -25,8 +25,9 @@ def evaluate_shared(
 ) -> Measured:
     """Evaluate one model on every client's own samples.
 
-    Clients need not be told apart until the very end: all samples run through in large batches and are averaged by
-    client afterwards, in float64. Only a model that looks at the batch sees one client's samples at a time, all of them.
+    Samples of all clients are evaluated in large batches and averaged by client afterwards, in
+    float64. A model whose outputs depend on the batch is evaluated on all samples of one client at
+    a time.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is frozen is computed once: z of every sample of a chunk, for phases that leave the features alone."""
+"""Precomputed features: z of every sample of a chunk, for phases that do not train the features."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LARGEST = 1 << 30
 
 
 def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
-    """Say whether z of a client's sample stays what it is while some of the chunk's parameters move.
+    """Say whether z of a sample is constant while some of the chunk's parameters are trained.
 
-    Clients with personal features have two z of a sample, and augmented samples change all the time.
+    Clients with personal features have two z of a sample, and augmented samples change in every step.
     """
     touched = (name.removeprefix(PERSONAL) for name in chunk.params if name in moving or name.startswith(PERSONAL))
     return chunk.network.separable and not chunk.augment and not any(in_parts(name, "features") for name in touched)
@@ -37,7 +37,7 @@ def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
 class FrozenFeatures:
     """z and the targets of a chunk's samples, fetched as samples are; one chunk's at a time.
 
-    They stay where they are in memory until more room is needed; ``moves`` counts how often that was.
+    They keep their place in memory until more room is needed; ``moves`` counts the reallocations.
     """
 
     _data: DeviceData
@@ -52,7 +52,7 @@ class FrozenFeatures:
         self._like: Tensor | None = None
 
     def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
-        """Say whether computing z once is less work than in every step of these phases, and z not too large."""
+        """Say whether computing z once saves work in these phases, and z is not too large."""
         samples = len(batches[0].held)
         looks = sum(int(own.samples().sum()) for own in batches)
         return looks > samples and _room(samples) * self._z_of_one(chunk, batches[0]).nbytes <= _LARGEST
@@ -75,7 +75,7 @@ class FrozenFeatures:
         self._y[: len(held)] = chunk.data.targets(held)
         params = {name: tensor for name, tensor in chunk.params.items() if not name.startswith(PERSONAL)}
         if not any(in_parts(name, "features") for name in params):
-            # All clients have the same features, and need not be told apart.
+            # All clients have the same features, so their samples form one batch.
             sizes = sizes.sum(keepdims=True)
         first = np.cumsum(sizes) - sizes
         active = len(sizes)
@@ -108,10 +108,10 @@ class FrozenFeatures:
         return at(self._z, index).to(self._type), at(self._y, index)
 
     def batch(self, z: Tensor, index: Tensor) -> Frozen:
-        """Make the batch of one client, whose samples are fetched if somebody asks for them."""
+        """Make the batch of one client; its samples are fetched if the loss reads them."""
         return Frozen(z, lambda: self._data.inputs(at(self._held, index)))
 
 
 def _room(samples: int) -> int:
-    """Round up generously, because whatever was recorded for replaying is lost with every move."""
+    """Round up to a power of two, because recorded steps are lost with every reallocation."""
     return 1 << (samples - 1).bit_length()

@@ -39,7 +39,7 @@ from equipoise.tree import PERSONAL, Tree, select
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that train together, and all they need.
+    """Clients that train together, and everything they need.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pace:
-    """How steps are made in this round: the optimizer, its learning rate (perhaps a column) and the gradient limit."""
+    """How steps are made in this round: optimizer, learning rate (a number or a column) and gradient clipping."""
 
     optimizer: Optimizer
     lr: Column
@@ -155,7 +155,7 @@ class PhaseRun:
         )
 
     def step(self, step: int) -> None:
-        """Make one step of every client that has not finished."""
+        """Make one step for every client that has not finished."""
         active = self.batches.active(step)
         if active != self._active:
             self._narrow(active)
@@ -181,7 +181,7 @@ class PhaseRun:
         return StepInput(positions, self.batches.keys[:active, here], mask, self._counts[:active, here])
 
     def _advance(self, inputs: StepInput, count: int) -> None:
-        """Fetch batches, take the gradient, move: tensor operations only, so that a GPU can replay them."""
+        """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
@@ -263,7 +263,7 @@ class PhaseRun:
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
-    """Shorten each client's gradient to the limit, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Clip each client's gradient to the limit, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
     squares = [g.square().flatten(1).sum(1) if stacked and g.dim() > 1 else g.square() for g in gradients]
     norm = torch.stack([s if stacked else s.sum() for s in squares]).sum(0).sqrt()
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -321,13 +321,13 @@ class LocalTraining:
         return losses.cpu() / torch.from_numpy(samples), torch.from_numpy(steps)
 
     def _stretches(self, runs: list[tuple[PhaseRun, Batches]]) -> list[list[tuple[PhaseRun, Batches]]]:
-        """Put phases together that follow each other and all move the features, or all leave them alone."""
+        """Group consecutive phases that all train the features, or all do not."""
         if self.rule.interleaved:
             return [runs]
         return [list(alike) for _, alike in groupby(runs, key=lambda pair: pair[0].features_rest)]
 
     def _frozen_during(self, stretch: list[tuple[PhaseRun, Batches]]) -> FrozenFeatures | None:
-        """Compute z of all samples as the features now are, if they rest for long enough."""
+        """Compute z of all samples with the current features, if that saves work."""
         batches = [own for _, own in stretch]
         if not all(run.features_rest for run, _ in stretch) or not self.frozen.serves(self.chunk, batches):
             return None
@@ -348,7 +348,7 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
 
 
 class Workshop:
-    """Trains chunks; on a GPU it keeps the memory and the recorded steps of every shape of chunk it has met.
+    """Trains chunks; on a GPU it keeps the tensors and the recorded steps for every shape of chunk.
 
     A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded once and replayed, it
     costs a single launch. That needs all tensors to stay where they are, so chunks are copied into memory that is kept.

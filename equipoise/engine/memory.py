@@ -1,4 +1,4 @@
-"""What clients keep for themselves between rounds."""
+"""The memories of clients: what they keep between rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Memory = dict[str, Tree]
 
 
 class MemoryStore:
-    """The memories of all clients that have taken part, stacked; the others cost nothing.
+    """The memories of all clients that have taken part, stacked; other clients need no storage.
 
     Round r reads what was committed before it and writes beside it, so a round that is repeated, or resumed after a
     crash, never applies anything twice.
@@ -85,17 +85,17 @@ class MemoryStore:
         return {name: torch.zeros_like(stack[0]) for name, stack in found.items()}
 
     def write(self, clients: NDArray[np.int64], memory: Memory) -> None:
-        """Set aside the new memories of clients until :meth:`commit`."""
+        """Store the new memories of clients until :meth:`commit`."""
         flat = {f"{tree}/{name}": stack for tree, values in memory.items() for name, stack in values.items()}
         if flat:
             self._pending.append((clients, flat))
 
     def forget_pending(self) -> None:
-        """Drop what was set aside, before a round is repeated."""
+        """Discard uncommitted memories, before a round is repeated."""
         self._pending.clear()
 
     def commit(self) -> None:
-        """Make what was set aside the newest version."""
+        """Make the stored memories the newest version."""
         for clients, flat in self._pending:
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
@@ -126,7 +126,7 @@ class MemoryStore:
         }
 
     def restore(self, tensors: Tree) -> None:
-        """Take back what :meth:`export` gave."""
+        """Read what :meth:`export` wrote."""
         stacks = dict(tensors)
         clients = stacks.pop("clients", torch.empty(0))
         self._slot = {int(client): slot for slot, client in enumerate(clients.tolist())}

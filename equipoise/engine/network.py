@@ -131,7 +131,7 @@ class Network:
     """An ``nn.Module`` with ``features`` and ``head`` whose parameters and buffers are given with every call.
 
     Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of the architecture:
-    one copy serves all clients, and nobody trains, sends or averages them.
+    all clients share one copy, and they are not trained, sent or averaged.
 
     Tensors are put straight into the module's own dictionaries, where attribute look-up finds them. That is what
     ``torch.func.functional_call`` does too, but the slots are found once and not at every step, which matters when a
@@ -247,7 +247,7 @@ class Network:
         return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
-        """Return a copy of the module as it came, to be filled with other parameters; calls leave theirs in the original."""
+        """Return a copy of the module with its initial tensors, to be filled with other parameters."""
         whole = {n: t if n in self.buffers else nn.Parameter(t) for n, t in self._initial.items()}
         for slot in self._slots:
             slot.owner[slot.leaf] = whole[slot.name]
@@ -321,7 +321,7 @@ class Network:
 
     @torch.no_grad()
     def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
-        """See that the model can be trained here, and means here what it means by itself.
+        """Check that the model can be trained, and gives the same outputs as the original module.
 
         It must take samples and answer each with a number a class, or a target; the same with or without others beside it,
         BatchNorm aside; without changing its tensors in place or drawing random numbers of its own; and as the module it was
@@ -427,7 +427,7 @@ class Network:
             )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Call a copy of the module as it came, in evaluation mode, with the given tensors."""
+        """Call a copy of the original module, in evaluation mode, with the given tensors."""
         module = copy.deepcopy(self._given).to(device=self.device, dtype=self.dtype).eval()
         if self.lowered is not None:
             _lower(module, self.lowered)
@@ -438,7 +438,7 @@ class Network:
         return answer
 
     def _random_states(self) -> list[Tensor]:
-        """Look at the generators that layers draw from if they are not the engine's."""
+        """Return the states of PyTorch's generators, from which layers may draw."""
         on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *on_gpu]
 
@@ -447,10 +447,10 @@ class Network:
         return self.apply(params, x, Forward(train=False, stacked=stacked), "features").z
 
     def rest_unless(self, moves: Callable[[str], bool]) -> None:
-        """Let only what moves behave as in training.
+        """Set which layers behave as in training: those with tensors that are trained.
 
-        BatchNorm layers without a parameter or buffer that moves leave their batches alone, and dropout in features or
-        a head of which nothing moves drops nothing.
+        BatchNorm layers without a trained parameter or buffer use running statistics. Dropout is
+        off in a part of the model without trained tensors.
         """
         for name, layer in self._norms:
             layer.moves = any(moves(f"{name}.{leaf}") for leaf in ("weight", "running_mean"))

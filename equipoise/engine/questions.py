@@ -1,4 +1,4 @@
-"""Sums over clients' samples: what questions and facts are made of."""
+"""Sums over clients' samples, for questions and facts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from equipoise.tree import Tree
 
 @dataclass(frozen=True)
 class Asked:
-    """Clients that are asked about their samples, and what their answers may depend on.
+    """The clients of a question, and everything their answers may depend on.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Asked:
 
 @torch.no_grad()
 def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str) -> Any:
-    """Go through clients' samples batch by batch and add up what a question makes of each batch.
+    """Call a question on clients' samples batch by batch, and add up its results.
 
     Memory depends on the size of a pass (:func:`~equipoise.engine.chunking.samples_a_pass`), not on how many samples
     a client holds. Floating point sums are added up in float64. A model whose outputs depend on the batch sees all of a
@@ -91,7 +91,7 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
     stacked = _Stack(asked, torch.from_numpy(order).to(device))
     totals: list[Tensor] = []
     form: Any = None
-    # Clients without samples are asked about an empty batch's padding, so that answers have a row for everybody.
+    # Clients without samples get a batch of padding, so that there is a row for every client.
     counted = np.maximum(sizes[order], 1)
     whole = asked.network.batchwise
     together = int(counted[0]) * len(order) if whole else samples_a_pass(asked.network, len(order))

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Unequal clients leave the stack at different steps, and every number of active clients is a graph of its own.
+# Unequal clients finish at different steps, and every number of active clients needs its own graph.
 _MOST_GRAPHS = 256
 
 
 class Replay:
-    """Carries out a program of tensor operations, and from the third time on replays it as one CUDA graph.
+    """Runs a program of tensor operations, and from the third time on replays it as one CUDA graph.
 
     The program is run plainly the first time, recorded the second. It may read and write any tensor that stays in
     place; what changes from call to call is given as a dataclass of tensors and copied to where the recording reads it.

@@ -1,4 +1,4 @@
-"""What every method shares: how long, how fast and on what to train."""
+"""Settings of training and of the machine, shared by all methods."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Training:
     augment : tuple of Augmentation
         Applied to every training batch.
     report_samples : int, optional
-        How many of a client's samples, drawn anew each round, its loss reports look at; all by default. Reports on
+        How many of a client's samples its loss reports use, drawn again each round; all by default. Reports on
         whole splits cost large clients more than a few steps of training do.
 
     Examples
@@ -135,7 +135,7 @@ class FineTune:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where and in which arithmetic a run is carried out.
+    """Device and precision of a run.
 
     Parameters
     ----------

@@ -29,20 +29,20 @@ def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
 
 
 def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
-    """Go through all samples of clients, about ``together`` of all clients at a time.
+    """Iterate over the samples of all clients, about ``together`` samples at a time.
 
     Parameters
     ----------
     sizes : int array
         How many samples each client holds, never rising.
     together : int
-        How many samples to look at in a pass; the fewer clients are left, the more of each.
+        How many samples a pass has; with fewer clients left, more samples of each.
 
     Yields
     ------
     tuple
-        How many clients have samples left, which of its own samples each looks at, ``[active, width]``, and which of
-        those are no padding. Padding repeats a client's first sample.
+        The number of clients with samples left, the positions of each client's samples, ``[active,
+        width]``, and which of them are not padding. Padding repeats a client's first sample.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What is learned: the loss and the metrics of a task, sample by sample."""
+"""The loss and the metrics of a task, sample by sample."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Task:
     kind: str
 
     def __post_init__(self) -> None:
-        """Refuse a task nobody has defined."""
+        """Refuse an unknown task."""
         if self.kind not in ("classification", "regression"):
             raise unknown("task", self.kind, ("classification", "regression"))
 
     @property
     def score(self) -> str:
-        """The metric that tables lead with; see :attr:`higher_is_better`."""
+        """The main metric of tables; see :attr:`higher_is_better`."""
         return "accuracy" if self.kind == "classification" else "loss"
 
     @property
@@ -43,7 +43,7 @@ class Task:
         """Return cross-entropy, or the squared error averaged over a sample's targets; ``[samples]``."""
         if self.kind == "classification":
             return _cross_entropy(output, y)
-        # Shapes alone are looked at, which works under ``vmap`` and costs nothing.
+        # Only shapes are compared, which works under ``vmap``.
         if output.shape != y.shape and _without_last_ones(output.shape) != _without_last_ones(y.shape):
             raise InputError(
                 f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its targets have shape "
@@ -53,7 +53,7 @@ class Task:
         return error.flatten(1).mean(1) if y.dim() > 1 else error
 
     def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Return the loss and whatever else the task is judged by; ``[samples]`` each."""
+        """Return the loss and the other metrics of the task; ``[samples]`` each."""
         measured = {"loss": self.loss(output, y)}
         if self.kind == "classification":
             measured["accuracy"] = (output.argmax(1) == y).to(output.dtype)

@@ -33,7 +33,7 @@ log = logging.getLogger("flwr.equipoise")
 
 Answer = Callable[[Silo, RecordDict], RecordDict]
 
-# What a mod is to look at: one record of parameters, one of settings.
+# The records that a mod reads: parameters and settings.
 _MODEL, _SETTINGS = "model", "settings"
 
 
@@ -51,7 +51,7 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
     Returns
     -------
     ClientApp
-        Answers ``train``, ``evaluate`` and ``query`` messages of :func:`equipoise.flower.server.server_app`.
+        It answers ``train``, ``evaluate`` and ``query`` messages of :func:`equipoise.flower.server.server_app`.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
 
 
 def describe(silo: Silo, content: RecordDict) -> RecordDict:
-    """Say which client this is, and what its data ask of a model."""
+    """Return the client's description: its number, its sizes and the shape of its data."""
     return RecordDict({"about": ConfigRecord({"text": silo.describe().text()})})
 
 
@@ -125,7 +125,7 @@ def evaluate(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def evaluate_models(silo: Silo, content: RecordDict) -> RecordDict:
-    """Report what the global and the personal model are worth on the client's validation and test splits."""
+    """Report loss and metrics of the global and the personal model on the client's validation and test splits."""
     _cohort(silo, content)
     asked, model = settings_of(content), _model(silo, content)
     reports: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def ask(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def kept(silo: Silo, content: RecordDict) -> RecordDict:
-    """Send what the client keeps of the shared model, for an average that somebody has asked for."""
+    """Send the parts of the shared model that the client keeps, for ``evaluation.average_kept``."""
     _cohort(silo, content)
     rule, model = silo.experiment.method.local, _model(silo, content)
     memory, _ = silo.engine.memory.read(silo.ids, silo.engine.first_memory(rule, model))
@@ -163,7 +163,7 @@ def kept(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def adopt(silo: Silo, content: RecordDict) -> RecordDict:
-    """Keep the model the client ends up with on its own disk: its personal model, or the global one."""
+    """Save the client's final model on its own disk: the personal model, or the global one."""
     asked = settings_of(content)
     memory = silo.memory(str(asked["run"]))
     _cohort(silo, content, memory)
@@ -177,7 +177,7 @@ def adopt(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> StackedCohort:
-    """Gather the one client there is, remembering exactly the version that counts."""
+    """Return a cohort of this client, with the version of its memory that the message names."""
     asked, engine, method = settings_of(content), silo.engine, silo.experiment.method
     memory = memory or silo.memory(str(asked["run"]))
     initial = engine.network.initial()
@@ -190,7 +190,7 @@ def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> 
 
 
 def _model(silo: Silo, content: RecordDict) -> Tree:
-    """Complete the model with what was not sent: parts that never move, and those this client has of its own."""
+    """Complete the received model with the tensors that are not sent."""
     received = _on_device(silo, from_record(content.array_records[_MODEL]))
     initial = silo.engine.network.initial()
     if strays := sorted(set(received) - set(initial)):
@@ -229,7 +229,7 @@ def _answer(silo: Silo, model: Tree, updates: Updates) -> RecordDict:
 
 
 def protected(update: Tree, received: Tree, privacy: Privacy) -> Tree:
-    """Have Flower's mods clip an update, and add noise to it if asked.
+    """Clip an update with Flower's mods, and add noise if the settings say so.
 
     Parameters
     ----------

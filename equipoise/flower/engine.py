@@ -1,4 +1,4 @@
-"""The engine across machines: a cohort that answers by messages."""
+"""The engine that runs on Flower: its cohorts exchange messages with clients."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ SPLITS = ("val", "test")
 
 @dataclass
 class Ledger:
-    """Which round's memory counts for each client: the last one in which its answer did.
+    """Which round's memory is valid for each client: that of the last round in which its answer was used.
 
     Attributes
     ----------
     now, saved, best : dict
-        For each client, the round: as it is, as the latest checkpoint has it, and as it was in the best round so far.
+        The round for each client: the current one, that of the latest checkpoint, and that at the best round so far.
     durable : bool
-        Whether there are checkpoints to go back to.
+        Whether there are checkpoints to resume from.
     """
 
     durable: bool = True
@@ -64,7 +64,7 @@ class Ledger:
     best: dict[int, int] = field(default_factory=dict)
 
     def oldest(self, client: int) -> int:
-        """Return the oldest version of a client's memory that can still be asked for."""
+        """Return the oldest version of a client's memory that may still be needed."""
         candidates = [self.saved.get(client, 0) if self.durable else self.now.get(client, 0)]
         candidates += [self.best.get(client, 0)] if self.best else []
         return min(candidates)
@@ -80,14 +80,14 @@ class Moved:
 
 
 class FlowerEngine:
-    """Carries methods out across machines; see :class:`equipoise.engine.contract.Engine`.
+    """Runs methods on Flower; see :class:`equipoise.engine.contract.Engine`.
 
     Parameters
     ----------
     nodes : Nodes
-        The way to the clients.
+        The nodes through which clients are reached.
     run : callable
-        Gives the run's own name, under which clients keep their memories.
+        Returns the name of the run, under which clients keep their memories.
     method : Method
         What is federated.
     roster : Roster
@@ -132,7 +132,7 @@ class FlowerEngine:
         self._averaged: tuple[dict[int, int], Tree] | None = None
 
     def newcomers(self) -> list[int]:
-        """Admit clients that have come since the last time."""
+        """Admit clients that have registered since the last call."""
         return self.nodes.newcomers()
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> FlowerCohort:
@@ -142,7 +142,7 @@ class FlowerEngine:
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:
-        """Have clients evaluate the global model, or the personal models they make of it.
+        """Evaluate the global model, or the personal models derived from it, on the clients.
 
         Clients that do not answer, or answer with NaN, are named in ``absent``.
         """
@@ -185,7 +185,7 @@ class FlowerEngine:
         return answers
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
-        """Ask clients for what they keep of the shared model, and average it."""
+        """Ask clients for the parts of the shared model that they keep, and average them."""
         if self._averaged is None or self._averaged[0] != self.ledger.now:
             contents = self.messages(self.ledger.now, self._finished, model)
             requests = {client: ("query.kept", content) for client, content in contents.items()}
@@ -209,25 +209,25 @@ class FlowerEngine:
         return self._averaged[1]
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Return nothing of personal models: they stay with the clients; see :meth:`hand_out`."""
+        """Return the model without personal parts: these stay with the clients; see :meth:`hand_out`."""
         return dict(model), {}
 
     @property
     def remembering(self) -> list[int]:
-        """Nobody: memories are on the clients' disks."""
+        """Always empty: memories are on the clients' disks."""
         return []
 
     def hand_out(self, model: Tree, round_: int, *, personal: bool, best: bool) -> dict[int, str]:
-        """Have every client keep the model it ends up with; gives the reasons of those that could not be told.
+        """Have every client save its final model; return the reason for each client that failed.
 
         Parameters
         ----------
         model : Tree
-            The global model of the round that counts.
+            The global model of the selected round.
         round_ : int
             That round.
         personal : bool
-            Whether clients make personal models of it.
+            Whether clients derive personal models from it.
         best : bool
             Whether the round is the best one rather than the last.
         """
@@ -240,18 +240,18 @@ class FlowerEngine:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def commit(self, cohort: FlowerCohort) -> None:
-        """Let what the clients of a cohort wrote in its round be their newest memory."""
+        """Make the memories that a cohort wrote in its round the newest ones."""
         self._finished = cohort.round + 1
         for name in cohort.delivers:
             self.delivered.mark(name, cohort.ids)
         self.ledger.now |= {int(client): self._finished for client in cohort.ids}
 
     def keep(self) -> None:
-        """Have clients hold on to their memories of this round, which may be the one that counts."""
+        """Keep the memories of this round: it is the best one so far."""
         self.ledger.best = dict(self.ledger.now)
 
     def export(self) -> Tree:
-        """Return which memory of each client counts."""
+        """Return the ledger, and which clients hold what is sent once."""
         self.ledger.saved = dict(self.ledger.now)
         clients = sorted(self.ledger.now)
         rounds = {"now": self.ledger.now, "best": self.ledger.best}
@@ -279,10 +279,11 @@ class FlowerEngine:
         versions: Mapping[int, int] | None = None,
         **settings: Any,
     ) -> dict[int, RecordDict]:
-        """Make the contents of messages to clients: a model, and settings that include which memory counts.
+        """Make the contents of messages to clients: a model and settings, including the version of the memory.
 
-        What no client ever changes for the others is in the model both sides begin with. It is not sent, unless it has
-        become another on the way; a hash sees to it that both have the same.
+        Tensors that no client trains for the others are part of the initial model of both sides.
+        They are sent only if the server has changed them. A hash confirms that both sides have the
+        same values.
         """
         versions = self.ledger.now if versions is None else versions
         initial = self.network.initial()
@@ -312,8 +313,9 @@ class FlowerEngine:
 class FlowerCohort:
     """The clients of one round, asked by messages; see :class:`equipoise.engine.contract.RoundCohort`.
 
-    Once clients have trained, ``ids`` and all that goes with it are of those whose answers count; ``left_out`` names
-    the others. A client that fails a later question is lost, and what it sent counts no more.
+    After training, ``ids`` and the other attributes contain only clients whose answers are used;
+    ``left_out`` names the others. A client that fails to answer a later question is dropped,
+    together with its update.
     """
 
     def __init__(self, engine: FlowerEngine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
@@ -503,7 +505,7 @@ class FlowerCohort:
         for name in ("train_loss", "steps", *sorted(self.wanted_reports)):
             if name not in reports:
                 return f"answered without the report {name}"
-            # The loss on a split without samples is no number, and nobody reads it.
+            # The loss on a split without samples is NaN and is not used.
             empty = not sizes["val" if name.startswith("val_") else "train"]
             if not np.isfinite(reports[name]) and not empty:
                 return f"answered with {reports[name]} as {name}"
@@ -514,7 +516,7 @@ class FlowerCohort:
         return self.engine.stacked(trees, trees[0])
 
     def _refuse_unprotected(self, local: LocalRule) -> None:
-        """Refuse differential privacy where more leaves a client than what is clipped and noised."""
+        """Refuse differential privacy if a client sends more than the parameters that are clipped and noised."""
         if self.engine.settings.privacy is None:
             return
         self.engine.settings.privacy.check(local)
@@ -534,7 +536,7 @@ class _Misfit(ValueError):
 
 
 def _fitting(record: ArrayRecord | None, expected: Mapping[str, Tensor]) -> Tree:
-    """Read an answer's tensors, refusing what differs from those expected."""
+    """Read the tensors of an answer, and check them against the expected ones."""
     if record is None:
         raise _Misfit("answered without parameters")
     if set(record) != set(expected):
@@ -553,7 +555,7 @@ def _fitting(record: ArrayRecord | None, expected: Mapping[str, Tensor]) -> Tree
 
 
 def _not_finite(tree: Tree, sent: Mapping[str, Tensor] | None = None) -> str | None:
-    """Name a tensor that is not finite, unless it was sent so: a mask may hold −∞."""
+    """Name a tensor that is not finite, unless the sent one was not finite either: a mask may hold −∞."""
     for name, tensor in tree.items():
         given = (sent or {}).get(name)
         if not bool(torch.isfinite(tensor).all()) and (given is None or bool(torch.isfinite(given).all())):

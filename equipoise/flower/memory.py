@@ -15,7 +15,7 @@ _SUFFIX = ".safetensors"
 
 
 def memory_root(given: str | None = None) -> Path:
-    """Say where memories are: what the node's configuration says, else ``EQUIPOISE_MEMORY``, else ``~/.equipoise``.
+    """Return the directory of memories: the configured one, else ``EQUIPOISE_MEMORY``, else ``~/.equipoise``.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def memory_root(given: str | None = None) -> Path:
 
 
 def home_of(root: Path) -> str:
-    """Return the name of a disk, making one up the first time.
+    """Return the name of a disk, and create one if it has none.
 
     Examples
     --------
@@ -43,10 +43,11 @@ def home_of(root: Path) -> str:
 
 
 class Versions:
-    """What one client remembers of one run, version by version.
+    """The memory of one client in one run, in versions.
 
-    A version is the number of the round that wrote it; 0 is a client that has not taken part. The server says which
-    version counts, so an answer that came too late, a repeated round or a resumed run never applies anything twice.
+    A version is the number of the round that wrote it; 0 is the memory of a client that has not
+    taken part. The server says which version is valid, so a late answer, a repeated round or a
+    resumed run never applies an update twice.
 
     Parameters
     ----------
@@ -116,7 +117,7 @@ class Versions:
         try:
             tree = load_tensors(path)[0] if path.exists() else {}
         except RunError:
-            # A damaged file is as good as none: the server sends the tree again.
+            # A damaged file counts as missing: the server sends the tree again.
             return None
         return tree if digest(tree) == name else None
 
@@ -124,13 +125,13 @@ class Versions:
         return self.folder / f"held-{name}{_SUFFIX}"
 
     def prune(self, oldest: int, newest: int) -> None:
-        """Drop versions before the oldest that can still be asked for, and those a resumed run has gone back behind."""
+        """Remove versions that are no longer needed, and those that a resumed run will write again."""
         for version in self.versions:
             if version < oldest or version > newest:
                 self._path(version).unlink(missing_ok=True)
 
     def adopt(self, model: Tree, round_: int) -> Path:
-        """Keep the model the client ends up with; gives its file."""
+        """Save the client's final model, and return the path of the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"model{_SUFFIX}"
         save_tensors(path, model, {"round": round_})

@@ -88,7 +88,7 @@ Equipoise's `docs/flower.md` goes through a deployment step by step.
 
 
 def new_app(directory: Path, experiment: Path) -> list[Path]:
-    r"""Write a Flower app that ``flwr run`` accepts as it is.
+    r"""Write a Flower app that ``flwr run`` accepts without changes.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
         PROJECT: _PROJECT.substitute(facts),
         README: _README.substitute(facts),
     }
-    # Flower lets an app import what lies beside it.
+    # A Flower app can import modules from its own directory.
     for own in filter(None, map(file_of, read.imports)):
         if own.name in contents:
             raise InputError(f"{experiment}: imports {own.name!r}, a name the app needs; call the file something else")
@@ -159,7 +159,7 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
 
 
 def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:
-    """Let an experiment say how many clients there are, in the words of its file where a line can be added to them."""
+    """Add the number of clients to an experiment, keeping the text of its file if possible."""
     line = f"clients: {clients}  # that must have registered before round 1\n"
     if "flower" in content:
         words = re.sub(r"^flower:[ \t]*\n([ \t]+)", rf"flower:\n\g<1>{line}\g<1>", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Who can be reached through Flower's grid, and asking them."""
+"""The nodes of Flower's grid, and messages to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equipoise.flower.settings import FlowerSettings
 
 log = logging.getLogger("flwr.equipoise")
 
-# Flower's own waiting looks for answers every three seconds; a look costs one short request.
+# Flower itself polls for answers every three seconds only; polling costs one short request.
 _LOOK_FOR_ANSWERS = 0.1
 _LOOK_FOR_NODES = 2.0
 _LONGEST_REASON = 300
@@ -27,25 +27,25 @@ Request = tuple[str, RecordDict]
 
 @dataclass
 class Answers:
-    """What came back: the answers, and why the others have none."""
+    """The answers that arrived, and for each other client the reason why there is none."""
 
     answered: dict[int, RecordDict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
 
 class Nodes:
-    """The nodes behind a grid, by the stable numbers of the clients they stand for.
+    """The nodes of a grid, by the stable numbers of their clients.
 
-    Flower gives a SuperNode a new random number whenever it starts. While a run goes on, a client that comes back under
-    another node is the same client if its memory is on the same disk; otherwise two nodes that stand for one client are
-    refused.
+    Flower gives a SuperNode a new random id whenever it starts. During a run, a client that returns
+    with another node is the same client if its memory is on the same disk. Otherwise two nodes of
+    one client are refused.
 
     Parameters
     ----------
     grid : Grid
-        Flower's way to the nodes.
+        Flower's connection to the nodes.
     roster : Roster
-        The registered clients; those that come are added.
+        The registered clients; new ones are added.
     settings : FlowerSettings
         How long to wait.
     """
@@ -66,9 +66,9 @@ class Nodes:
         Raises
         ------
         InputError
-            If two nodes stand for one client, or clients do not fit together.
+            If two nodes have the same client, or clients do not fit together.
         RunError
-            If they do not come in time, naming the nodes that were refused and why.
+            If they do not register in time; the message names the nodes that were refused, with reasons.
         """
         wanted, deadline = self.settings.clients, time.monotonic() + self.settings.wait
         while len(self.node_of) < wanted:
@@ -84,9 +84,9 @@ class Nodes:
             time.sleep(_LOOK_FOR_ANSWERS)
 
     def newcomers(self, *, strict: bool = False) -> list[int]:
-        """Admit the clients that have come since the last time; does not wait.
+        """Admit the clients that have registered since the last call, without waiting.
 
-        In between, the roster stays as it is, so that a round has the same clients from its beginning to its end.
+        Between calls the roster does not change, so that it is constant during a round.
         """
         self.look()
         admitted = []
@@ -103,7 +103,7 @@ class Nodes:
         return admitted
 
     def look(self, *, strict: bool = False) -> None:
-        """See which nodes are there, ask new ones who they are, and take note of what those asked before have said."""
+        """Look up the connected nodes, ask new ones for their description, and read the descriptions that arrived."""
         if time.monotonic() - self._looked > _LOOK_FOR_NODES:
             self._looked = time.monotonic()
             online = set(self.grid.get_node_ids())
@@ -120,13 +120,13 @@ class Nodes:
 
     def _register(self, node: int, reply: Message, strict: bool) -> None:
         if reply.has_error():
-            # A node that is offline may come back, and is asked again then.
+            # A node that is offline may return; it is asked again then.
             if not _unavailable(reply):
                 self._refuse(node, _reason(reply.error.reason))
             return
         said = Description.read(str(reply.content.config_records["about"]["text"]))
         other = self.node_of.get(said.client)
-        # Before round 1 both have just answered; later the other may be the same client before it was started again.
+        # Before round 1 both have just answered; later the other may be the same client before a restart.
         if other is not None and (strict or self._home.get(said.client) != said.home):
             twice = (
                 f"nodes {other} and {node} both say they are client {said.client} ({said.name}); "
@@ -143,7 +143,7 @@ class Nodes:
         log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
 
     def _forget(self, client: int, node: int) -> None:
-        """Take note that a node cannot be reached; if it can again, it is asked who it is."""
+        """Mark a node as unreachable; when it can be reached again, it is asked for its description."""
         self._client_of.pop(node, None)
         if self.node_of.get(client) == node:
             log.warning("client %d: its node %d is offline", client, node)
@@ -205,7 +205,7 @@ class Nodes:
             for id_, client in [(id_, c) for id_, c in waiting.items() if self.node_of.get(c) != sent_to[c]]:
                 del waiting[id_]
                 out_of_reach[client] = "its node went offline"
-            # A SuperNode that was started again does not know what the one before it was asked.
+            # A restarted SuperNode does not know the messages sent before.
             back = [client for client in out_of_reach if client in self.node_of]
             for client in back:
                 del out_of_reach[client]
@@ -228,7 +228,7 @@ class Nodes:
         requests, round_
             As in :meth:`ask`.
         accept : callable
-            Says what is wrong with a client's answer, or ``None``.
+            Returns what is wrong with a client's answer, or ``None``.
         enough : int
             How many answers it takes.
 
@@ -256,14 +256,14 @@ class Nodes:
         return kept
 
     def _wait_for(self, clients: Iterable[int], count: int) -> None:
-        """Wait for clients that are not connected, as long as they have to answer."""
+        """Wait for clients that are not connected, up to the timeout of an answer."""
         deadline = time.monotonic() + self.settings.timeout
         while sum(client in self.node_of for client in clients) < count and time.monotonic() < deadline:
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
 
     def _push(self, messages: list[Message]) -> list[str | None]:
-        """Send messages; gives ``None`` for those Flower did not take."""
+        """Send messages, and return ``None`` for those that Flower did not accept."""
         pushed: list[str | None] = list(self.grid.push_messages(messages)) if messages else []
         return pushed or [None] * len(messages)
 

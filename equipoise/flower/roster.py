@@ -1,4 +1,4 @@
-"""What the server knows of clients it has never seen the data of."""
+"""What the server knows about clients without their data."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from equipoise.run.files import write_atomically
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a client says of itself when it registers: all of it is public.
+    """What a client sends when it registers. All of it is public.
 
     Attributes
     ----------
     client : int
         Its stable number.
     name, group : str
-        What it and its group are called.
+        Its name and that of its group.
     group_names : tuple of str
-        All groups it knows of, in their order.
+        All groups it knows, in order.
     unseen : bool
         Whether it is held out of training.
     sizes : dict
         How many samples each of its splits holds.
     task, shape, outputs
-        What its data ask of a model; the same for all clients.
+        What a model for its data must have; the same for all clients.
     home : str
-        Names the disk its memory is on, so that a SuperNode started again is told from another with the same number.
+        Identifies the disk of its memory, to distinguish a restarted SuperNode from another one with the same number.
     """
 
     client: int
@@ -102,16 +102,16 @@ class Sizes:
 
 @dataclass
 class Roster:
-    """The registered clients: what the round loop asks of a federation, without its data.
+    """The registered clients: a federation without data, as far as the round loop needs it.
 
-    Clients keep their numbers. A number nobody has registered under has no samples and is neither seen nor unseen.
+    Clients keep their numbers. A number without a registered client has no samples and is neither seen nor unseen.
 
     Parameters
     ----------
     name : str
         What to call the federation in tables and messages.
     known : dict
-        What each registered client has said, by number.
+        The description of each registered client, by number.
 
     Examples
     --------
@@ -132,12 +132,12 @@ class Roster:
         self.admit(known.values())
 
     def admit(self, newcomers: Iterable[Description]) -> None:
-        """Take clients in; groups they bring along come after those already known.
+        """Add clients; their new groups come after the known ones.
 
         Raises
         ------
         InputError
-            If a newcomer's data ask for another model than the others', naming both.
+            If a new client's data need another model than the others'; the message names both clients.
         """
         for said in sorted(newcomers, key=lambda said: said.client):
             first = next(iter(self.known.values()), said)
@@ -224,11 +224,11 @@ class Roster:
         )
 
     def fingerprint(self) -> str:
-        """Hash what every client's data ask of a model; who has registered may change while a run goes on."""
+        """Hash what the data require of a model, without the registered clients, which may change during a run."""
         return hashlib.sha256(repr((self.task, self.shape, self.outputs)).encode()).hexdigest()[:16]
 
     def save(self, path: Path, **more: Any) -> None:
-        """Write down who is registered, and whatever else is given.
+        """Write the registered clients, and further values, to a file.
 
         Examples
         --------
@@ -245,7 +245,7 @@ class Roster:
 
 
 def read_roster(path: Path) -> tuple[Roster, Mapping[str, Any]]:
-    """Read what :meth:`Roster.save` wrote, in the order in which clients came."""
+    """Read what :meth:`Roster.save` wrote, in the order of registration."""
     content = json.loads(path.read_text(encoding="utf-8"))
     roster = Roster(content.pop("name"))
     for plain in content.pop("clients"):

@@ -33,13 +33,13 @@ def server_app(experiment: str | Path) -> ServerApp:
     Parameters
     ----------
     experiment : path
-        The experiment's file. The run configuration may set over it (``set``) and say where the run directory is
-        (``out``); a directory that holds this very run is gone on with.
+        The experiment's file. The run configuration may override values (``set``) and name the run
+        directory (``out``). If the directory already contains this run, the run is resumed.
 
     Returns
     -------
     ServerApp
-        Talks to :func:`equipoise.flower.client.client_app`.
+        The counterpart of :func:`equipoise.flower.client.client_app`.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
     Parameters
     ----------
     grid : Grid
-        Flower's way to the clients.
+        Flower's connection to the clients.
     experiment : Experiment
         What to train.
     out : path, optional
@@ -111,7 +111,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
 
 
 class Identity:
-    """Who a run is to its clients, and who they are to it, as the run directory remembers.
+    """The name of a run and its registered clients, stored in the run directory.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ class Identity:
         self._name = str(more.get("run", f"{name}-{uuid.uuid4().hex[:12]}"))
 
     def name(self) -> str:
-        """Return the name under which clients keep their memories of this run, having written it down."""
-        # The directory is made when everything has been checked, so there may be none while clients are only asked.
+        """Return the name under which clients keep their memories of this run, and store it."""
+        # The directory is created after all checks, so it may not exist while clients register.
         if self._path and self._path.parent.exists() and len(self.roster.known) != self._saved:
             self.roster.save(self._path, run=self._name)
             self._saved = len(self.roster.known)

@@ -1,4 +1,4 @@
-"""What a run across machines needs to know besides the experiment."""
+"""Settings of a run on Flower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy:
-    """What Flower's differential-privacy mods do to an update before it leaves a client.
+    """Clipping and noise that Flower's differential-privacy mods apply to an update on the client.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Privacy:
     sensitivity: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that protect nothing."""
+        """Refuse values that give no protection."""
         for name in ("clip", "epsilon", "sensitivity"):
             value = getattr(self, name)
             if not (value is None and name != "clip") and not 0 < value < inf:
@@ -57,7 +57,7 @@ class Privacy:
         return (self.sensitivity or self.clip) * sqrt(2 * log(1.25 / self.delta)) / self.epsilon
 
     def check(self, local: LocalRule) -> None:
-        """Refuse a local rule that uploads more than the parameters, which alone are clipped and noised.
+        """Refuse a local rule that uploads more than the parameters: only these are clipped and noised.
 
         Examples
         --------
@@ -73,7 +73,7 @@ class Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowerSettings:
-    """How a run on Flower treats clients that are late, silent or broken.
+    """How a run on Flower treats clients that are late or fail.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class FlowerSettings:
     wait : float
         Seconds to wait for them.
     min_clients : int
-        How many of a cohort must answer for a round to count.
+        How many clients of a cohort must answer.
     timeout : float
         Seconds a client may take to answer.
     retries : int
@@ -104,7 +104,7 @@ class FlowerSettings:
     privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be carried out."""
+        """Refuse invalid values."""
         for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

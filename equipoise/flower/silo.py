@@ -1,4 +1,4 @@
-"""What a client's side of a run is made of: the experiment, its own number, its own data, its memory."""
+"""The client side of a run: the experiment, the client's number, its data and its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OwnData = Callable[[NodeConfig], Federation]
 
 @dataclass(frozen=True)
 class Silo:
-    """One client and all it needs to answer.
+    """One client and everything it needs to answer.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Silo:
         return np.array([self.client])
 
     def describe(self) -> Description:
-        """Say what the server may know."""
+        """Return the description that is sent to the server."""
         return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home_of(self.root))
 
     def memory(self, run: str) -> Versions:
@@ -65,7 +65,7 @@ class Silo:
 
 
 def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
-    """Read the experiment of a Flower app, with what ``--run-config 'set="key=value; key=value"'`` sets over it.
+    """Read the experiment of a Flower app, with the overrides in ``--run-config 'set="key=value; key=value"'``.
 
     Examples
     --------
@@ -104,14 +104,14 @@ def client_number(node: NodeConfig) -> int:
 
 
 def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig, own: OwnData | None = None) -> Silo:
-    """Open a client's side of a run.
+    """Open the client side of a run.
 
     Parameters
     ----------
     experiment : Path
         The experiment's file.
     run_config, node : mapping
-        Flower's run and node configurations. A node may say ``client``, ``data`` (a directory of its own), ``memory``,
+        Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of its own), ``memory``,
         ``device`` and ``unseen``.
     own : callable, optional
         Makes the client's own federation, of one client, from the node's configuration.
@@ -141,7 +141,7 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
 
 
 class Asked(NamedTuple):
-    """An experiment as messages name it: its file, when that was last written, and what is set over it."""
+    """What identifies an experiment: its file, the time of its last change, and its overrides."""
 
     path: Path
     written: int
@@ -161,7 +161,7 @@ def _shared_engine(asked: Asked) -> StackedEngine:
 
 @lru_cache(maxsize=8)
 def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tuple[str, Any], ...]) -> StackedEngine:
-    """Make an engine over what this client alone holds."""
+    """Make an engine for the data of this client alone."""
     experiment, config = _experiment(asked), dict(node)
     federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
     if experiment.data.get("encode"):
@@ -188,7 +188,7 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
 def placed(federation: Federation, client: int) -> Federation:
     """Return a federation of one client its stable number; the clients before it are empty.
 
-    Random numbers depend on a client's number, so with its own it trains as it would among all others.
+    Random numbers depend on a client's number, so with it the client trains as in a federation of all clients.
 
     Examples
     --------

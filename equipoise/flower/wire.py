@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equipoise.tree import Tree
 
-# Types that numpy does not have travel as whole numbers of the same width.
+# Types that NumPy does not have are sent as integers of the same width.
 _AS_WHOLE_NUMBERS = {
     dtype: whole
     for name, whole in (
@@ -33,7 +33,7 @@ _NUMPY = "numpy.ndarray"
 
 
 def to_record(tree: Mapping[str, Tensor]) -> ArrayRecord:
-    """Write tensors as an ``ArrayRecord``; whatever their type, the bytes are theirs.
+    """Write tensors of any type as an ``ArrayRecord``, without changing their bytes.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def _to_array(tensor: Tensor) -> Array:
     values = tensor.view(_AS_WHOLE_NUMBERS.get(tensor.dtype, tensor.dtype)).numpy()
     head = BytesIO()
     npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
-    # The form that Flower's own mods read, put together with a single copy of the numbers.
+    # The format that Flower's mods read, made with a single copy of the values.
     data = b"".join([head.getvalue(), values.reshape(-1).view(np.uint8).data])
     return Array(name, tuple(values.shape), _NUMPY, data)
 
@@ -90,7 +90,7 @@ def to_metrics(reports: Mapping[str, Tensor], row: int = 0) -> MetricRecord:
 
 
 def pack(value: Any) -> tuple[str, Tree]:
-    """Take nested dictionaries, lists and tuples apart into text and tensors.
+    """Split nested dictionaries, lists and tuples into text and tensors.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def pack(value: Any) -> tuple[str, Tree]:
 
 
 def unpack(text: str, tensors: Mapping[str, Tensor]) -> Any:
-    """Put together what :func:`pack` took apart."""
+    """Reverse :func:`pack`."""
 
     def built(item: dict[str, Any]) -> Any:
         ((kind, content),) = item.items()

@@ -1,7 +1,7 @@
-"""The methods by name: one file a paper, found by looking into this folder.
+"""The methods by name: one file for each paper in this directory.
 
-A file registers its parts with :func:`register`; nothing else needs to know it. ``build`` puts a named method together,
-and lets any part be exchanged.
+A file registers its parts with :func:`register`. ``build`` makes a method by name, with other parts
+on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggrega
 WEIGHTS = ("size", "uniform")
 # What each slot is called among a method's options, where that is not its own name.
 _OPTION = {"sampler": "sampling"}
-# What a part of this kind cannot do without.
+# The method that a part of this kind must define.
 _NEEDED = {Sampler: "select", Aggregation: "combine"}
 # Plain types of hyper-parameters: what fits them, and the words for it.
 _PLAIN: dict[Any, tuple[type, str]] = {
@@ -60,7 +60,7 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
     def known(part: P) -> P:
         _refuse_incomplete(part, name)
         if not part.__module__.startswith(f"{__name__}."):
-            # One's own: it must not take the name of a method that has not been looked for yet.
+            # User code: it must not take the name of a method that has not been imported yet.
             _discover()
         before = _PARTS.get(name, part)
         if (before.__module__, before.__qualname__) != (part.__module__, part.__qualname__):
@@ -77,7 +77,7 @@ def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: b
 
 
 def _refuse_incomplete(part: type[Any], name: str) -> None:
-    """Refuse what could not be used, now and not in the first round."""
+    """Refuse invalid parts now instead of in the first round."""
     if not (isinstance(part, type) and issubclass(part, tuple(SLOTS.values()))):
         kinds = ", ".join(kind.__name__ for kind in SLOTS.values())
         raise InputError(f"{part.__qualname__}, registered as {name!r}, is no part; it must be one of {kinds}")
@@ -174,15 +174,15 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", **options: Any) -> Method:
-    """Put a named method together.
+    """Make a method by name.
 
     Parameters
     ----------
     name : str
         A method's name; see :func:`names`.
     weights : {"size", "uniform"}, optional
-        What a client counts before the aggregation has its say; by default what the local rule's or the aggregation's
-        paper uses.
+        The clients' weights before the aggregation changes them; by default those of the local
+        rule's or the aggregation's paper.
     sampling : str, mapping or Sampler
         The sampler: ``uniform``, ``size``, or another registered one with its options.
     **options
@@ -240,7 +240,7 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         for key in options:
             if key not in valid:
                 raise unknown(f"hyper-parameter of {kind.name}", key, [*valid, *extra], where=where)
-        # A part's own words come first, because it knows its bounds.
+        # The part's own error comes first, because it is more specific.
         try:
             part = kind(**{key: _hashable(value) for key, value in options.items()})
         except (AttributeError, TypeError):

@@ -19,7 +19,7 @@ from equipoise.tree import Tree, tree_map
 class Afl(Aggregation):
     """Solve min_w max_λ Σ λ_k F_k(w): w ← Σ λ_k w_k, and λ ← Π(λ + γ_λ F(w)), with Π onto the simplex of all clients.
 
-    F is taken at the received w, so both players move at once. λ begins at the clients' prior. When only some take
+    F is taken at the received w, so w and λ are updated simultaneously. λ begins at the clients' prior. When only some take
     part, their λ is scaled to sum to one, and their losses are raised by K/|S|, which keeps the ascent unbiased for
     uniform sampling; if all of their λ is zero the model stays.
 
@@ -47,7 +47,7 @@ class Afl(Aggregation):
         return state.with_server(clients=clients, mean=tree_map(torch.zeros_like, state.model))
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Let the model follow λ, and λ the losses."""
+        """Update the model with λ, and λ with the losses."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         ours = clients["weight"][here]
         raised = clients["weight"].clone()

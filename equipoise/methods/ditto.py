@@ -18,9 +18,9 @@ from equipoise.methods import register
 class Ditto(LocalRule):
     """Minimise F_k(v_k) + λ/2 ‖v_k − wᵗ‖² for the personal model v_k, and F_k(w) for the global one.
 
-    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model as received, so it
-    stands still during a round. v_k never leaves the client, and rests while the client does not take part. Any
-    aggregation can make the global model.
+    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model as received, so
+    it is constant during a round. v_k never leaves the client, and is constant while the client
+    does not take part. Any aggregation can be used for the global model.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ class Ditto(LocalRule):
             raise InputError(f"ditto.lam must be at least 0 and finite, got {self.lam!r}")
 
     def phases(self) -> Sequence[Phase]:
-        """Let the personal model step, then the global one, on the same batch."""
+        """Make a step of the personal model, then of the global one, on the same batch."""
         return Phase(move="personal", loss=self.personal_loss), Phase(move="all", batch="same")
 
     def adapt(self) -> Sequence[Phase]:
-        """Let a newcomer's personal model leave the global one, held near it."""
+        """Train a new client's personal model from the global one, with the same penalty."""
         return (Phase(move="personal", loss=self.personal_loss),)
 
     def personal_loss(self, client: Client) -> Tensor:

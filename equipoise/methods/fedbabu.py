@@ -1,4 +1,4 @@
-"""FedBABU (Oh, Kim and Yun, 2022): the head stays as it began until a client makes the model its own."""
+"""FedBABU (Oh, Kim and Yun, 2022): the head is not trained until a client fine-tunes the model."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class SlowHead(Aggregation):
             raise InputError(f"{self.name}.tau must be in [0, 1], got {self.tau!r}")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Average, and let the head follow; a head that clients keep for themselves is not there to follow."""
+        """Average, and move the head slowly; a head that clients keep is not sent."""
         averaged = mix(updates, cohort.prior)
         head = set(select(state.model, "head")) & set(averaged)
         slow = {name: self.tau * state.model[name] + (1 - self.tau) * averaged[name] for name in head}
@@ -96,7 +96,7 @@ class FedCRC(LocalRule, Aggregation):
         return (personal, features, head) if self.personal_first else (features, personal, head)
 
     def adapt(self) -> Sequence[Phase]:
-        """Make a personal head on the features as they are."""
+        """Train a personal head on the received features."""
         return (Phase(move="personal.head", loss=personal_loss, epochs=self.personal_epochs),)
 
     def taught_loss(self, client: Client) -> Tensor:
@@ -110,5 +110,5 @@ class FedCRC(LocalRule, Aggregation):
         return task.loss(scores, client.y) + self.kl * (teacher.exp() * (teacher - student)).sum(1)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Average the features, and let the head follow."""
+        """Average the features, and move the head slowly."""
         return SlowHead(self.tau).combine(state, updates, cohort)

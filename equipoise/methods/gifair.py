@@ -35,8 +35,8 @@ class Gifair(LocalRule, Aggregation):
     By Lemma 1 client k then minimises (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k its share of all
     training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss share one r. The factor scales the
     client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d groups it stays
-    positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so by less than the
-    smallest p_k |A_{s_k}|: one tiny group leaves little to give to any.
+    positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so
+    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little.
 
     The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling (Remark 2). With
     ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients drawn by p_k (Algorithm 2). Clients
@@ -92,7 +92,7 @@ class Gifair(LocalRule, Aggregation):
         return ({"kept": {PERSONAL + n: client.params[n] for n in client.received}} if self.personal else {}), {}
 
     def adapt(self) -> Sequence[Phase]:
-        """Let a newcomer train its own θ_k from θ, as it would in a round."""
+        """Train a new client's θ_k from θ, as in a round."""
         return (Phase(move="personal", loss=personal_loss),) if self.personal else ()
 
     def begin(self, state: State, everyone: Cohort) -> State:
@@ -125,7 +125,7 @@ class Gifair(LocalRule, Aggregation):
         return {"model": state.model}, {"step_factor": 1 + clients["scale"][here] * order[group[here]]}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Move θ, and take note of the cohort's losses."""
+        """Move θ, and store the cohort's losses."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))

@@ -1,4 +1,4 @@
-"""Per-FedAvg (Fallah, Mokhtari and Ozdaglar, 2020): a global model that is good one step of a client's own later."""
+"""Per-FedAvg (Fallah, Mokhtari and Ozdaglar, 2020): a global model that is good after one local step."""
 
 from __future__ import annotations
 

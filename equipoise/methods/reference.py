@@ -1,4 +1,4 @@
-"""The two points every federation is measured against: each client alone, and all data in one place."""
+"""The two references of every comparison: each client alone, and all data in one place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Local(LocalRule, Aggregation):
 @register("central", sees=Sees.DATA)
 @dataclass(frozen=True)
 class Central(View):
-    """All clients' training data in one place: what federation gives up, not a federated method."""
+    """All clients' training data in one place. This is a reference and not a federated method."""
 
     def of(self, federation: Federation) -> Federation:
         """Pool the data of all seen clients."""

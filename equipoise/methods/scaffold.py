@@ -49,19 +49,19 @@ class Scaffold(LocalRule, Aggregation):
         return {"control": tree_map(torch.zeros_like, model)}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Renew c_k and send its change."""
+        """Update c_k and send its change."""
         old = client.memory["control"]
         drift = tree_map(lambda x, y: (x - y) / (client.steps * client.lr), client.received, client.params)
         new = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
         return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with c = 0, and remember how many clients there are."""
+        """Begin with c = 0, and store the number of clients."""
         count = torch.tensor(float(len(everyone.ids)))
         return state.with_server(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Keep c the mean of all c_k: those of newcomers are 0."""
+        """Keep c the mean of all c_k: those of new clients are 0."""
         count = torch.tensor(float(len(everyone.ids)))
         share = state.server["clients"]["count"] / count
         control = tree_map(lambda c: share * c, state.server["control"])

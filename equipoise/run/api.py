@@ -49,9 +49,9 @@ class Run:
     Attributes
     ----------
     summary : dict
-        What came out, for the round that counts; see ``docs/metrics.md``.
+        The results of the selected round; see ``docs/metrics.md``.
     config : dict
-        Everything it depended on.
+        Everything that the run depends on.
     directory : Path or None
         Where its files are.
     """
@@ -121,7 +121,7 @@ def train(
     out : path, optional
         The run directory; without one nothing is written.
     resume : bool
-        Whether to go on with the run the directory holds; one that holds none yet is begun.
+        Whether to resume the run in the directory; a directory without one starts a new run.
     checkpoint_every : int
         Rounds between checkpoints.
     data : mapping, optional
@@ -129,11 +129,11 @@ def train(
     sections : mapping, optional
         Whatever else the run depends on, for its configuration.
     attached : mapping of bytes, optional
-        Files that configuration speaks of, by name, to be put beside it.
+        Files that the configuration refers to, by name, to be copied to the run directory.
     engine : callable
-        Makes the engine that carries the method out; by default in this process.
+        Makes the engine; by default the one that runs in this process.
     on_round : callable, optional
-        Told of the :class:`~equipoise.run.trainer.Progress` after every round.
+        Called with the :class:`~equipoise.run.trainer.Progress` after every round.
     **settings
         Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``.
 
@@ -196,10 +196,10 @@ def train(
             config["resolved"]["chunk"] = measured
             if directory:
                 if not there:
-                    # Only now is everything checked: a mistake in the settings leaves no directory behind.
+                    # The directory is created after all checks, so that invalid settings leave none behind.
                     directory.mkdir(parents=True, exist_ok=True)
                     until_done.enter_context(sole_writer(directory))
-                    # Another run may have come and gone while this one began.
+                    # Another run may have used the directory in the meantime.
                     _refuse_a_run_in(directory)
                 write_atomically(directory / CONFIG, _yaml(config))
                 for name, content in (attached or {}).items():
@@ -211,7 +211,7 @@ def train(
 
 
 def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) -> Run:
-    """Write what came out, where it is to be written."""
+    """Write the results to the run directory, if there is one."""
     summary = trainer.summary()
     if directory:
         selected = trainer.selected()
@@ -220,7 +220,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
             write_atomically(directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
         if selected.own:
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
-        # The summary comes last: where it is, the run is complete.
+        # The summary is written last: a run with a summary is complete.
         write_atomically(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
     return Run(summary, config, directory, trainer)
 
@@ -302,7 +302,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _number(client: int | str | None, names: Sequence[str] | None) -> int | None:
-    """Find a client's number by its name, or see that a number cannot be mistaken for a name."""
+    """Return a client's number by its name, and refuse a number that could be mistaken for a name."""
     if client is None:
         return None
     if not isinstance(client, str):
@@ -332,8 +332,8 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
 def _module(module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool) -> nn.Module:
     """Fill a module with the global model, or with a client's own if ``client`` is given.
 
-    Where clients keep parts of the shared model for themselves there is no whole one, and only those who have taken part
-    have a model at all.
+    If clients keep parts of the shared model, there is no complete global model, and only clients
+    that have taken part have a model.
     """
     tensors = dict(chosen.shared)
     if not whole and (client is None or (0 <= client < registered and client not in chosen.clients)):
@@ -371,7 +371,7 @@ def _open(
     module: nn.Module,
     resume: bool,
 ) -> tuple[dict[str, Any], bool]:
-    """Complete the configuration, see that the directory is free or holds this very run, and say whether it is done."""
+    """Complete the configuration, check the directory, and say whether the run in it is finished."""
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -394,9 +394,9 @@ def _open(
             _refuse_a_run_in(directory)
         found = read_config(directory)
         chunk = found["resolved"].pop("chunk", None)
-        # Where clients may not come and go, the fingerprint counts them too.
+        # The number of clients may change on Flower; elsewhere the fingerprint contains it.
         found["resolved"]["clients"] = resolved["clients"]
-        # Runs of older versions say nothing of their module; their checkpoints are refused by version.
+        # Runs of older versions do not record their module; their checkpoints are refused by version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
         if difference := first_difference(found, json.loads(json.dumps(config))):
@@ -409,7 +409,7 @@ def _open(
                 "is nothing to resume. equipoise.load reads its models"
             )
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished
-    # A process killed while it wrote the very first file leaves that one half behind, and nothing to lose.
+    # A process that is killed while it writes the first file leaves only that temporary file behind.
     leftover = f"{CONFIG}.tmp"
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
@@ -417,8 +417,8 @@ def _open(
 
 
 def _architecture(module: nn.Module) -> str:
-    """Hash what a module is made of: its layers as they print, and its tensors but for their values."""
-    # Functions print with their address, which is another in every process.
+    """Hash the architecture of a module: its layers as printed, and the names, shapes and types of its tensors."""
+    # Functions are printed with their address, which differs between processes.
     layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = [(name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
@@ -431,7 +431,7 @@ def _refuse_a_run_in(directory: Path) -> None:
 
 
 def first_difference(found: Any, wanted: Any, path: str = "") -> str | None:
-    """Say in which key nested mappings differ first, or that they do not.
+    """Return the first key in which nested mappings differ, or ``None``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Files that are either there, whole, or as they were before, in directories with one writer at a time."""
+"""Atomic files, journals, and directories with one writer at a time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KEY = "equipoise"
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Keep other runs out of a directory while the block lasts; a process that is killed lets them in again.
+    """Lock a directory while the block runs; the lock is released if the process is killed.
 
-    Where the file system knows no locks, nobody is kept out.
+    On file systems without locks nothing is locked.
 
     Raises
     ------
     RunError
-        If another run is in there.
+        If another run holds the lock.
 
     Examples
     --------
@@ -59,7 +59,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture.
+    """Write a file atomically: a crash at any moment leaves the old or the new content.
 
     Examples
     --------
@@ -93,7 +93,7 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     >>> load_tensors(path)
     ({'w': tensor([1., 1.])}, {'round': 3})
     """
-    # All of the note is one entry: the format keeps its entries in no particular order.
+    # The note is a single entry, because the format does not keep the order of entries.
     metadata = {_KEY: json.dumps(note or {}, sort_keys=True)}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     write_atomically(path, save(plain, metadata))
@@ -110,8 +110,9 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
             note = json.loads((file.metadata() or {})[_KEY])
-            # Copied, because tensors begin anywhere in the file: kernels round by how their memory is aligned, and fresh
-            # memory is aligned as it was before the tensors were written.
+            # Copied, because tensors in the file are not aligned. Kernels round differently for
+            # other alignments, and new memory is aligned like that of the tensors before they were
+            # written.
             return {name: file.get_tensor(name).clone() for name in file.keys()}, note  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise RunError(
@@ -120,7 +121,7 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
 
 
 class Journal:
-    """Rows of JSON, one a line, appended as they come; in memory alone if there is no path.
+    """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
     ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
 
@@ -146,7 +147,7 @@ class Journal:
                 file.writelines(line + "\n" for line in lines)
 
     def mark(self) -> int:
-        """Make what was appended durable, and say where the end is."""
+        """Flush the file to disk, and return its length."""
         if self.path is None:
             return len(self._rows)
         if not self.path.exists():
@@ -156,7 +157,7 @@ class Journal:
             return file.tell()
 
     def rewind(self, mark: int) -> None:
-        """Go back to a mark."""
+        """Truncate the file to a mark."""
         if self.path is None:
             del self._rows[mark:]
             return

@@ -1,4 +1,4 @@
-"""Settings as the plain values a configuration file holds, and back."""
+"""Conversion of settings to the plain values of a configuration file, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer,
 
 
 def to_plain(settings: Any) -> Any:
-    """Write settings as mappings, lists, numbers and words.
+    """Convert settings to mappings, lists, numbers and text.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What is measured of a run: rows a client, and summaries of them."""
+"""Rows of ``metrics.jsonl``, and their summaries."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 A study file holds ``base`` (an experiment without method and seed), ``methods``, ``settings`` (labels with what they
 change), ``seeds``, ``metrics`` and the ``split`` they are of. Its runs are in ``OUT/<setting>/<method>/seed<k>``; starting
-a study again runs what is missing, goes on with what was broken off and leaves alone what is done. Where one of these
-directories holds another experiment, as after changes to the study, nothing runs at all.
+a study again runs what is missing and resumes what was interrupted. If one of these directories
+holds another experiment, as after changes to the study, nothing runs.
 
-A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. A study ignores it until it is
-tuned. Then every combination is a method of its own, runs with the one seed of ``tuning``, and is judged by validation
-data, beside the study's first method; see :class:`Tuning`.
+A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. It is used
+only for tuning. Then every combination is a separate method, runs with the seed of ``tuning``, and
+is evaluated on validation data, together with the study's first method; see :class:`Tuning`.
 """
 
 from __future__ import annotations

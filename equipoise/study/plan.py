@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How to choose between the values of a grid, by what the q-FFL and GIFAIR-FL papers call best.
+    """How to choose between the values of a grid, by the criterion of the q-FFL and GIFAIR-FL papers.
 
     Of the values whose mean is at most ``tolerance`` worse than that of the study's first method, the one with the best
     ``by`` is chosen; if there is none, the one with the best mean. Which way is better is what ``fairness.METRICS`` says.
@@ -48,7 +48,7 @@ class Tuning:
     Attributes
     ----------
     seed : int
-        The one seed to tune with; best one that the study itself does not use.
+        The seed to tune with; preferably one that the study does not use.
     by : str
         What should be best, such as ``sigma_clients`` (the lowest) or ``jain`` (the highest).
     tolerance : float
@@ -105,7 +105,7 @@ class Study:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
-        """Run what is missing; a run that fails does not keep the others from running.
+        """Run what is missing; if a run fails, the others still run.
 
         Nothing runs if a run directory holds another experiment, as it does after changes to the study.
 
@@ -116,7 +116,7 @@ class Study:
         jobs : int
             How many runs at a time, each in a process of its own if more than one.
         watch : callable, optional
-            Told of every job when it begins (``"begun"``) and how it ended.
+            Called for every job when it begins (``"begun"``) and with its outcome when it ends.
 
         Returns
         -------
@@ -172,7 +172,7 @@ class Study:
             try:
                 first = next(job for job in self.jobs if job.setting == setting)
                 there.update(first.experiment.federation().group_names)
-            except Exception:  # Its own runs will say why, and must not keep those of others from running.
+            except Exception:  # Its own runs raise the error; runs of other settings must not be stopped by it.
                 return
         for metric, group in named.items():
             if group not in there:

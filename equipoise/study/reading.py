@@ -20,7 +20,7 @@ SPLITS = ("test", "val")
 # Of a file or directory, in bytes, on the usual file systems.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
-# What cannot be set for all runs of a study, and what people want who try.
+# Keys that cannot be set for all runs of a study, and what to use instead.
 INSTEAD = {
     **dict.fromkeys(("method", "methods"), "change the methods in the study, or choose among them with --method"),
     **dict.fromkeys(("seed", "seeds"), "use --seed"),
@@ -94,7 +94,7 @@ def read_study(path: str | Path) -> dict[str, Any]:
     try:
         return read_yaml(path)
     except InputError as error:
-        # A file that cannot be read, or is no YAML, has another error behind it.
+        # A file that cannot be read, or is not YAML, raises another error.
         if error.__cause__:
             raise
         raise InputError(
@@ -114,7 +114,7 @@ def study_from(
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str | Override] = (),
 ) -> Study:
-    """Make a study of plain values.
+    """Make a study from plain values.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def study_from(
         for seed in drawn
     ]
     if not tune:
-        # A mistake in a grid is found now, and not when somebody tunes.
+        # Errors in a grid are found now, not when the study is tuned.
         for described_as in kept.values():
             for values in described_as.variants.values():
                 experiment(described_as.options | values, next(iter(part)), drawn[0], tuned=True)
@@ -292,7 +292,7 @@ def _with_seed(tuning: Tuning, seeds: Sequence[int]) -> Tuning:
 
 
 def _check_validation(jobs: Sequence[Job], what: str) -> None:
-    """Refuse to judge by validation data where clients keep none aside."""
+    """Refuse tuning if clients have no validation data."""
     for experiment in (job.experiment for job in jobs):
         if not experiment.data["splits"][1]:
             raise InputError(

@@ -1,4 +1,4 @@
-"""What came out of a study, as tables."""
+"""The results of a study, as tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Results:
-    """What came out of a study.
+    """The results of a study.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Results:
 
     @property
     def spread(self) -> str:
-        """Say what stands behind ±."""
+        """Describe the numbers after ±."""
         count = len(self.study.seeds)
         return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
 
@@ -131,7 +131,7 @@ class Results:
 
     @property
     def warnings(self) -> list[str]:
-        """Say what was asked for and is not there, although its runs succeeded."""
+        """List the metrics that are missing although their runs succeeded."""
         summaries, by = self.summaries.values(), self.study.tuning.by
         empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
         found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []

@@ -1,4 +1,4 @@
-"""The runs of a study: which of them are done, and how the others are carried out."""
+"""The runs of a study: which are complete, and how to run the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
             continue
         found, wanted = read_config(directory), job.experiment.plain()
         del found["resolved"]
-        # In one process there is no Flower, and such a run's configuration says nothing of it.
+        # Runs in one process have no Flower settings in their configuration.
         wanted.pop("flower", None)
         if difference := first_difference(found, wanted):
             raise InputError(f"{directory} holds another experiment: {difference}; choose another directory with --out")
@@ -110,7 +110,7 @@ def carry_out(
 
 
 def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] | str:
-    """Run one job, from the start or from where it was broken off; give its summary, or why there is none."""
+    """Run or resume one job, and return its summary or the reason of its failure."""
     try:
         broken_off = (directory / CONFIG).exists()
         # A run keeps its number of threads: another one would round differently.
@@ -135,7 +135,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Keep a process whose study was killed from going on writing beside the next one."""
+    """End a process when its study is killed, so that it does not write at the same time as the next one."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
