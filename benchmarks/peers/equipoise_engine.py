@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.protocol import Job, Pass, Work, run_peer
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation, Split
-from equipoise.method import Sampler, State
+from equipoise.method import Candidates, Sampler, State
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
@@ -25,7 +25,7 @@ class InTurn(Sampler):
 
     job: Job
 
-    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Return the cohort of the round."""
         return np.array(self.job.cohort_of(state.round))
 
