@@ -1,4 +1,4 @@
-"""Three rules written with the words of the library alone: facts, questions before training, trees that are sent once."""
+"""Parts of one's own that use facts, questions before training, trees that are sent once, notes and parts of a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import grad
 
 from equipoise.masked import label_sums
-from equipoise.method import Fact, LocalRule, Phase
+from equipoise.method import Aggregation, Fact, LocalRule, Phase, mix
 from equipoise.methods import register
 from equipoise.methods.fedavg import FedAvg
+from equipoise.models.base import width_of
 from equipoise.tree import select, squared_distance, tree_map
 
 
@@ -122,7 +124,72 @@ class Mixed(LocalRule, FedAvg):
         return (1 - self.share) * own - self.share * (scores.log_softmax(1) * y).sum(1)
 
 
-RULES = {"calibrated": Calibrated, "aligned": Aligned, "mixed": Mixed}
+@dataclass(frozen=True)
+class Projected(LocalRule):
+    """Bring a projection of z, whose size is a penalty."""
+
+    width: int = 3
+    strength: float = 0.1
+
+    def extend(self, model, shape):
+        """Put the projection beside features and head."""
+        model.add_module("projection", nn.Linear(width_of(model, shape), self.width))
+        return model
+
+    def phases(self):
+        """Train with the penalty."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client):
+        """Add the squared length of the projected z."""
+        return client.task_loss() + self.strength * client.part("projection", client.features()).square().sum(1)
+
+
+@dataclass(frozen=True)
+class Noting(FedAvg):
+    """Note the key of the server's random numbers in every round, and the weights in every other."""
+
+    def combine(self, state, updates, cohort):
+        """Average, and take notes."""
+        notes = {} if state.round % 2 else {"weights": cohort.prior}
+        return super().combine(state, updates, cohort).with_notes(key=cohort.key, **notes)
+
+
+@dataclass(frozen=True)
+class Counted(LocalRule, Aggregation):
+    """Send facts of the received and of the trained model, which weigh clients."""
+
+    uploads = ("before", "after")
+    collects = ("before", "after")
+
+    def facts(self):
+        """Compute the mean confidence before and after training."""
+        about = {"sums": self.confidence, "then": self.mean}
+        return {"before": Fact(**about, model="received"), "after": Fact(**about, model="trained")}
+
+    def confidence(self, client):
+        """Sum the largest probability of each sample, and count samples."""
+        sure = client.output().softmax(1).amax(1)
+        return {"sure": client.sum(sure), "samples": client.sum(torch.ones_like(sure))}
+
+    def mean(self, sums):
+        """Divide."""
+        return {"sure": sums["sure"] / sums["samples"]}
+
+    def combine(self, state, updates, cohort):
+        """Weigh clients by how much more confident they have become."""
+        gain = updates.uploads["after"]["sure"] - updates.uploads["before"]["sure"]
+        return state.with_global(mix(updates, gain.softmax(0))).with_notes(gain=gain)
+
+
+RULES = {
+    "calibrated": Calibrated,
+    "aligned": Aligned,
+    "mixed": Mixed,
+    "projected": Projected,
+    "noting": Noting,
+    "counted": Counted,
+}
 
 
 def register_all():

@@ -299,11 +299,7 @@ class StackedCohort:
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
         kept, rows = memory.pop(KEPT, {}), dict(each or {})
-        for name, row in rows.items():
-            if len(row) != len(self.ids):
-                raise InputError(
-                    f"each[{name!r}] has {len(row)} rows for {len(self.ids)} clients; valid: a row a client"
-                )
+        check_rows(rows, len(self.ids))
         answers = []
         for start in range(0, len(self.ids), engine.chunk):
             here = torch.arange(start, min(start + engine.chunk, len(self.ids)), device=seen.device)
@@ -383,6 +379,20 @@ def refuse_second_training(trained: bool) -> None:
             "this cohort has trained already, and a second training would overwrite what clients remember of the first; "
             "valid: one train() a round, with a phase for each stage"
         )
+
+
+def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
+    """Refuse what is sent to each client if it has not one row a client.
+
+    Examples
+    --------
+    >>> check_rows({"share": torch.ones(2)}, 3)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: a row a client
+    """
+    for name, rows in each.items():
+        if len(rows) != clients:
+            raise InputError(f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client")
 
 
 def question_of(local: LocalRule, question: str) -> Callable[..., Any]:

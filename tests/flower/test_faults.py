@@ -24,7 +24,17 @@ from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import from_record, settings_of, to_record
 from equipoise.run.files import load_tensors
-from tests.flower.loop import FIRST_NODE, LoopGrid, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    FIRST_NODE,
+    LoopGrid,
+    error,
+    misbehaving,
+    number_of,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 from tests.run.small import promised
 
 
@@ -39,26 +49,8 @@ def folder(tmp_path, silos):
     return tmp_path
 
 
-def number_of(node):
-    return int(node["data"][-1])
-
-
-def misbehaving(client, kind, round_, wrong):
-    """Have one client answer one kind of message in one round wrongly; ``wrong`` makes the answer."""
-
-    def tamper(node, message, reply):
-        hit = (number_of(node), message.metadata.message_type) == (client, kind)
-        return wrong(message, reply) if hit and settings_of(message.content)["round"] == round_ else reply
-
-    return tamper
-
-
 def silence(message, reply):
     return None
-
-
-def error(message, reply):
-    return Message(Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message)
 
 
 def changed(change):
