@@ -167,22 +167,24 @@ class Trainer:
             for part in self._that_need_everyone:
                 self.state = part.begin(self.state, self._everyone)
 
-    def _admit(self) -> None:
-        """Admit clients that have registered since the last round."""
+    def _admit(self) -> list[RoundCohort]:
+        """Admit clients that have registered since the last round, and return the cohorts asked for that."""
         if not self.engine.newcomers():
-            return
+            return []
         self._register()
-        if self.state.round or self._everyone:
-            everyone = self.engine.cohort(self.method, self._registered, 0)
-            for part in self._that_need_everyone:
-                self.state = part.admit(self.state, everyone)
+        if not (self.state.round or self._everyone):
+            return []
+        everyone = self.engine.cohort(self.method, self._registered, 0)
+        for part in self._that_need_everyone:
+            self.state = part.admit(self.state, everyone)
+        return [everyone]
 
     def _round(self) -> Progress:
         clock = _Clock(self.engine.network.device)
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
-        self._admit()
+        admitting = self._admit()
         cohort, asked = self._select()
         if due and self.view is self.federation and self.evaluator.has_global:
             cohort.wanted_reports.add("val_loss_after")
@@ -193,7 +195,7 @@ class Trainer:
         clock.lap("combine")
         self.engine.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
-        doors = [cohort, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        doors = [cohort, *admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
         moved = {name: sum(getattr(door, name) for door in doors) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
