@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad
 
+from equipoise import methods
 from equipoise.masked import label_sums
 from equipoise.method import Aggregation, Fact, LocalRule, Phase, mix
 from equipoise.methods import register
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models.base import width_of
 from equipoise.tree import select, squared_distance, tree_map
+from tests.own_samplers import SAMPLERS
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,11 @@ RULES = {
 }
 
 
-def register_all():
-    """Make them known by name; not on import, so that other tests see only the library's own parts."""
+def make_known(monkeypatch):
+    """Make them and the samplers known by name until the test ends, so that other tests see the library's own parts only."""
+    monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
+    monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     for name, part in RULES.items():
         register(name)(part)
+    for name, part in SAMPLERS.items():
+        register(name, method=False)(part)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from equipoise.method import Sampler, locate
-from equipoise.methods import register
 from equipoise.random import choose_by_weight
 
 
@@ -51,7 +50,4 @@ class LongestAway(Sampler):
         return state.with_server(last={**last, "round": rounds})
 
 
-def register_all():
-    """Make them known by name; not on import, so that other tests see only the library's own parts."""
-    register("powerofchoice", method=False)(PowerOfChoice)
-    register("longestaway", method=False)(LongestAway)
+SAMPLERS = {"powerofchoice": PowerOfChoice, "longestaway": LongestAway}

@@ -243,6 +243,10 @@ class StackedCohort:
         made: Tree = sums if fact.then is None else vmap(fact.then)(sums)
         if not isinstance(made, dict):
             raise InputError(f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}")
+        if strays := [leaf for leaf, rows in made.items() if not isinstance(rows, Tensor)]:
+            raise InputError(
+                f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a {type(made[strays[0]]).__name__}"
+            )
         return made
 
     def _nothing_known(self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]) -> Tree:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise import methods, models
+from equipoise import models
 from equipoise.config import load_experiment
 from equipoise.errors import InputError
 from equipoise.flower.wire import settings_of
@@ -17,9 +17,9 @@ from equipoise.optimizers import Sgd
 from equipoise.random import Purpose, fold
 from equipoise.run.files import load_tensors
 from equipoise.tree import size_in_bytes
-from tests import own_rules, own_samplers
 from tests.flower.loop import error, misbehaving, number_of, own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import TOLERANCE, compare, differ
+from tests.own_rules import make_known
 from tests.rounds import play
 from tests.run.small import promised
 
@@ -40,11 +40,8 @@ def folder(tmp_path, silos):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """Both sides know the parts; they are gone after the test."""
-    monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
-    monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
-    own_rules.register_all()
-    own_samplers.register_all()
+    """Both sides know the parts."""
+    make_known(monkeypatch)
 
 
 OWN = {

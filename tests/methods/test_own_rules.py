@@ -18,7 +18,7 @@ from tests.engine.federations import images
 from tests.engine.five_clients import CHUNKS, COHORTS, SEED, SIZES
 from tests.engine.plain_loop import shuffled
 from tests.engine.small_models import mlp
-from tests.own_rules import Aligned, Calibrated, Mixed
+from tests.own_rules import Aligned, Calibrated, Mixed, Projected
 from tests.rounds import play
 
 HOW = {"batch_size": 4, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.5)}
@@ -100,11 +100,22 @@ class MixedLoop(Loop):
         return 0.8 * F.cross_entropy(scores, y) + 0.2 * F.cross_entropy(scores, of_class)
 
 
+class ProjectedLoop(Loop):
+    def loss(self, module, x, y, client):
+        return F.cross_entropy(module(x), y) + 0.1 * module.projection(module.features(x)).square().sum(1).mean()
+
+
 RULES = {
     "calibrated": (build("fedavg", local=Calibrated()), CalibratedLoop),
     "aligned": (build("fedavg", local=Aligned(), aggregation=Aligned()), AlignedLoop),
     "mixed": (build("fedavg", local=Mixed(), aggregation=Mixed()), MixedLoop),
+    "projected": (build("fedavg", local=Projected()), ProjectedLoop),
 }
+
+
+def extended(name):
+    """The small model with what the method brings."""
+    return RULES[name][0].extend(mlp(), (2, 5, 5), SEED).double()
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +125,7 @@ def by_hand():
 
     def model(name):
         if name not in made:
-            made[name] = RULES[name][1](images(sizes=SIZES), mlp()).play(COHORTS)
+            made[name] = RULES[name][1](images(sizes=SIZES), extended(name)).play(COHORTS)
         return made[name]
 
     return model
@@ -123,13 +134,13 @@ def by_hand():
 @CHUNKS
 @pytest.mark.parametrize("name", RULES)
 def test_three_rounds_equal_a_loop(name, chunk, by_hand):
-    played = play(RULES[name][0], images(sizes=SIZES), mlp(), COHORTS, chunk=chunk, seed=SEED, **HOW)
+    played = play(RULES[name][0], images(sizes=SIZES), extended(name), COHORTS, chunk=chunk, seed=SEED, **HOW)
     assert distance(played.model, by_hand(name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_they_are_no_plain_averaging(name, by_hand):
-    plain = play(build("fedavg"), images(sizes=SIZES), mlp(), COHORTS, seed=SEED, **HOW)
+    plain = play(build("fedavg"), images(sizes=SIZES), extended(name), COHORTS, seed=SEED, **HOW)
     assert distance(plain.model, by_hand(name)) > 1e-4
 
 
