@@ -183,7 +183,9 @@ def test_another_number_of_rows_is_refused(rows):
 @pytest.mark.parametrize("rule", [Curious(), KeepsHead()], ids=["keeps nothing", "keeps its head"])
 @pytest.mark.parametrize("question", ["of_output", "of_features"])
 def test_a_question_that_looks_at_a_model_needs_one(question, rule):
-    with pytest.raises(InputError, match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model="):
+    with pytest.raises(
+        InputError, match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model="
+    ):
         cohort_of(rule).ask(question)
 
 
@@ -195,9 +197,10 @@ def test_kept_parts_can_be_applied_without_a_model(chunk):
     torch.testing.assert_close(answer, sizes.unsqueeze(1) * wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_answers_are_tensors():
+@CHUNKS
+def test_answers_are_tensors(chunk):
     with pytest.raises(InputError, match="^the question 'list_of_numbers' must return tensors, got 3.0$"):
-        cohort_of(chunk=1).ask("list_of_numbers")
+        cohort_of(chunk=chunk).ask("list_of_numbers")
 
 
 class LastState(nn.Module):
@@ -214,8 +217,9 @@ class LastState(nn.Module):
 def test_a_model_that_cannot_be_stacked_can_be_asked_about():
     torch.manual_seed(0)
     module = Model(LastState(), nn.Linear(6, 4)).double()
-    cohort = cohort_of(module=module, chunk=None or 1)
+    cohort = cohort_of(module=module, chunk="auto")
     answer = cohort.ask("of_features", model=cohort.engine.network.initial())
+    assert cohort.engine.chunk == 1
     data = clients()
     for client in EVERYONE:
         z = module.features(data.x[torch.from_numpy(data.train.of(client))])

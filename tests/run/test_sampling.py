@@ -101,7 +101,9 @@ class Wrong(Sampler):
     ids=["twice", "unseen", "unknown", "negative", "too few", "too many", "nobody"],
 )
 def test_a_wrong_choice_is_refused_by_name(chosen):
-    with pytest.raises(InputError, match=r"^sampler 'wrong' chose \[.*\]; valid: 4 distinct ids of registered clients$"):
+    with pytest.raises(
+        InputError, match=r"^sampler 'wrong' chose \[.*\]; valid: 4 distinct ids of registered clients$"
+    ):
         small_run(method=build("fedavg", sampling=Wrong(chosen)))
 
 
