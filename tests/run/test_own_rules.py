@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
 from equipoise import load
+from equipoise.methods import build
 from equipoise.random import Purpose, choose, fold
 from equipoise.run.files import load_tensors
 from equipoise.tree import size_in_bytes
-from tests.own_rules import make_known
+from tests.own_rules import Noting, make_known
 from tests.run.small import Stop, federation, promised, rows_of, small_run, stop_after
 
 
@@ -36,6 +39,18 @@ def test_notes_are_in_the_record_of_their_round_with_the_clients(tmp_path):
         else:
             assert row["notes"]["weights"] == pytest.approx(sizes / sizes.sum())
     assert rows == list(run.trainer.rounds)
+
+
+def test_notes_may_be_taken_before_training_too():
+    @dataclass(frozen=True)
+    class Early(Noting):
+        def prepare(self, state, cohort):
+            return state.with_notes(before=state.round, **{f"round {state.round}": True})
+
+    rows = small_run(method=build("fedavg", aggregation=Early()), rounds=3).trainer.rounds
+    for round_, row in enumerate(rows):
+        assert row["notes"]["before"] == round_
+        assert {name for name in row["notes"] if name.startswith("round")} == {f"round {round_}"}
 
 
 def test_without_notes_nothing_is_said_of_clients(tmp_path):
