@@ -245,8 +245,6 @@ class Client:
             )
 
     def _apply(self, x: Tensor, part: str | None = None) -> Pass:
-        if not self.params:
-            raise InputError("the question looks at a model, but none was given; valid: cohort.ask(..., model=...)")
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
         passed = self.network.apply(self.params, x, self.forward, part)
         if self.recorded is not None and transform_level() == self._level:

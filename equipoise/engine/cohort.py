@@ -243,6 +243,10 @@ class StackedCohort:
         made: Tree = sums if fact.then is None else vmap(fact.then)(sums)
         if not isinstance(made, dict):
             raise InputError(f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}")
+        if strays := [leaf for leaf, rows in made.items() if not isinstance(rows, Tensor)]:
+            raise InputError(
+                f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a {type(made[strays[0]]).__name__}"
+            )
         return made
 
     def _nothing_known(self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]) -> Tree:
@@ -299,11 +303,7 @@ class StackedCohort:
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
         kept, rows = memory.pop(KEPT, {}), dict(each or {})
-        for name, row in rows.items():
-            if len(row) != len(self.ids):
-                raise InputError(
-                    f"each[{name!r}] has {len(row)} rows for {len(self.ids)} clients; valid: a row a client"
-                )
+        check_rows(rows, len(self.ids))
         answers = []
         for start in range(0, len(self.ids), engine.chunk):
             here = torch.arange(start, min(start + engine.chunk, len(self.ids)), device=seen.device)
@@ -383,6 +383,20 @@ def refuse_second_training(trained: bool) -> None:
             "this cohort has trained already, and a second training would overwrite what clients remember of the first; "
             "valid: one train() a round, with a phase for each stage"
         )
+
+
+def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
+    """Refuse what is sent to each client if it has not one row a client.
+
+    Examples
+    --------
+    >>> check_rows({"share": torch.ones(2)}, 3)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: a row a client
+    """
+    for name, rows in each.items():
+        if len(rows) != clients:
+            raise InputError(f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client")
 
 
 def question_of(local: LocalRule, question: str) -> Callable[..., Any]:

@@ -290,8 +290,13 @@ class Network:
             parts = ("features", "head") if part is None and self.composed else (part,)
             chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]
             self._slots_of_part[part] = chosen
-        for slot in self._slots_of_part[part]:
-            slot.owner[slot.leaf] = params[slot.name]
+        try:
+            for slot in self._slots_of_part[part]:
+                slot.owner[slot.leaf] = params[slot.name]
+        except KeyError as missing:
+            raise InputError(
+                f"the question looks at {missing} of the model, but no model was given; valid: cohort.ask(..., model=...)"
+            ) from None
         return self._slots_of_part[part]
 
     def _arithmetic(self) -> AbstractContextManager[Any]:

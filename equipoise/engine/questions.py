@@ -99,12 +99,9 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
         inside = inside & (slots < sizes[order[:active], None])
         x, y = stacked.samples(active, slots, inside)
         mask = torch.from_numpy(inside).to(device)
-        of_all = stacked.of_one_client(question, active)
+        of_all = stacked.of_one_client(question, active, what)
         answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask)))
         leaves, form = tree_flatten(answer)
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                raise InputError(f"{what} must return tensors, got {leaf!r}")
         sums = [leaf.unsqueeze(0) if active == 1 else leaf for leaf in leaves]
         if not totals:
             totals = [torch.zeros(len(order), *s.shape[1:], dtype=_summed_as(s), device=device) for s in sums]
@@ -149,25 +146,28 @@ class _Stack:
             first_rows(self._keys, active),
         )
 
-    def of_one_client(self, question: Callable[[Client], Any], active: int) -> Callable[..., Any]:
+    def of_one_client(self, question: Callable[[Client], Any], active: int, what: str) -> Callable[..., Any]:
         asked = self.asked
 
         def answer(
             own: Tree, each: Tree, memory: Memory, seen: Tensor, key: Tensor, x: Tensor, y: Tensor, mask: Tensor
         ) -> Any:
-            return question(
-                Client(
-                    network=asked.network,
-                    params={**asked.still, **own},
-                    x=x,
-                    y=y,
-                    forward=Forward(train=False, mask=mask.to(asked.network.dtype), key=key, stacked=active > 1),
-                    sent=asked.sent,
-                    each=each,
-                    memory=memory,
-                    seen=seen,
-                    round=asked.round,
-                )
+            client = Client(
+                network=asked.network,
+                params={**asked.still, **own},
+                x=x,
+                y=y,
+                forward=Forward(train=False, mask=mask.to(asked.network.dtype), key=key, stacked=active > 1),
+                sent=asked.sent,
+                each=each,
+                memory=memory,
+                seen=seen,
+                round=asked.round,
             )
+            said = question(client)
+            for leaf in tree_flatten(said)[0]:
+                if not isinstance(leaf, Tensor):
+                    raise InputError(f"{what} must return tensors, got {leaf!r}")
+            return said
 
         return answer if active == 1 else vmap(answer)

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.engine.cohort import question_of, refuse_second_training
+from equipoise.engine.cohort import check_rows, question_of, refuse_second_training
 from equipoise.engine.contract import ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured
@@ -356,12 +356,8 @@ class FlowerCohort:
             content["each"] = to_record({name: rows[row] for name, rows in each.items()})
         expected = {name: model[name] for name in Layout(local, model).shared}
         trees: dict[int, Tree] = {}
-        lacking: dict[int, RecordDict] = {}
 
         def wrong(client: int, content: RecordDict) -> str | None:
-            if lacks := settings_of(content, "note").get("lacks"):
-                lacking[client] = contents[client]
-                return f"no longer holds {lacks}, which it was sent before"
             try:
                 trees[client] = _fitting(content.array_records.get("update"), expected)
             except _Misfit as error:
@@ -372,13 +368,17 @@ class FlowerCohort:
                 or _wrong_uploads(content, local.uploads)
             )
 
-        answers = self._insist("train", contents, wrong)
+        answers = self._insist("train", contents, lambda client, said: None if _lacks(said) else wrong(client, said))
+        lacking = {client: contents[client] for client, said in answers.answered.items() if _lacks(said)}
         if lacking:
-            for content in lacking.values():
+            for client, content in lacking.items():
+                log.warning("client %d no longer holds what it was sent once, and is sent it again", client)
+                self.engine.delivered.unmark(client)
                 content.update(more)
-            again = self._insist("train", dict(lacking), wrong)
+                del answers.answered[client]
+            again = self._insist("train", lacking, wrong, self._enough - len(answers.answered))
             answers.answered |= again.answered
-            answers.failed = {c: why for c, why in answers.failed.items() if c not in lacking} | again.failed
+            answers.failed |= again.failed
         self.left_out |= answers.failed
         kept = _alike(answers.answered, local.uploads)
         self.left_out |= {
@@ -421,6 +421,7 @@ class FlowerCohort:
     ) -> Any:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         question_of(self.method.local, question)
+        check_rows(each or {}, len(self.ids))
         text, tensors = pack(list(args))
         asked: dict[str, Any] = {
             "question": question,
@@ -455,10 +456,14 @@ class FlowerCohort:
         return rest
 
     def _insist(
-        self, kind: str, contents: Mapping[int, RecordDict], wrong: Callable[[int, RecordDict], str | None]
+        self,
+        kind: str,
+        contents: Mapping[int, RecordDict],
+        wrong: Callable[[int, RecordDict], str | None],
+        enough: int | None = None,
     ) -> Answers:
         requests = {client: (kind, content) for client, content in contents.items()}
-        answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough)
+        answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough if enough is None else enough)
         moved = self.engine.count(requests, answers)
         self.bytes_down += moved.down
         self.bytes_up += moved.up
@@ -561,6 +566,11 @@ def _not_finite(tree: Tree, sent: Mapping[str, Tensor] | None = None) -> str | N
         if not bool(torch.isfinite(tensor).all()) and (given is None or bool(torch.isfinite(given).all())):
             return f"answered with NaN or infinity in {name}"
     return None
+
+
+def _lacks(content: RecordDict) -> bool:
+    """Say whether a client has lost what it was sent once."""
+    return "lacks" in settings_of(content, "note")
 
 
 def _wrong_uploads(content: RecordDict, names: Iterable[str]) -> str | None:

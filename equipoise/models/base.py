@@ -101,7 +101,8 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     """
     training = model.training
     model.eval()
-    x = torch.zeros(1, *shape)
+    dtypes = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    x = torch.zeros(1, *shape, dtype=next(dtypes, None))
     # Text is whole numbers; any other model takes floating point.
     embeds = any(isinstance(layer, nn.Embedding) for layer in model.modules())
     stem = getattr(model, "stem", None) or nn.Identity()

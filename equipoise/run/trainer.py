@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,11 @@ class Registered:
         """Gather some of them, to be asked before the choice is made."""
         self.asked.append(self.gather(np.asarray(ids)))
         return self.asked[-1]
+
+    def without(self, lost: Iterable[int]) -> Registered:
+        """Return the clients less those that did not answer."""
+        there = ~np.isin(self.ids, list(lost))
+        return replace(self, ids=self.ids[there], sizes=self.sizes[there])
 
 
 class Trainer:
@@ -162,22 +167,24 @@ class Trainer:
             for part in self._that_need_everyone:
                 self.state = part.begin(self.state, self._everyone)
 
-    def _admit(self) -> None:
-        """Admit clients that have registered since the last round."""
+    def _admit(self) -> list[RoundCohort]:
+        """Admit clients that have registered since the last round, and return the cohorts asked for that."""
         if not self.engine.newcomers():
-            return
+            return []
         self._register()
-        if self.state.round or self._everyone:
-            everyone = self.engine.cohort(self.method, self._registered, 0)
-            for part in self._that_need_everyone:
-                self.state = part.admit(self.state, everyone)
+        if not (self.state.round or self._everyone):
+            return []
+        everyone = self.engine.cohort(self.method, self._registered, 0)
+        for part in self._that_need_everyone:
+            self.state = part.admit(self.state, everyone)
+        return [everyone]
 
     def _round(self) -> Progress:
         clock = _Clock(self.engine.network.device)
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
-        self._admit()
+        admitting = self._admit()
         cohort, asked = self._select()
         if due and self.view is self.federation and self.evaluator.has_global:
             cohort.wanted_reports.add("val_loss_after")
@@ -188,7 +195,7 @@ class Trainer:
         clock.lap("combine")
         self.engine.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
-        doors = [cohort, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        doors = [cohort, *admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
         moved = {name: sum(getattr(door, name) for door in doors) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
@@ -217,18 +224,27 @@ class Trainer:
             return gather(self._registered), []
         key = fold(self.seed, round_, Purpose.SAMPLE)
         candidates = Registered(self._registered, self._train_sizes, key, self.view, gather)
-        chosen = np.sort(self.method.sampler.select(self.state, candidates, self._cohort_size))
-        found = np.searchsorted(self._registered, chosen) % len(self._registered)
-        if (
-            len(chosen) != self._cohort_size
-            or (np.diff(chosen) == 0).any()
-            or (self._registered[found] != chosen).any()
-        ):
+        while True:
+            try:
+                cohort = gather(self._chosen(candidates))
+                break
+            except ClientsLost as lost:
+                candidates = candidates.without(lost.ids)
+        for door in candidates.asked:
+            cohort.left_out |= door.left_out
+        return cohort, candidates.asked
+
+    def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
+        """Have the sampler choose, and check what it returns."""
+        sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
+        chosen: NDArray[np.int64] = np.sort(sampler.select(self.state, candidates, count))
+        found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
+        if len(chosen) != count or (np.diff(chosen) == 0).any() or (candidates.ids[found] != chosen).any():
             raise InputError(
-                f"sampler {self.method.sampler.name or type(self.method.sampler).__name__!r} chose {chosen.tolist()[:8]}; "
-                f"valid: {self._cohort_size} distinct ids of registered clients"
+                f"sampler {sampler.name or type(sampler).__name__!r} chose {chosen.tolist()[:8]}; "
+                f"valid: {count} distinct ids of registered clients"
             )
-        return gather(chosen), candidates.asked
+        return chosen
 
     def _prepare(self, cohort: RoundCohort) -> tuple[State, RoundCohort]:
         """Return the state the round begins with; clients lost on the way are left out."""

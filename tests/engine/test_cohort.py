@@ -128,6 +128,26 @@ def test_the_order_in_which_clients_are_named_does_not_matter():
     assert all(torch.equal(there[name], back[name]) for name in there)
 
 
+def test_a_cohort_trains_once():
+    method = build("fedavg")
+    cohort = engine().cohort(method, np.array([0, 1]), 0)
+    model = cohort.engine.network.initial()
+    cohort.train({"model": model}, {}, method.local)
+    with pytest.raises(InputError, match="this cohort has trained already.*valid: one train\\(\\) a round"):
+        cohort.train({"model": model}, {}, method.local)
+
+
+def test_the_key_of_the_server_depends_on_round_and_seed_alone():
+    def key(round_, seed, ids=(0, 1)):
+        machine = Machine(device="cpu", precision="float64", chunk=2)
+        made = StackedEngine(federation(), small(), Training(batch_size=4), machine, seed=seed)
+        return made.cohort(build("fedavg"), np.array(ids), round_).key
+
+    keys = [key(round_, seed) for round_ in range(3) for seed in range(3)]
+    assert len(set(keys)) == 9
+    assert key(1, 2) == key(1, 2, ids=(2, 3)) == keys[5]
+
+
 # ---- questions --------------------------------------------------------------------------------------------------------
 
 

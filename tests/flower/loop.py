@@ -16,6 +16,7 @@ from equipoise.data import load
 from equipoise.flower.client import client_app
 from equipoise.flower.server import serve
 from equipoise.flower.silo import read_experiment
+from equipoise.flower.wire import settings_of
 
 # Messages can be made only inside a task.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
@@ -123,3 +124,23 @@ def write_experiment(folder, **sections):
 def own_nodes(folder, clients=range(4)):
     """Return the configurations of nodes that each have their own data and memory."""
     return [{"data": str(folder / "silos" / f"client-{c}"), "memory": str(folder / "memory" / str(c))} for c in clients]
+
+
+def number_of(node):
+    """Return the client a node stands for."""
+    return int(node["data"][-1])
+
+
+def misbehaving(client, kind, round_, wrong):
+    """Have one client answer one kind of message in one round wrongly; ``wrong`` makes the answer."""
+
+    def tamper(node, message, reply):
+        hit = (number_of(node), message.metadata.message_type) == (client, kind)
+        return wrong(message, reply) if hit and settings_of(message.content)["round"] == round_ else reply
+
+    return tamper
+
+
+def error(message, reply):
+    """Answer that memory has run out."""
+    return Message(Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message)

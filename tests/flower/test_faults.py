@@ -24,7 +24,18 @@ from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import from_record, settings_of, to_record
 from equipoise.run.files import load_tensors
-from tests.flower.loop import FIRST_NODE, LoopGrid, own_nodes, run_on_loop, write_experiment, write_silos
+from equipoise.tree import size_in_bytes
+from tests.flower.loop import (
+    FIRST_NODE,
+    LoopGrid,
+    error,
+    misbehaving,
+    number_of,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 from tests.run.small import promised
 
 
@@ -39,26 +50,8 @@ def folder(tmp_path, silos):
     return tmp_path
 
 
-def number_of(node):
-    return int(node["data"][-1])
-
-
-def misbehaving(client, kind, round_, wrong):
-    """Have one client answer one kind of message in one round wrongly; ``wrong`` makes the answer."""
-
-    def tamper(node, message, reply):
-        hit = (number_of(node), message.metadata.message_type) == (client, kind)
-        return wrong(message, reply) if hit and settings_of(message.content)["round"] == round_ else reply
-
-    return tamper
-
-
 def silence(message, reply):
     return None
-
-
-def error(message, reply):
-    return Message(Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message)
 
 
 def changed(change):
@@ -308,6 +301,16 @@ def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
         assert float(clients["weight"].sum()) == pytest.approx(1)
     # A run with a newcomer can be resumed like any other.
     assert run_on(growing(folder, path, [0, 1, 2, 3]), path, folder / "out").summary == run.summary
+
+
+def test_what_everyone_is_asked_because_of_a_newcomer_is_counted(folder, at_once):
+    path = write_experiment(folder, method="gifair", training={"rounds": 5}, flower={"clients": 3})
+    run = run_on(growing(folder, path, [0, 1, 3], join={6: own_nodes(folder, [2])[0]}), path)
+    rows = list(run.trainer.rounds)
+    joined, usual = next(row for row in rows if row["cohort"] == 4), rows[-1]
+    # All four are sent the model once more, and answer with loss and accuracy.
+    assert joined["bytes_down"] - usual["bytes_down"] == 4 * size_in_bytes(run.trainer.state.model)
+    assert joined["bytes_up"] - usual["bytes_up"] == 4 * 2 * 8
 
 
 def test_a_client_that_leaves_is_not_connected_and_one_that_comes_back_is_the_same(folder, at_once):

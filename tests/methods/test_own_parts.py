@@ -180,6 +180,31 @@ def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
     assert "idle" not in methods.names()
 
 
+@pytest.mark.parametrize("kind", [Sampler, FedAvg])
+def test_a_part_that_begins_says_that_it_needs_everyone(kind):
+    def begin(self, state, everyone):
+        return state
+
+    def part(**more):
+        return dataclass(frozen=True)(type("Early", (kind,), {"begin": begin, "select": begin, **more}))
+
+    with pytest.raises(InputError, match="Early, registered as 'early', has a method 'begin'.*needs_everyone = True"):
+        register("early", method=False)(part())
+    assert "early" not in methods._PARTS
+    register("early", method=False)(part(needs_everyone=True))
+    assert "early" in methods._PARTS
+
+
+def test_what_is_sent_once_is_among_what_is_sent():
+    @dataclass(frozen=True)
+    class Sends(FedAvg):
+        sends = ("means",)
+        sends_once = ("means", "index")
+
+    with pytest.raises(InputError, match="method 'fedavg': Sends sends index once, but does not name it in sends"):
+        build("fedavg", aggregation=Sends())
+
+
 def test_hyper_parameters_need_defaults():
     @dataclass(frozen=True)
     class Strict(LocalRule):

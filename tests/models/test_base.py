@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import InputError
-from equipoise.models.base import Model
+from equipoise.models.base import Model, width_of
 
 
 def still(module: nn.Module) -> nn.Module:
@@ -43,3 +43,9 @@ def test_forward_ignores_parts_that_were_attached() -> None:
     model.add_module("projection", nn.Linear(4, 2))
     assert torch.equal(model(x), before)
     assert "projection.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_width_of_z_is_known_whatever_the_type(dtype: torch.dtype) -> None:
+    model = Model(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), nn.Linear(3, 2)).to(dtype)
+    assert width_of(model, (2, 2)) == 3

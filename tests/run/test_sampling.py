@@ -1,0 +1,130 @@
+"""Samplers that ask before they choose, samplers that keep something, and samplers that choose wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from equipoise.errors import InputError
+from equipoise.method import Sampler
+from equipoise.methods import build
+from equipoise.models import build as build_model
+from equipoise.random import Purpose, choose_by_weight, fold
+from equipoise.tree import size_in_bytes
+from tests.own_rules import Noting, make_known
+from tests.own_samplers import PowerOfChoice
+from tests.run.small import MODEL, Stop, federation, promised, rows_of, small_run, stop_after
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    make_known(monkeypatch)
+
+
+def test_power_of_choice_takes_the_highest_losses_of_candidates_drawn_by_size():
+    models = []
+
+    @dataclass(frozen=True)
+    class Watched(PowerOfChoice):
+        name = "powerofchoice"
+
+        def select(self, state, candidates, count):
+            models.append(dict(state.model))
+            return super().select(state, candidates, count)
+
+    data = federation()
+    run = small_run(method=build("fedavg", sampling=Watched(candidates=6), aggregation=Noting()))
+    module = build_model(**MODEL, shape=data.shape, classes=3, seed=3).eval()
+    for round_, (row, model) in enumerate(zip(run.trainer.rounds, models, strict=True)):
+        sizes = data.train.sizes[data.seen].astype(float)
+        drawn = np.sort(data.seen[choose_by_weight(fold(3, round_, Purpose.SAMPLE), sizes, 6)])
+        module.load_state_dict(model)
+        losses = {}
+        for client in drawn.tolist():
+            held = torch.from_numpy(data.train.of(client))
+            losses[client] = F.cross_entropy(module(data.x[held]), data.y[held]).item()
+        assert row["clients"] == sorted(sorted(losses, key=losses.get)[-4:])
+    assert len({tuple(row["clients"]) for row in run.trainer.rounds}) > 2
+
+
+def test_what_candidates_are_asked_is_counted_in_the_round():
+    run = small_run(method={"name": "fedavg", "sampling": {"name": "powerofchoice", "candidates": 6}})
+    model = size_in_bytes(run.trainer.state.model)
+    for row in run.trainer.rounds:
+        assert row["bytes_down"] == (6 + 4) * model
+        # Candidates report loss and accuracy; the cohort its training loss, its steps and its validation loss.
+        assert row["bytes_up"] == 6 * 2 * 8 + 4 * (model + 3 * 8)
+    assert run.summary["bytes_up"] == sum(row["bytes_up"] for row in run.trainer.rounds)
+
+
+LONGEST_AWAY = {"name": "fedavg", "sampling": "longestaway", "aggregation": "noting"}
+
+
+def test_a_sampler_keeps_what_it_learns(tmp_path):
+    small_run(tmp_path / "run", method=LONGEST_AWAY, cohort=3)
+    last = dict.fromkeys(federation().seen.tolist(), 0)
+    for row in rows_of(tmp_path / "run", "rounds"):
+        expected = sorted(last, key=lambda client: (last[client], client))[:3]
+        assert row["clients"] == sorted(expected)
+        last |= dict.fromkeys(expected, row["round"])
+
+
+def test_what_a_sampler_has_learned_survives_a_stop(tmp_path):
+    how = {"method": LONGEST_AWAY, "cohort": 3}
+    small_run(tmp_path / "whole", **how)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(4))
+    small_run(tmp_path / "run", **how, resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+@dataclass(frozen=True)
+class Wrong(Sampler):
+    """Chooses whatever it is told to."""
+
+    name = "wrong"
+    chosen: tuple[int, ...] = ()
+
+    def select(self, state, candidates, count):
+        """Choose."""
+        assert count == 4
+        return np.array(self.chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [(0, 1, 1, 2), (0, 1, 2, 7), (0, 1, 2, 9), (-1, 0, 1, 2), (0, 1, 2), (0, 1, 2, 3, 4), ()],
+    ids=["twice", "unseen", "unknown", "negative", "too few", "too many", "nobody"],
+)
+def test_a_wrong_choice_is_refused_by_name(chosen):
+    with pytest.raises(
+        InputError, match=r"^sampler 'wrong' chose \[.*\]; valid: 4 distinct ids of registered clients$"
+    ):
+        small_run(method=build("fedavg", sampling=Wrong(chosen)))
+
+
+def test_a_sampler_without_a_name_is_named_by_its_class():
+    @dataclass(frozen=True)
+    class Nameless(Wrong):
+        name = ""
+
+    with pytest.raises(InputError, match="^sampler 'Nameless' chose"):
+        small_run(method=build("fedavg", sampling=Nameless((0, 0, 1, 2))))
+
+
+def test_candidates_know_their_groups():
+    groups = []
+
+    @dataclass(frozen=True)
+    class OneGroup(Sampler):
+        def select(self, state, candidates, count):
+            groups.append(candidates.groups)
+            return candidates.ids[candidates.groups == 2][:count]
+
+    data = federation()
+    small_run(method=build("fedavg", sampling=OneGroup()), cohort=2, rounds=1)
+    assert groups[0].tolist() == data.groups[data.seen].tolist()
