@@ -51,7 +51,8 @@ def write_config(directory, config):
 
 
 @pytest.mark.parametrize(
-    ("method", "own"), [("fedavg", set()), ("local", MOVING), ("ditto", MOVING), ("fedper", {"head.weight", "head.bias"})]
+    ("method", "own"),
+    [("fedavg", set()), ("local", MOVING), ("ditto", MOVING), ("fedper", {"head.weight", "head.bias"})],
 )
 def test_files_hold_nothing_that_is_frozen(method, own, tmp_path):
     frozen_run(tmp_path / "run", method, evaluation=Evaluation(select="best"))
@@ -109,7 +110,9 @@ def test_other_frozen_weights_are_not_resumed(tmp_path):
     with pytest.raises(Stop):
         frozen_run(tmp_path / "run", model=custom(), on_round=stop_after(2))
     before = everything_in(tmp_path / "run")
-    with pytest.raises(InputError, match=r"holds another experiment: resolved.frozen is '\w{32}' there and '\w{32}' here"):
+    with pytest.raises(
+        InputError, match=r"holds another experiment: resolved.frozen is '\w{32}' there and '\w{32}' here"
+    ):
         frozen_run(tmp_path / "run", model=custom(seed=1), resume=True)
     assert everything_in(tmp_path / "run") == before
     # Other values of what moves are in the checkpoint.
