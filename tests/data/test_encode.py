@@ -96,7 +96,11 @@ def test_images_are_encoded_once(source, encoded_images, entries):
 def test_other_images_weights_and_sizes_are_encoded_anew(source, encoded_images, entries, tmp_path):
     encode_federation(pictures(), source)
     for number, other in enumerate(
-        [(pictures(total=69), source), (pictures(), write_encoder(tmp_path / "other", seed=1)), (pictures(), source, 20)]
+        [
+            (pictures(total=69), source),
+            (pictures(), write_encoder(tmp_path / "other", seed=1)),
+            (pictures(), source, 20),
+        ]
     ):
         encoded_images()
         encode_federation(*other)

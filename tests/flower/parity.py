@@ -1,0 +1,59 @@
+"""A run in one process and the same run by messages, compared number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from equipoise import methods
+from equipoise.config import load_experiment
+from equipoise.data import load
+from equipoise.run.files import load_tensors
+from tests.flower.loop import own_nodes, run_on_loop
+
+TOLERANCE = 1e-9
+METRICS = ("loss", "accuracy", "gap")
+
+
+def with_clients():
+    """The registered methods whose clients train on their own data."""
+    digits = load("digits")
+    return [name for name in methods.names() if methods.build(name).view.of(digits) is digits]
+
+
+def differ(one, other):
+    """The relative difference of two trees."""
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).norm() / one[n].norm().clamp_min(1e-30)) for n in one)
+
+
+def assert_same_rows(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            same = math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE) if key in METRICS else None
+            assert value == other[key] if same is None else same, (key, one, other)
+
+
+def compare(path, folder):
+    """Run an experiment both ways and compare everything; gives both runs."""
+    alone = load_experiment(path).run()
+    run, grid = run_on_loop(path, own_nodes(folder))
+    here, there = alone.trainer.selected(), run.trainer.selected()
+    assert here.round == there.round
+    assert differ(here.shared, there.shared) <= TOLERANCE
+    assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics))
+    for one, other in zip(alone.trainer.rounds, run.trainer.rounds, strict=True):
+        assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=TOLERANCE)
+    for client in range(4):
+        ends_up_with, note = load_tensors(
+            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}/model.safetensors"
+        )
+        module = alone.model(client if here.own and client in here.clients else None)
+        expected = {name: tensor for name, tensor in module.state_dict().items() if name in ends_up_with}
+        assert differ(expected, ends_up_with) <= TOLERANCE
+        assert note["round"] == here.round
+    return alone, run, grid
