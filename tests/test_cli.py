@@ -278,6 +278,22 @@ def test_a_truncated_checkpoint_is_a_failure_of_the_run(call):
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_checkpoint_that_is_gone_is_a_failure_and_nothing_is_lost(call, finished):
+    run_json(call, "--rounds", 3, "--out", "a")
+    Path("a/checkpoint.safetensors").unlink()
+    if not finished:
+        Path("a/summary.json").unlink()
+    before = {path.name: path.read_bytes() for path in Path("a").iterdir()}
+    code, stdout, stderr = call("run", "a/config.yaml", "--resume")
+    assert (code, stdout) == (1, "")
+    wanted = "is finished, but its checkpoint.safetensors is missing" if finished else "but no checkpoint, so the run"
+    assert stderr.startswith("error: ")
+    assert wanted in stderr
+    assert stderr.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in Path("a").iterdir()} == before
+
+
 def test_a_diverging_run_is_a_failure(call):
     code, stdout, stderr = call("run", "--rounds", 2, "--set", "training.optimizer.lr=1e30", "--out", "a")
     assert (code, stdout) == (1, "")

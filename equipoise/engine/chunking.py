@@ -52,7 +52,7 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
     >>> chunk_by_rule(mlp, 10)
     415
     """
-    parameters = sum(tensor.numel() for tensor in network.initial().values())
+    parameters = max(1, sum(tensor.numel() for tensor in network.initial().values()))
     activations = max(1, batch_size * network.activations)
     if any(isinstance(layer, nn.RNNBase) for layer in network.module.modules()):
         # PyTorch's recurrent layers cannot be stacked; equipoise.models.recurrent.Lstm can.

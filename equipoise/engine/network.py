@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model
-from equipoise.models.frozen import Frozen, frozen_names
+from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
 from equipoise.tree import Tree, digest, in_parts
 
@@ -56,9 +56,9 @@ class Slot:
 def slots_of(module: nn.Module) -> list[Slot]:
     """Find every slot in which a module holds floating point numbers, parameters first.
 
-    Frozen are parameters with ``requires_grad`` off, everything inside a :class:`~equipoise.models.frozen.Frozen`,
-    buffers that are not persistent, and buffers of a module whose parameters are all frozen. (For a layer without parameters, the nearest module around it that has some
-    decides.)
+    Frozen are parameters with ``requires_grad`` off, everything inside a :class:`~equipoise.models.frozen.Frozen` or in the
+    stem of a :class:`~equipoise.models.base.Model`, buffers that are not persistent, and buffers of a module whose
+    parameters are all frozen. (For a layer without parameters, the nearest module around it that has some decides.)
 
     Examples
     --------
@@ -71,6 +71,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     inside = frozen_names(module)
+    has_stem = isinstance(module, Model) and module.stem is not None
     first: dict[int, str] = {}
     found: list[Slot] = []
     for is_parameter, named in enumerate((module.named_buffers, module.named_parameters)):
@@ -78,12 +79,12 @@ def slots_of(module: nn.Module) -> list[Slot]:
         for name, tensor in named(remove_duplicate=False):
             if tensor.is_floating_point():
                 path, _, leaf = name.rpartition(".")
-                owner = owners[path]
+                owner, part = owners[path], path.partition(".")[0]
                 held = owner._parameters if is_parameter else owner._buffers
                 frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
-                frozen = frozen or name in inside
+                frozen = frozen or name in inside or (has_stem and part == "stem")
                 where = first.setdefault(id(tensor), name)
-                here.append(Slot(where, path.partition(".")[0], held, leaf, tensor, bool(is_parameter), frozen))
+                here.append(Slot(where, part, held, leaf, tensor, bool(is_parameter), frozen))
         found = here + found
     return found
 
@@ -194,17 +195,20 @@ class Network:
         self.activations = self.stem_activations = 0
         if lowered is not None:
             _lower(self.module, lowered)
-        self._slots = [slot for slot in slots_of(self.module) if not slot.frozen]
+        every_slot = slots_of(self.module)
+        self._slots = [slot for slot in every_slot if not slot.frozen]
         self._initial = {slot.name: slot.tensor.detach().clone() for slot in self._slots}
         self.buffers = frozenset(slot.name for slot in self._slots if not slot.is_parameter)
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
-            ([name for name in self._initial if in_parts(name, path.partition(".")[0])], layer)
+            ([slot.name for slot in every_slot if slot.part == path.partition(".")[0]], layer)
             for path, layer in owners.items()
             if isinstance(layer, Dropout)
         ]
         self._slots_of_part: dict[str | None, list[Slot]] = {}
+        # Frozen layers rest in every call, also where no phase says what moves.
+        self.rest_unless(self._initial.__contains__)
 
     def initial(self) -> Tree:
         """Return the parameters and buffers the module came with."""
@@ -225,8 +229,7 @@ class Network:
     def stem_digest(self) -> str:
         """Hash of the stem: its layers and its tensors as they came."""
         stem: Any = self._given.stem
-        tensors = {slot.name: slot.tensor for slot in slots_of(stem)}
-        return digest(tensors) + hashlib.sha256(repr(stem).encode()).hexdigest()
+        return digest_of(stem) + hashlib.sha256(repr(stem).encode()).hexdigest()
 
     @cached_property
     def separable(self) -> bool:
@@ -247,11 +250,8 @@ class Network:
         return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
-        """Return a copy of the module with its initial tensors, to be filled with other parameters."""
-        whole = {n: t if n in self.buffers else nn.Parameter(t) for n, t in self._initial.items()}
-        for slot in self._slots:
-            slot.owner[slot.leaf] = whole[slot.name]
-        return copy.deepcopy(self.module)
+        """Return a copy of the module as it came, in its own types, to be filled with other parameters."""
+        return convert(copy.deepcopy(self._given))
 
     def apply(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None) -> Pass:
         """Apply the model, or one part of it.

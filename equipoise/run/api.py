@@ -29,7 +29,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
-from equipoise.run.checkpoint import CHECKPOINT
+from equipoise.run.checkpoint import CHECKPOINT, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
@@ -400,6 +400,8 @@ def _open(
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
         if difference := first_difference(found, json.loads(json.dumps(config))):
+            # An older version differs in settings it did not have, which say less than its number.
+            refuse_another_version(directory)
             same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
             raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
         finished = (directory / SUMMARY).exists()

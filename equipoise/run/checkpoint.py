@@ -69,12 +69,7 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
     path = directory / CHECKPOINT
     if not path.exists():
         return None
-    tensors, note = load_tensors(path)
-    if (version := note.get("version", 1)) != VERSION:
-        raise RunError(
-            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes version {VERSION}; "
-            "finish the run with the release that began it, or begin it anew in another directory"
-        )
+    tensors, note = _of_this_version(path)
     model: Tree = {}
     server: dict[str, Tree] = {}
     memory: Tree = {}
@@ -93,6 +88,33 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
     # The tensors of a file come sorted by name; the model's own order is what later sums follow.
     ordered = {name: model[name] for name in like.model}
     return Checkpoint(State(note["round"], ordered, server), memory, note)
+
+
+def refuse_another_version(directory: Path) -> None:
+    """Refuse a run directory whose checkpoint another version has written; one without a checkpoint passes.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged, or was written by another version.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> refuse_another_version(Path(tempfile.mkdtemp()))
+    """
+    if (path := directory / CHECKPOINT).exists():
+        _of_this_version(path)
+
+
+def _of_this_version(path: Path) -> tuple[Tree, dict[str, Any]]:
+    tensors, note = load_tensors(path)
+    if (version := note.get("version", 1)) != VERSION:
+        raise RunError(
+            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes version {VERSION}; "
+            "finish the run with the release that began it, or begin it anew in another directory"
+        )
+    return tensors, note
 
 
 def save_best(directory: Path, best: Models) -> None:

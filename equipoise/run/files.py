@@ -123,7 +123,8 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
 class Journal:
     """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
-    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint. A last line that an interrupted
+    write has left incomplete is no row.
 
     Examples
     --------
@@ -172,4 +173,4 @@ class Journal:
             yield from map(json.loads, self._rows)
         elif self.path.exists():
             with self.path.open(encoding="utf-8") as file:
-                yield from map(json.loads, file)
+                yield from (json.loads(line) for line in file if line.endswith("\n"))

@@ -1,6 +1,8 @@
-"""Short training runs of every method, with images and with text."""
+"""Short training runs of every method, with images, with text and with prompts in a frozen transformer."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build, names
@@ -8,16 +10,29 @@ from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.federations import images, text
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer
 
+pictures = partial(images, shape=(1, 8, 8))
 SETTINGS = {
     "images": (images, batchnorm, 0.05),
     "images, own statistics": (images, lambda: batchnorm(running=False), 0.05),
     "text": (text, lstm, 0.5),
     "single numbers": (images, single_numbers, 0.05),
+    "prompts": (pictures, lambda: transformer(depth=2), 0.1),
+    "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
+    "vit": (pictures, lambda: transformer("vit"), 0.05),
 }
+# What is not the name of a method itself.
+VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
+# A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
+OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
 # FedBN is for models with BatchNorm that keeps statistics.
-PAIRS = [(method, what) for method in names() for what in SETTINGS if (method, what == "images") != ("fedbn", False)]
+PAIRS = [
+    (method, what)
+    for method in (*names(), *VARIANTS)
+    for what in SETTINGS
+    if (method, what == "images") != ("fedbn", False) and (method in OF_VIT or what != "vit")
+]
 
 
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
@@ -25,7 +40,7 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     federation, model, lr = SETTINGS[what]
     trainer = Trainer(
         federation(),
-        build(method),
+        build(**VARIANTS.get(method, {"name": method})),
         model(),
         Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),

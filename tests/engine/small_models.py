@@ -40,6 +40,12 @@ def lstm():
     return build("charlstm", shape=(9,), classes=7, seed=3, embedding=3, hidden=5).double()
 
 
+def transformer(name="vitprompts", **options):
+    """A vision transformer for images of shape (1, 8, 8); ``vitprompts`` is frozen but for its prompts."""
+    small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, **options}
+    return build(name, shape=(1, 8, 8), classes=4, seed=5, **small).double()
+
+
 class Tempered(nn.Module):
     """A linear layer whose scores are multiplied by one learnable number."""
 

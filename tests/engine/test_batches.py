@@ -12,6 +12,11 @@ from equipoise.engine import batches as batches_module
 from equipoise.engine.batches import draw_batches
 from equipoise.federation import Split
 from equipoise.random import Purpose, fold, fold_tensor
+from tests.engine.comparison import distance
+from tests.engine.federations import SIZES as SIZES_OF_IMAGES
+from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.small_models import mlp
+from tests.rounds import engine_run
 
 # Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions are scattered.
 HELD = [range(100, 107), [], range(40, 52), [3], range(60, 68)]
@@ -160,3 +165,40 @@ def test_batches_do_not_depend_on_chunk_mates():
 def test_without_shuffling_epochs_repeat():
     steps = samples_of(drawn(batch_size=5, shuffle=False), 2)
     assert steps == [[100, 101, 102, 103, 104], [105, 106]] * 2
+
+
+# ---- batches larger than clients -------------------------------------------------------------------------------------
+
+
+def test_batches_are_no_wider_than_the_fullest_client():
+    split = Split.from_lists([list(range(8 * client, 8 * client + 8)) for client in range(3)])
+    clients = np.arange(3)
+    how = {"phase": 0, "epochs": 1, "steps": None, "shuffle": True}
+    keys = fold_tensor(11, torch.from_numpy(clients))
+    batches = draw_batches(split, torch.from_numpy(split.indices), clients, keys, batch_size=32, **how)
+    assert batches.positions.shape == (3, 1, 8)
+    assert batches.counts.tolist() == [[8]] * 3
+
+
+@pytest.mark.parametrize("how", [{"epochs": 3}, {"steps": 4}, {"epochs": 3, "a_step": 2}])
+def test_any_batch_larger_than_the_largest_client_is_the_same(how):
+    largest = drawn(batch_size=12, **how)
+    huge = drawn(batch_size=1_000_000, **how)
+    assert huge.positions.shape[-1] == 12
+    for field in ("positions", "held", "index", "keys"):
+        assert torch.equal(getattr(huge, field), getattr(largest, field)), field
+    assert huge.counts.tolist() == largest.counts.tolist()
+    assert huge.steps.tolist() == largest.steps.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10])
+@pytest.mark.parametrize("method", ["fedavg", "perfedavg"])
+def test_training_with_any_batch_larger_than_the_largest_client_is_the_same(method, chunk):
+    def trained(batch_size):
+        return engine_run(
+            mlp(0.3), images(), THREE_COHORTS, chunk=chunk, method=method, batch_size=batch_size, epochs=2
+        )
+
+    wanted = trained(max(SIZES_OF_IMAGES))
+    assert distance(trained(10**6), wanted) == 0
+    assert distance(trained(20), wanted) > 1e-6

@@ -1,4 +1,4 @@
-"""Every method, with images and with text: stacked clients and one client at a time give the same numbers."""
+"""Every method and model: stacked clients and one client at a time give the same numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.rounds import engine_run
 def test_stacked_equals_one_by_one(method, what):
     wanted = trained_by(method, what, chunk=1)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in wanted.values())
-    assert distance(trained_by(method, what, chunk=10), wanted, skipped(wanted, what)) <= 1e-9
+    # Frozen modules take the samples of all stacked clients as one batch, so that the number of clients matters there.
+    for chunk in (10, 3) if what == "prompts" else (10,):
+        assert distance(trained_by(method, what, chunk=chunk), wanted, skipped(wanted, what)) <= 1e-9
     # A round less is far away: the numbers compared are not those of the first model.
     assert distance(trained_by(method, what, chunk=10, rounds=2), wanted, skipped(wanted, what)) > 1e-5
 

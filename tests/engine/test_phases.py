@@ -573,3 +573,28 @@ def test_a_phase_on_the_same_batches_lasts_as_long_as_the_one_before(how):
         Phase(batch="same", **how)
     with pytest.raises(InputError, match="unknown batch 'sane'.*did you mean 'same'"):
         Phase(batch="sane")
+
+
+# ---- what a loss returns ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reduced(LocalRule):
+    """A loss in another shape than one value a sample."""
+
+    shape: str = "scalar"
+
+    def phases(self):
+        return (Phase(loss=self.wrong_loss),)
+
+    def wrong_loss(self, client):
+        values = client.task_loss()
+        return values.mean() if self.shape == "scalar" else values.unsqueeze(1)
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+@pytest.mark.parametrize(("shape", "found"), [("scalar", r"\(\)"), ("column", rf"\({BATCH}, 1\)")])
+def test_a_loss_that_is_not_one_value_a_sample_is_refused_by_name(shape, found, chunk):
+    message = rf"the loss Reduced\.wrong_loss returned values of shape {found} for {BATCH} samples; valid: one value a"
+    with pytest.raises(InputError, match=message):
+        rounds_by_engine(Reduced(shape), mlp(), COHORTS, chunk=chunk)

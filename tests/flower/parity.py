@@ -6,12 +6,20 @@ import math
 
 import pytest
 
+from equipoise import methods
 from equipoise.config import load_experiment
+from equipoise.data import load
 from equipoise.run.files import load_tensors
 from tests.flower.loop import own_nodes, run_on_loop
 
 TOLERANCE = 1e-9
 METRICS = ("loss", "accuracy", "gap")
+
+
+def with_clients():
+    """The registered methods whose clients train on their own data."""
+    digits = load("digits")
+    return [name for name in methods.names() if methods.build(name).view.of(digits) is digits]
 
 
 def differ(one, other):

@@ -6,16 +6,9 @@ import pytest
 import torch
 
 from equipoise import methods
-from equipoise.data import load
 from tests.flower import own_methods as their_methods
 from tests.flower.loop import write_experiment, write_silos
-from tests.flower.parity import compare
-
-
-def with_clients():
-    """The registered methods whose clients train on their own data."""
-    digits = load("digits")
-    return [name for name in methods.names() if methods.build(name).view.of(digits) is digits]
+from tests.flower.parity import compare, with_clients
 
 
 @pytest.fixture(scope="module")

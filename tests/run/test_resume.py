@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 
 from equipoise import Evaluation, Machine
-from equipoise.errors import InputError
+from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
 from equipoise.run.files import load_tensors
@@ -231,6 +231,49 @@ def test_a_moved_directory_can_be_resumed(undisturbed, tmp_path):
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     small_run(tmp_path / "elsewhere", resume=True)
     assert promised(tmp_path / "elsewhere") == promised(undisturbed(method="fedavg"))
+
+
+# ---- checkpoints that are gone ---------------------------------------------------------------------------------------
+
+
+def everything_in(directory):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
+
+
+def test_a_finished_run_without_its_checkpoint_is_left_as_it_is(tmp_path):
+    small_run(tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    before = everything_in(tmp_path / "run")
+    with pytest.raises(
+        RunError, match=r"is finished, but its checkpoint.safetensors is missing; its results are intact"
+    ):
+        small_run(tmp_path / "run", resume=True)
+    assert everything_in(tmp_path / "run") == before
+    assert {"metrics.jsonl", "rounds.jsonl", "summary.json"} <= set(before)
+
+
+@pytest.mark.parametrize(("every", "finished"), [(1, 3), (2, 3), (2, 5)])
+def test_an_unfinished_run_without_its_checkpoint_is_left_as_it_is(every, finished, tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", checkpoint_every=every, on_round=stop_after(finished))
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    before = everything_in(tmp_path / "run")
+    with pytest.raises(RunError, match="has journals of past rounds but no checkpoint, so the run cannot be resumed"):
+        small_run(tmp_path / "run", checkpoint_every=every, resume=True)
+    assert everything_in(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("half_a_row", [b"", b'{"round": 3, "coh'], ids=["whole rows", "half a row"])
+@pytest.mark.parametrize("journal", ["rounds", "metrics"])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(journal, half_a_row, undisturbed, tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", checkpoint_every=5, on_round=stop_after(2))
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+    assert [row["round"] for row in rows_of(tmp_path / "run", "rounds")] == [1, 2]
+    with (tmp_path / "run" / f"{journal}.jsonl").open("ab") as file:
+        file.write(half_a_row)
+    small_run(tmp_path / "run", checkpoint_every=5, resume=True)
+    assert promised(tmp_path / "run") == promised(undisturbed(checkpoint_every=5))
 
 
 # ---- modules of one's own --------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""How many clients are stacked, and how many samples a pass looks at: worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.engine.chunking import chunk_by_rule, samples_a_pass, samples_an_encoding
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
+from equipoise.models.base import Model
+from equipoise.models.frozen import Frozen
+from tests.engine.federations import SIZES, images
+
+SHAPE = (1, 8, 8)
+# The bounds of a CPU: of all stacked parameters, of the activations of a step, of those of a pass without gradient.
+PARAMETERS, STEP, PASS = 2_000_000, 2**28, 2**27
+
+
+class Mean(nn.Module):
+    """The mean over tokens."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
+def wide(width):
+    """Few parameters, many activations: 64 tokens of ``width`` numbers."""
+    layers = [nn.Flatten(), nn.Unflatten(1, (64, 1)), nn.Linear(1, width), Mean()]
+    return nn.Sequential(*layers)
+
+
+# Flatten, Unflatten, Linear and Mean, and the Sequential around them.
+def activations_of_wide(width):
+    return 64 + 64 + 64 * width + width + width
+
+
+def engine_of(model, batch_size=32, **machine):
+    return StackedEngine(images(shape=SHAPE), model, Training(batch_size=batch_size), Machine(device="cpu", **machine))
+
+
+def deep(wrapped):
+    """A hundred thousand parameters before a small head, frozen or not."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 1400), nn.ReLU(), nn.Linear(1400, 6))
+    return Model(nn.Sequential(wrapped(body), nn.Linear(6, 5)), nn.Linear(5, 4))
+
+
+def fixed(module):
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("freeze", [Frozen, fixed])
+def test_frozen_parameters_do_not_count(freeze):
+    moving = 6 * 5 + 5 + 5 * 4 + 4
+    free = 64 * 1400 + 1400 + 1400 * 6 + 6
+    engine, whole = engine_of(deep(freeze)), engine_of(deep(lambda body: body))
+    assert whole.chunk == PARAMETERS // (free + moving) == 20
+    by_parameters, by_activations = PARAMETERS // moving, STEP // (32 * engine.network.activations)
+    assert engine.chunk == min(by_parameters, by_activations) > 1000
+
+
+@pytest.mark.parametrize("batch_size", [4, 32, 1000])
+def test_activations_of_a_step_are_bounded(batch_size):
+    width = 2048
+    engine = engine_of(Model(wide(width), nn.Linear(width, 4)), batch_size)
+    # The head, and the model's own output, which nobody calls as a whole.
+    activations = activations_of_wide(width) + 4
+    assert engine.network.activations == activations
+    parameters = 2 * width + width * 4 + 4
+    samples = min(batch_size, max(SIZES))
+    assert engine.chunk == min(PARAMETERS // parameters, STEP // (samples * activations))
+    assert (engine.chunk == PARAMETERS // parameters) == (batch_size == 4)
+    assert chunk_by_rule(engine.network, 10**9) == 1
+
+
+def test_a_chunk_that_is_given_is_used_as_it_is():
+    assert engine_of(Model(wide(2048), nn.Linear(2048, 4)), chunk=7).chunk == 7
+
+
+@pytest.mark.parametrize("models", [1, 10])
+def test_passes_without_gradient_are_bounded_too(models):
+    small = engine_of(Model(wide(16), nn.Linear(16, 4))).network
+    assert samples_a_pass(small, models) == 4096
+    large = engine_of(Model(wide(8192), nn.Linear(8192, 4))).network
+    assert samples_a_pass(large, models) == PASS // (activations_of_wide(8192) + 4) == 248
+
+
+def test_stems_encode_as_many_samples_as_their_own_activations_allow():
+    torch.manual_seed(0)
+    stem = Frozen(wide(8192))
+    network = engine_of(Model(nn.Linear(8192, 8), nn.Linear(8, 4), stem=stem)).network
+    # The Frozen gives once more what the Sequential in it gives.
+    stem_activations = activations_of_wide(8192) + 8192
+    assert network.stem_activations == stem_activations
+    assert samples_an_encoding(network) == PASS // stem_activations
+    # What was encoded is not computed again.
+    assert network.activations == 8 + 4
+    assert samples_a_pass(network, 1) == 4096
+    plain = engine_of(Model(nn.Linear(8192, 8), nn.Linear(8, 4), stem=stem), encode=False).network
+    assert plain.activations == stem_activations + 8 + 4
