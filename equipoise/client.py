@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class Precomputed:
     """A batch of a phase in which the features do not move.
 
     Attributes
@@ -49,15 +49,15 @@ class Inputs:
         if client is None:
             raise AttributeError("x has no default")
         given = self.given(client)
-        return given.fetch() if isinstance(given, Frozen) else given
+        return given.fetch() if isinstance(given, Precomputed) else given
 
-    def __set__(self, client: Client, given: Tensor | Frozen) -> None:
+    def __set__(self, client: Client, given: Tensor | Precomputed) -> None:
         vars(client)["x"] = given
 
     @staticmethod
-    def given(client: Client) -> Tensor | Frozen:
+    def given(client: Client) -> Tensor | Precomputed:
         """Return what the client was made with."""
-        given: Tensor | Frozen = vars(client)["x"]
+        given: Tensor | Precomputed = vars(client)["x"]
         return given
 
 
@@ -190,7 +190,7 @@ class Client:
             A copy.
         """
         given = Inputs.given(self) if x is None else x
-        if isinstance(given, Frozen) and any(in_parts(name, "features") for name in params or ()):
+        if isinstance(given, Precomputed) and any(in_parts(name, "features") for name in params or ()):
             # z belongs to the features it was computed with.
             given = given.fetch()
         return replace(
@@ -233,7 +233,7 @@ class Client:
         """
         given = Inputs.given(self)
         known = self._computed if transform_level() == self._level else {}
-        if isinstance(given, Frozen):
+        if isinstance(given, Precomputed):
             known.setdefault("z", given.z)
         return known
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from equipoise.client import Frozen
+from equipoise.client import Precomputed
 from equipoise.engine.batches import Batches
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData, at
@@ -107,9 +107,9 @@ class FrozenFeatures:
         # The head must get z in the type in which features give it. Autocast may lower it for a lone client only.
         return at(self._z, index).to(self._type), at(self._y, index)
 
-    def batch(self, z: Tensor, index: Tensor) -> Frozen:
+    def batch(self, z: Tensor, index: Tensor) -> Precomputed:
         """Make the batch of one client; its samples are fetched if the loss reads them."""
-        return Frozen(z, lambda: self._data.inputs(at(self._held, index)))
+        return Precomputed(z, lambda: self._data.inputs(at(self._held, index)))
 
 
 def _room(samples: int) -> int:
