@@ -123,8 +123,7 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
 class Journal:
     """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
-    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint. A last line that an interrupted
-    write has left incomplete is no row.
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
 
     Examples
     --------
@@ -171,6 +170,23 @@ class Journal:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if self.path is None:
             yield from map(json.loads, self._rows)
+        elif self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def complete(self) -> Iterator[dict[str, Any]]:
+        r"""Yield all rows but a last one that an interrupted write has left incomplete.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "rounds.jsonl"
+        >>> _ = path.write_text('{"round": 1}\n{"rou')
+        >>> list(Journal(path).complete())
+        [{'round': 1}]
+        """
+        if self.path is None:
+            yield from self
         elif self.path.exists():
             with self.path.open(encoding="utf-8") as file:
                 yield from (json.loads(line) for line in file if line.endswith("\n"))

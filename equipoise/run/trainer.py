@@ -381,7 +381,7 @@ class Trainer:
             return
         found = read_checkpoint(self.directory, self.state, self.engine.network.device)
         if found is None:
-            if any(row["round"] > self.checkpoint_every for row in self.rounds):
+            if any(row["round"] > self.checkpoint_every for row in self.rounds.complete()):
                 raise RunError(
                     f"{self.directory} has journals of past rounds but no checkpoint, so the run cannot be resumed; "
                     "nothing was changed. Restore checkpoint.safetensors, or begin anew in another directory"
