@@ -28,26 +28,26 @@ def differ(one, other):
     return max(float((one[n] - other[n]).norm() / one[n].norm().clamp_min(1e-30)) for n in one)
 
 
-def assert_same_rows(ours, theirs):
+def assert_same_rows(ours, theirs, tolerance=TOLERANCE):
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
-            same = math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE) if key in METRICS else None
+            same = math.isclose(value, other[key], rel_tol=tolerance, abs_tol=tolerance) if key in METRICS else None
             assert value == other[key] if same is None else same, (key, one, other)
 
 
-def compare(path, folder):
+def compare(path, folder, tolerance=TOLERANCE):
     """Run an experiment both ways and compare everything; gives both runs and the grid."""
     alone = load_experiment(path).run()
     run, grid = run_on_loop(path, own_nodes(folder))
     here, there = alone.trainer.selected(), run.trainer.selected()
     assert here.round == there.round
-    assert differ(here.shared, there.shared) <= TOLERANCE
-    assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics))
+    assert differ(here.shared, there.shared) <= tolerance
+    assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics), tolerance)
     for one, other in zip(alone.trainer.rounds, run.trainer.rounds, strict=True):
         assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
-        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=TOLERANCE)
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=tolerance)
         assert (one["bytes_up"], one["bytes_down"]) == (other["bytes_up"], other["bytes_down"])
         assert (one.get("clients"), one.get("notes")) == (other.get("clients"), other.get("notes"))
     for client in range(4):
@@ -56,6 +56,6 @@ def compare(path, folder):
         )
         module = alone.model(client if here.own and client in here.clients else None)
         expected = {name: tensor for name, tensor in module.state_dict().items() if name in ends_up_with}
-        assert differ(expected, ends_up_with) <= TOLERANCE
+        assert differ(expected, ends_up_with) <= tolerance
         assert note["round"] == here.round
     return alone, run, grid

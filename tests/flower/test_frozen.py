@@ -96,7 +96,8 @@ def test_silos_may_be_encoded_by_a_pretrained_model(folder):
     path = write_experiment(
         folder, data={"encode": source, "encode_size": 16}, model={"name": "logistic"}, training={"rounds": 2}
     )
-    alone, run, _ = compare(path, folder)
+    # Embeddings are float32, and a client encodes its samples in other batches than one process does those of all.
+    alone, run, _ = compare(path, folder, tolerance=1e-5)
     assert alone.trainer.federation.shape == (8,)
     assert run.trainer.state.model["head.weight"].shape == (10, 8)
 
