@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ from equipoise.optimizers import Sgd
 CLASSES = 7
 
 
-def images(clients: int, each: int, pixels: int, seed: int = 0) -> Federation:
-    """Make clients with as many random images each, in bytes, all for training."""
-    draws = np.random.default_rng(seed)
+def images(clients: int, each: int, pixels: int, *, in_bytes: bool = True) -> Federation:
+    """Make clients with as many random images each, all for training, in bytes or as numbers from 0 to 1."""
+    draws = np.random.default_rng(0)
     count = clients * each
     x = torch.from_numpy(draws.integers(0, 256, (count, 3, pixels, pixels), dtype=np.uint8))
+    x = x if in_bytes else x.float() / 255
     y = torch.from_numpy(draws.integers(0, CLASSES, count))
     holders = np.repeat(np.arange(clients), each)
     return Federation.from_arrays(x, y, clients=holders.tolist(), splits=(1.0, 0.0, 0.0), classes=CLASSES)
@@ -81,6 +82,18 @@ class Rounds:
         self.state = State(self.state.round + 1, state.model)
         if self.engine.network.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[float]:
+    """Let players play rounds in turns, and return the median seconds of each."""
+    seconds: list[list[float]] = [[] for _ in players]
+    for number in range(warmup + rounds):
+        for player, taken in zip(players, seconds, strict=True):
+            began = time.perf_counter()
+            player.play()
+            if number >= warmup:
+                taken.append(time.perf_counter() - began)
+    return [statistics.median(taken) for taken in seconds]
 
 
 # ---- measurements, each in a process of its own -----------------------------------------------------------------------
@@ -164,7 +177,7 @@ def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Cal
 
 @dataclass(frozen=True)
 class AsksForLosses(LocalRule):
-    """Answers with the sum of losses and of the head's gradients."""
+    """Answers with the sum of losses."""
 
     def loss_sum(self, client: Client) -> dict[str, Tensor]:
         """Sum losses."""
@@ -174,14 +187,7 @@ class AsksForLosses(LocalRule):
 def question(how: str, source: str, pixels: int = 64) -> dict[str, Any]:
     """Ask two clients of so many images about the loss of a ResNet-18."""
     torch.set_num_threads(1)
-    federation = images(2, int(how), pixels)
-    floating = Federation.from_arrays(
-        federation.x.float() / 255,
-        federation.y,
-        clients=federation.train.holders,
-        splits=(1.0, 0.0, 0.0),
-        classes=CLASSES,
-    )
+    floating = images(2, int(how), pixels, in_bytes=False)
     module = build_model("resnet18", shape=(3, pixels, pixels), classes=CLASSES)
     engine = StackedEngine(floating, module, Training(batch_size=8), Machine(device="cpu"))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -220,41 +226,20 @@ def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
     for rule in (None, ThreeLooks()):
         engine = StackedEngine(federation, module, Training(batch_size=10), Machine(device=device))
         players.append(Rounds(engine, rule))
-    seconds: list[list[float]] = [[], []]
-    for number in range(rounds + 3):
-        for player, taken in zip(players, seconds, strict=True):
-            began = time.perf_counter()
-            player.play()
-            if number >= 3:
-                taken.append(time.perf_counter() - began)
-    plain, three = (statistics.median(taken) for taken in seconds)
+    plain, three = in_turns(players, rounds)
     return {"fedavg_seconds": plain, "three_looks_seconds": three, "ratio": three / plain}
 
 
 def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
     """Time clients of 8 samples with batch sizes 32 and 8, in turns."""
     torch.set_num_threads(1)
-    federation = images(50, 8, 16)
-    floating = Federation.from_arrays(
-        federation.x.float() / 255,
-        federation.y,
-        clients=federation.train.holders,
-        splits=(1.0, 0.0, 0.0),
-        classes=CLASSES,
-    )
+    floating = images(50, 8, 16, in_bytes=False)
     module = build_model("mlp", shape=(3, 16, 16), classes=CLASSES)
     players = [
         Rounds(StackedEngine(floating, module, Training(batch_size=size, epochs=5), Machine(device="cpu", chunk=50)))
         for size in (8, 32)
     ]
-    seconds: list[list[float]] = [[], []]
-    for number in range(rounds + 2):
-        for player, taken in zip(players, seconds, strict=True):
-            began = time.perf_counter()
-            player.play()
-            if number >= 2:
-                taken.append(time.perf_counter() - began)
-    narrow, wide = (statistics.median(taken) for taken in seconds)
+    narrow, wide = in_turns(players, rounds)
     return {"batch_8_seconds": narrow, "batch_32_seconds": wide, "ratio": wide / narrow}
 
 
