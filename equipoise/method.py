@@ -107,6 +107,12 @@ class Cohort(Protocol):
         The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
     key : int
         Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
+    rounds : int
+        How many rounds the run lasts.
+    score : str
+        The metric of :meth:`evaluate` that tables lead with, such as ``accuracy``.
+    higher_is_better : bool
+        Whether a higher score is better.
     """
 
     ids: NDArray[np.int64]
@@ -114,6 +120,9 @@ class Cohort(Protocol):
     groups: NDArray[np.int64]
     prior: Tensor
     key: int
+    rounds: int
+    score: str
+    higher_is_better: bool
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
@@ -621,7 +630,8 @@ class Aggregation(Part):
     ----------
     needs : tuple of str
         Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on the training split),
-        ``val_loss_before`` and ``val_loss_after``, and ``lr`` (the learning rate of the round).
+        ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for ``loss``, and ``lr`` (the learning rate of
+        the round).
     sends : tuple of str
         What :meth:`send` sends besides the model.
     sends_once : tuple of str

@@ -88,7 +88,7 @@ def weight(model):
     return model["head.weight"].item()
 
 
-def random_regression(sizes, features=3, seed=0):
+def random_regression(sizes, features=3, seed=0, splits=(1, 0, 0)):
     """Clients that each follow a linear law of their own."""
     draws = np.random.default_rng(seed)
     clients = np.repeat(np.arange(len(sizes)), sizes)
@@ -96,7 +96,7 @@ def random_regression(sizes, features=3, seed=0):
     laws = draws.normal(size=(len(sizes), features))
     y = (x * laws[clients]).sum(1) + 0.1 * draws.normal(size=len(clients))
     return Federation.from_arrays(
-        torch.from_numpy(x), torch.from_numpy(y), clients=clients, splits=(1, 0, 0), task="regression"
+        torch.from_numpy(x), torch.from_numpy(y), clients=clients, splits=splits, task="regression"
     )
 
 

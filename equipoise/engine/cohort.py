@@ -29,13 +29,6 @@ from equipoise.tree import PERSONAL, Tree, size_in_bytes
 if TYPE_CHECKING:
     from equipoise.engine.stacked import StackedEngine
 
-_REPORT_SPLITS = {
-    "loss_before": "train",
-    "loss_after": "train",
-    "val_loss_before": "val",
-    "val_loss_after": "val",
-}
-
 
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
@@ -64,6 +57,8 @@ class StackedCohort:
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
         self.key = fold(engine.seed, round_, Purpose.SERVER)
+        self.rounds = engine.training.rounds
+        self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.wanted_reports = set(method.aggregation.needs)
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
@@ -340,14 +335,18 @@ class StackedCohort:
     def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
         engine = self.engine
-        reports = {}
-        for name in sorted(report for report in self.wanted_reports if report.endswith(when)):
-            split, clients = self._reported(engine.view.split(_REPORT_SPLITS[name]), self.ids[members])
-            shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
-            measured: Measured = evaluate_stacked(
-                engine.network, engine.data, shared, chunk.still, split, clients, len(members)
-            )
-            reports[name] = torch.from_numpy(measured["loss"])
+        reports: Reports = {}
+        for split, prefix in (("train", ""), ("val", "val_")):
+            metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": self.score}
+            wanted = {name: metric for name, metric in metrics.items() if name in self.wanted_reports}
+            if wanted:
+                samples, clients = self._reported(engine.view.split(split), self.ids[members])
+                shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
+                measured: Measured = evaluate_stacked(
+                    engine.network, engine.data, shared, chunk.still, samples, clients, len(members)
+                )
+                nothing = np.full(len(members), np.nan)
+                reports |= {name: torch.from_numpy(measured.get(metric, nothing)) for name, metric in wanted.items()}
         return reports
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:

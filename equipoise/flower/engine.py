@@ -98,6 +98,8 @@ class FlowerEngine:
         Where the server combines, and in which arithmetic.
     seed : int
         Of the server's random numbers.
+    rounds : int
+        How many rounds the run lasts.
     durable : bool
         Whether the run has checkpoints.
     both : bool
@@ -115,12 +117,13 @@ class FlowerEngine:
         model: nn.Module,
         machine: Machine,
         seed: int = 0,
+        rounds: int = 1,
         *,
         durable: bool = True,
         both: bool = False,
     ) -> None:
         self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
-        self.seed = seed
+        self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
         self.settings = nodes.settings
         self.network = Network(model, Task(roster.task), machine.torch_device, machine.dtype, machine.autocast)
@@ -324,6 +327,8 @@ class FlowerCohort:
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
+        self.rounds = engine.rounds
+        self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.delivers: set[str] = set()
         self._trained = False
         self._gather(clients)

@@ -92,6 +92,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
             model,
             machine,
             seed,
+            training.rounds,
             durable=directory is not None,
             both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -427,8 +428,16 @@ def _written(state: State, cohort: RoundCohort) -> Row:
     """Return what a round's record says of the server's notes, with the clients they follow."""
     if not state.notes:
         return {}
-    plain = {n: value.tolist() if hasattr(value, "tolist") else value for n, value in state.notes.items()}
-    return {"clients": cohort.ids.tolist(), "notes": plain}
+    return {"clients": cohort.ids.tolist(), "notes": {name: _plain(value) for name, value in state.notes.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a note as JSON has it, which knows no NaN."""
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Clock:

@@ -1,0 +1,172 @@
+"""Fairness-aware aggregation: its weights by hand, its edges, rounds against a plain loop, and digits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.data import load
+from equipoise.errors import InputError
+from equipoise.method import mix
+from equipoise.methods import build
+from equipoise.methods.fftgp import equal_gap_weights, slopes
+from equipoise.methods.ga import generalization_adjustment
+from equipoise.models import build as build_model
+from equipoise.optimizers import Sgd
+from tests.methods.domains import TRAINING, adjusted_by_hand, first_weights, local_step, loss, regression
+from tests.rounds import linear, play
+
+COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]]
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+THIRDS, GAPS = torch.full((3,), 1 / 3, dtype=torch.float64), numbers(0.4, 0.1, 0.25)
+
+
+def test_equations_8_to_11_by_hand():
+    nudged, nudged_gaps = numbers(0.36, 0.31, 0.33), numbers(0.35, 0.13, 0.255)
+    slope = slopes(THIRDS, GAPS, nudged, nudged_gaps)
+    assert slope.tolist() == pytest.approx([0.533333, 0.777778, 0.666667], abs=1e-6)
+    found = equal_gap_weights(THIRDS, GAPS, slope, nudged)
+    assert found.tolist() == pytest.approx([0.423221, 0.231086, 0.345693], abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(0.05, 2), st.floats(-0.3, 0.3)), min_size=2, max_size=8))
+def test_gaps_are_equal_where_each_is_linear_in_its_own_weight(clients):
+    """G_k(a_k) = c_k − s_k a_k: if nothing is clipped, all gaps are the same under the new weights."""
+    a = numbers(*(a for a, _, _ in clients))
+    a = a / a.sum()
+    steep, level = numbers(*(s for _, s, _ in clients)), numbers(*(c for _, _, c in clients))
+    # Slopes are exact whatever the nudge.
+    nudged = a + 1e-3 * (torch.arange(len(a)) % 2 - 0.5)
+    slope = slopes(a, level - steep * a, nudged, level - steep * nudged)
+    torch.testing.assert_close(slope, 1 / steep, rtol=1e-6, atol=0)
+    found = equal_gap_weights(a, level - steep * a, 1 / steep, nudged)
+    assert float(found.sum()) == pytest.approx(1)
+    if bool(((found > 0) & (found < 1)).all()):
+        gaps = level - steep * found
+        assert float(gaps.max() - gaps.min()) <= 1e-9
+
+
+def test_a_slope_that_is_negative_or_not_defined_is_0():
+    nudged, nan = numbers(0.5, 0.3, 0.2, 0.0), float("nan")
+    found = slopes(numbers(0.4, 0.3, 0.1, 0.2), numbers(0.2, 0.3, nan, 0.5), nudged, numbers(0.3, 0.3, nan, 0.6))
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 2.0])
+    assert slopes(numbers(0.5), numbers(0.2), numbers(0.9), numbers(0.1), limit=1.5).tolist() == [1.5]
+
+
+def test_without_slopes_the_nudged_weights_stand():
+    nudged = numbers(0.36, 0.31, 0.33)
+    assert equal_gap_weights(THIRDS, GAPS, torch.zeros(3, dtype=torch.float64), nudged) is nudged
+
+
+def test_weights_outside_the_simplex_are_clipped_and_scaled():
+    """K (G − G*) is 2, −2 and 0 by hand, so the weights before clipping are 2.2, −1.5 and 0.3."""
+    found = equal_gap_weights(numbers(0.2, 0.5, 0.3), numbers(1.0, -1.0, 0.0), numbers(2.0, 2.0, 0.0), THIRDS)
+    assert found.tolist() == pytest.approx([1 / 1.3, 0.0, 0.3 / 1.3])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5), st.floats(-5, 5), st.floats(0, 1)), min_size=1, max_size=8)
+)
+def test_always_on_the_simplex(clients):
+    a, gap, nudged_gap, nudged = (numbers(*column) for column in zip(*clients, strict=True))
+    a, nudged = (a + 1e-3) / (a + 1e-3).sum(), (nudged + 1e-3) / (nudged + 1e-3).sum()
+    found = equal_gap_weights(a, gap, slopes(a, gap, nudged, nudged_gap), nudged)
+    assert float(found.min()) >= 0
+    assert float(found.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_rounds_by_hand(every):
+    """Gaps are measured in rounds 1, 1 + n, ...; between, GA adjusts the weights by those of the round before."""
+    world = regression()
+    played = play(build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING)
+    w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
+    for number, cohort in enumerate(COHORTS, start=1):
+        here = np.array(cohort)
+        trained = {k: local_step(world, k, w) for k in cohort}
+        mine = np.array([loss(world, k, trained[k], "val") for k in cohort])
+        share = a[here] / a[here].sum()
+
+        def gaps(weights, cohort=cohort, trained=trained, mine=mine):
+            mixed = sum(s * trained[k] for s, k in zip(weights, cohort, strict=True))
+            return np.array([loss(world, k, mixed, "val") for k in cohort]) - mine
+
+        if (number - 1) % every == 0:
+            gap = gaps(share)
+            nudged = adjusted_by_hand(share, gap, 0.1)
+            slope = np.maximum((nudged - share) / (gap - gaps(nudged)), 0)
+            fair = np.clip(share + slope * (gap - (slope * gap).sum() / slope.sum()), 0, 1)
+            share = fair / fair.sum()
+        else:
+            known = took_part[here] == number - 1
+            before = np.array([loss(world, k, w, "val") for k in cohort])
+            share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
+        a[here] = share * a[here].sum()
+        own[here], took_part[here] = mine, number
+        w = sum(s * trained[k] for s, k in zip(share, cohort, strict=True))
+        state = played.states[number]
+        np.testing.assert_allclose(state.model["head.weight"].numpy()[0], w, atol=1e-10)
+        np.testing.assert_allclose(state.notes["weights"].numpy(), share, atol=1e-10)
+
+
+def test_a_round_sends_three_models_down():
+    ours, plain = (play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts for n in ("faa", "fedavg"))
+    assert [cohort.bytes_down for cohort in ours] == [3 * cohort.bytes_down for cohort in plain]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
+    """Figure 6's protocol: the same local models under three aggregations, one client a style, one style left out."""
+    digits = load(
+        "digits",
+        imbalance=1,
+        partition={"name": "group", "imbalance": 1, "clients_per_group": [1] * 5},
+        splits=(0.6, 0.4, 0.0),
+        leave_out="textured",
+        seed=seed,
+    )
+    module, rounds = build_model("mlp", shape=digits.shape, classes=10, seed=seed), 20
+    how = {"precision": "float32", "batch_size": 16, "optimizer": Sgd(lr=0.1), "reports": ("val_loss_after",)}
+    played = play(build("fedavg"), digits, module, [digits.seen] * rounds, seed=seed, **how)
+    variances = {"fedavg": [], "ga": [], "faa": []}
+    equal = torch.full((4,), 0.25, dtype=torch.float64)
+    weights = {"ga": equal, "faa": equal}
+    for number, (updates, cohort) in enumerate(zip(played.updates, played.cohorts, strict=True)):
+        model, step = played.states[number].model, 0.2 * (1 - number / rounds)
+
+        def gaps(a, updates=updates, cohort=cohort, model=model):
+            return cohort.evaluate({**model, **mix(updates, a)}, "val")["loss"] - updates.reports["val_loss_after"]
+
+        gap = gaps(weights["faa"])
+        nudged = generalization_adjustment(weights["faa"], gap, step)
+        slope = slopes(weights["faa"], gap, nudged, gaps(nudged))
+        weights["faa"] = equal_gap_weights(weights["faa"], gap, slope, nudged)
+        for name, a in {"fedavg": cohort.prior, **weights}.items():
+            variances[name].append(float(gaps(a).var(unbiased=False)))
+        weights["ga"] = generalization_adjustment(weights["ga"], gaps(weights["ga"]), step)
+    fedavg, ga, faa = (np.median(variances[name]) for name in ("fedavg", "ga", "faa"))
+    assert faa < ga < fedavg
+    assert faa < 0.5 * fedavg
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "faa.every must be a whole number of at least 1, got 0"),
+        ({"slope_limit": -1}, "faa.slope_limit must be a finite number above 0, got -1"),
+        ({"step": -0.1}, "faa.step must be a finite number above 0"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(InputError, match=message):
+        build("faa", **options)
