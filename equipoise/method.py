@@ -94,7 +94,7 @@ class Updates:
 
 
 class Cohort(Protocol):
-    """The clients taking part in this round: the only door between a method's server half and its clients.
+    """The clients taking part in this round. A method's server half reaches its clients through it alone.
 
     Attributes
     ----------

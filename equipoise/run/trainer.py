@@ -196,8 +196,8 @@ class Trainer:
         clock.lap("combine")
         self.engine.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
-        doors = [cohort, *admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
-        moved = {name: sum(getattr(door, name) for door in doors) for name in BYTES}
+        cohorts = [cohort, *admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
@@ -231,8 +231,8 @@ class Trainer:
                 break
             except ClientsLost as lost:
                 candidates = candidates.without(lost.ids)
-        for door in candidates.asked:
-            cohort.left_out |= door.left_out
+        for before in candidates.asked:
+            cohort.left_out |= before.left_out
         return cohort, candidates.asked
 
     def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
