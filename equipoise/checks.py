@@ -191,3 +191,34 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(options.get("name"), str):
         raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     return options.pop("name"), options
+
+
+def flag(value: object, what: str) -> bool:
+    """Return what was given if it is true or false, and nothing that only looks so.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    bool
+        The value.
+
+    Raises
+    ------
+    InputError
+        If it is anything else.
+
+    Examples
+    --------
+    >>> flag("no", "equal")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: equal must be true or false, got 'no'
+    """
+    if not isinstance(value, bool):
+        raise InputError(f"{what} must be true or false, got {value!r}")
+    return value

@@ -43,34 +43,3 @@ def unknown(kind: str, name: object, valid: Iterable[str], *, where: str | None 
     hint = f"; did you mean {near[0]!r}?" if near else "."
     place = f" in {where}" if where else ""
     return InputError(f"unknown {kind} {name!r}{place}{hint} Valid: {', '.join(valid)}")
-
-
-def flag(value: object, what: str) -> bool:
-    """Return what was given if it is true or false, and nothing that only looks so.
-
-    Parameters
-    ----------
-    value : object
-        What was given.
-    what : str
-        How the message names it.
-
-    Returns
-    -------
-    bool
-        The value.
-
-    Raises
-    ------
-    InputError
-        If it is anything else.
-
-    Examples
-    --------
-    >>> flag("no", "equal")
-    Traceback (most recent call last):
-    equipoise.errors.InputError: equal must be true or false, got 'no'
-    """
-    if not isinstance(value, bool):
-        raise InputError(f"{what} must be true or false, got {value!r}")
-    return value

@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.checks import count, several
+from equipoise.checks import count, flag, several
 from equipoise.data.cache import MappedArray, cached
 from equipoise.data.files import data_directory
 from equipoise.data.partition import Natural
 from equipoise.data.progress import progress
 from equipoise.data.source import Source
-from equipoise.errors import InputError, flag, unknown
+from equipoise.errors import InputError, unknown
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """How names of images end, in small or capital letters. Other files are ignored."""

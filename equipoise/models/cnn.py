@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from equipoise.checks import count, image, probability, several
-from equipoise.errors import InputError, flag
+from equipoise.checks import count, flag, image, probability, several
+from equipoise.errors import InputError
 from equipoise.models.base import Model
 
 

@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from equipoise.checks import image
-from equipoise.errors import InputError, flag, unknown
+from equipoise.checks import flag, image
+from equipoise.errors import InputError, unknown
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, digest_of

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.checks import count, image, probability
-from equipoise.errors import InputError, flag
+from equipoise.checks import count, flag, image, probability
+from equipoise.errors import InputError
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, plain_attention

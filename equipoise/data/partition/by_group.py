@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.checks import count, real
+from equipoise.checks import count, flag, real
 from equipoise.data.draws import generator
 from equipoise.data.partition.base import (
     Assignment,
@@ -19,7 +19,7 @@ from equipoise.data.partition.base import (
     require_samples,
 )
 from equipoise.data.source import Source
-from equipoise.errors import InputError, flag
+from equipoise.errors import InputError
 
 
 @dataclass(frozen=True)

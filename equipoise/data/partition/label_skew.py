@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.checks import count, real
+from equipoise.checks import count, flag, real
 from equipoise.data.partition.base import Assignment, Ints, cuts, fill_up, inside_groups, labels_of
 from equipoise.data.source import Source
-from equipoise.errors import InputError, flag
+from equipoise.errors import InputError
 
 
 @dataclass(frozen=True)
