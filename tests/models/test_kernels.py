@@ -301,6 +301,22 @@ def test_gradients_of_max_pool_can_be_differentiated():
         torch.testing.assert_close(own, other)
 
 
+def test_results_may_be_changed_in_place():
+    x, weight = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4).requires_grad_(), normal(CLIENTS, CHANNELS, seed=1)
+
+    def of_one_client(in_place):
+        def value(x, weight):
+            y, *_ = kernels.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
+            y = y.add_(x) if in_place else y + x
+            pooled = kernels.max_pool(y, (2, 2))
+            return (pooled.mul_(2) if in_place else pooled * 2).square().sum()
+
+        return value
+
+    changed, kept = (torch.autograd.grad(vmap(of_one_client(way))(x, weight).sum(), x)[0] for way in (True, False))
+    assert torch.equal(changed, kept)
+
+
 def test_kernels_work_where_these_tests_run():
     assert vmap(lambda x: x + kernels.work_on(x.device))(torch.zeros(2, device=DEVICE)).tolist() == [1, 1]
 
