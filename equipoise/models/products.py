@@ -1,9 +1,11 @@
-"""Matrix products with float32 accuracy from three TF32 products, for a GPU with tensor cores.
+"""Matrix products with float32 accuracy on tensor cores, which round their factors to TF32.
 
-A float32 number is split into a high and a low part, x = h + l, each of which TF32 represents: h is x
-rounded to 11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ h_x h_w + h_x l_w + l_x h_w,
-and the term left out, l_x l_w, is below 2⁻²² of the product. Side by side these are one product of
-``[h_x, h_x, l_x]`` and ``[h_w, l_w, h_w]``, whose sums are accumulated in float32.
+A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x rounded to
+11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x h_w; the term
+left out, l_x l_w, is below 2⁻²² of the product.
+
+Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small terms
+first, and these sums are added in float32 as usual.
 
 Only imported where Triton is installed: see ``equipoise.models.layers``.
 """
@@ -17,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLUMNS = 16, 128
+_SPLIT = {"ROWS": 16, "COLUMNS": 128}
+_TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -35,58 +38,96 @@ def _split(
     columns: tl.tensor,
     x_row: tl.tensor,
     x_column: tl.tensor,
-    LOW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the three parts of a tile: the low part to place LOW of three, the high part to the others."""
+    """Write the high part of a tile, and its low part behind all high parts."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0)
     high = _rounded(values)
-    low = _rounded(values - high)
-    to = parts + row * (3 * columns) + column
-    for part in tl.static_range(3):
-        tl.store(to + part * columns, low if part == LOW else high, mask=inside)
+    to = parts + row * columns + column
+    tl.store(to, high, mask=inside)
+    tl.store(to + rows.to(tl.int64) * columns, _rounded(values - high), mask=inside)
 
 
-def split(x: Tensor, *, low: int) -> Tensor:
-    """Return the high and low parts of a matrix side by side.
+@triton.jit
+def _multiply(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """Write a tile of x wᵀ + b. The weights are split: the high parts, then the low ones."""
+    across = tl.cdiv(columns, COLUMNS)
+    # Tiles next to each other read the same rows of x.
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    along = tl.arange(0, INNER)
+    left = x + row.to(tl.int64)[:, None] * inner + along[None, :]
+    right = weight + column[:, None] * inner + along[None, :]
+    low_parts = columns * inner
+    row_inside, column_inside = (row < rows)[:, None], (column < columns)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for done in range(0, inner, INNER):
+        ahead = (along < inner - done)[None, :]
+        values = tl.load(left + done, mask=row_inside & ahead, other=0.0)
+        w_high = tl.load(right + done, mask=column_inside & ahead, other=0.0)
+        w_low = tl.load(right + low_parts + done, mask=column_inside & ahead, other=0.0)
+        high = _rounded(values)
+        part = tl.dot(_rounded(values - high), tl.trans(w_high), input_precision="tf32")
+        part = tl.dot(high, tl.trans(w_low), part, input_precision="tf32")
+        total += tl.dot(high, tl.trans(w_high), part, input_precision="tf32")
+    inside = row_inside & (column < columns)[None, :]
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
+
+
+def split(x: Tensor) -> Tensor:
+    """Return the high and the low part of a matrix.
 
     Parameters
     ----------
     x : Tensor
         ``[rows, columns]``, float32, with any strides.
-    low : int
-        Which of the three places has the low part, 1 or 2. The others have the high part.
 
     Returns
     -------
     Tensor
-        ``[rows, 3 * columns]``, contiguous.
+        ``[2, rows, columns]``, contiguous.
     """
     rows, columns = x.shape
-    parts = x.new_empty(rows, 3 * columns)
-    grid = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
-    _split[grid](x, parts, rows, columns, *x.stride(), LOW=low, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    parts = x.new_empty(2, rows, columns)
+    grid = triton.cdiv(rows, _SPLIT["ROWS"]), triton.cdiv(columns, _SPLIT["COLUMNS"])
+    with torch.cuda.device_of(x):
+        _split[grid](x, parts, rows, columns, *x.stride(), **_SPLIT)
     return parts
 
 
 class SplitProduct(torch.autograd.Function):
-    """x wᵀ + b for a matrix w and a vector b that are never trained: the gradient towards x only."""
+    """x wᵀ + b for a matrix w and a vector b that are never trained: the gradient is that towards x only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[rows, inner]`` by the transpose of ``[columns, inner]``."""
         ctx.save_for_backward(weight)
-        left, right = split(x, low=2), split(weight, low=1).t()
-        settings = torch.backends.cuda.matmul
-        tf32, settings.allow_tf32 = settings.allow_tf32, True
-        try:
-            return left @ right if bias is None else torch.addmm(bias, left, right)
-        finally:
-            settings.allow_tf32 = tf32
+        (rows, inner), columns = x.shape, len(weight)
+        y = x.new_empty(rows, columns)
+        tiles = triton.cdiv(rows, _TILE["ROWS"]) * triton.cdiv(columns, _TILE["COLUMNS"])
+        with torch.cuda.device_of(x):
+            _multiply[(tiles,)](
+                x.contiguous(), split(weight), bias, y, rows, columns, inner, BIASED=bias is not None, **_TILE
+            )
+        return y
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:

@@ -42,20 +42,17 @@ def significant_bits(x):
 def test_the_parts_are_tf32_numbers_that_add_up(shape, transposed):
     x = normal(*shape)
     x = x.t() if transposed else x
-    high, low, again = products.split(x, low=1).chunk(3, dim=1)
-    assert torch.equal(high, again)
+    high, low = products.split(x)
     assert significant_bits(high) <= 11
     assert significant_bits(low) <= 11
     error = (high.double() + low.double() - x.double()).abs()
     assert (error <= 2.0**-22 * x.double().abs()).all()
-    first, second, third = products.split(x, low=2).chunk(3, dim=1)
-    assert torch.equal(torch.cat([first, third, second]), torch.cat([high, low, again]))
 
 
 def test_a_split_number_worked_out_by_hand():
     # 1 + 2⁻¹⁰ + 2⁻¹³ + 2⁻²³: the first two fit in 11 bits, 2⁻¹³ and 2⁻²³ in the low part's.
     x = torch.tensor([[1 + 2**-10 + 2**-13 + 2**-23]], device=DEVICE)
-    assert products.split(x, low=1).tolist() == [[1 + 2**-10, 2**-13 + 2**-23, 1 + 2**-10]]
+    assert products.split(x).tolist() == [[[1 + 2**-10]], [[2**-13 + 2**-23]]]
 
 
 def errors(rows, inner, columns):
@@ -82,17 +79,16 @@ def errors(rows, inner, columns):
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 4), (64, 384, 96)])
+@pytest.mark.parametrize("shape", [(3, 5, 4), (130, 70, 200), (64, 384, 96)])
 def test_products_and_gradients_have_float32_accuracy(shape):
     split, _ = errors(*shape)
     assert max(split) < 6e-7
 
 
 @needs_gpu
-def test_products_on_a_gpu_are_about_as_accurate_as_its_float32_products():
+def test_products_on_a_gpu_are_as_accurate_as_its_float32_products():
     split, ordinary = errors(4096, 384, 1536)
-    assert max(split) < 3 * max(ordinary)
-    assert not torch.backends.cuda.matmul.allow_tf32
+    assert max(split) < max(ordinary)
 
 
 def test_a_product_can_be_differentiated_twice():
