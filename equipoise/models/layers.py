@@ -319,20 +319,20 @@ class Linear(nn.Linear):
         return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _product(self, x: Tensor) -> Tensor:
-        # Three TF32 products are as accurate as one in float32, and tensor cores compute them in less time.
-        in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-        if (
-            self.constant
-            and in_float32
-            and x.dim() == 2
-            and not torch.backends.cuda.matmul.allow_tf32
-            and not transforms()
-        ):
-            products = _module_with_triton("products", x.device)
-            if products is not None:
-                made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
-                return made
-        return super().forward(x)
+        products = _split_products(x) if self.constant else None
+        if products is None:
+            return super().forward(x)
+        made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
+        return made
+
+
+def _split_products(x: Tensor) -> Any:
+    """Return the module of split products if they can serve a matrix and are faster than float32 products."""
+    in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+    if not in_float32 or x.dim() != 2 or torch.backends.cuda.matmul.allow_tf32 or transforms():
+        return None
+    products = _module_with_triton("products", x.device)
+    return products if products is not None and products.pay_on(x.device) else None
 
 
 class Convolution(nn.Conv2d):

@@ -12,6 +12,7 @@ Only imported where Triton is installed: see ``equipoise.models.layers``.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,26 @@ import triton.language as tl
 from torch import Tensor
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
-_TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8, "num_stages": 3}
+_TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
+# The parts of x and w that are on their way from memory while others are multiplied, in bytes.
+_STAGE = 4 * _TILE["INNER"] * (_TILE["ROWS"] + 2 * _TILE["COLUMNS"])
+# Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200, B200. On others, such
+# as cards for games, three TF32 products take longer than one in float32.
+_FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
+
+
+@cache
+def pay_on(device: torch.device) -> bool:
+    """Say whether split products are faster than float32 products on a device."""
+    return torch.cuda.get_device_capability(device) in _FAST_TF32
+
+
+@cache
+def _stages(device: torch.device) -> int:
+    """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
+    if device.type != "cuda":  # Triton's interpreter.
+        return 1
+    return max(1, min(4, torch.cuda.get_device_properties(device).shared_memory_per_block_optin // _STAGE))
 
 
 @triton.jit
@@ -30,7 +50,7 @@ def _rounded(x: tl.tensor) -> tl.tensor:
     return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _split(
     x: tl.tensor,
     parts: tl.tensor,
@@ -125,7 +145,16 @@ class SplitProduct(torch.autograd.Function):
         tiles = triton.cdiv(rows, _TILE["ROWS"]) * triton.cdiv(columns, _TILE["COLUMNS"])
         with torch.cuda.device_of(x):
             _multiply[(tiles,)](
-                x.contiguous(), split(weight), bias, y, rows, columns, inner, BIASED=bias is not None, **_TILE
+                x.contiguous(),
+                split(weight),
+                bias,
+                y,
+                rows,
+                columns,
+                inner,
+                BIASED=bias is not None,
+                num_stages=_stages(x.device),
+                **_TILE,
             )
         return y
 
