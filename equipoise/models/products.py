@@ -40,7 +40,10 @@ def _stages(device: torch.device) -> int:
     """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
     if device.type != "cuda":  # Triton's interpreter.
         return 1
-    return max(1, min(4, torch.cuda.get_device_properties(device).shared_memory_per_block_optin // _STAGE))
+    found = torch.cuda.get_device_properties(device)
+    # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
+    memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return max(1, min(4, memory // _STAGE))
 
 
 @triton.jit
