@@ -1,9 +1,11 @@
-"""Sums, means and covariances over the samples of a batch, padding left out."""
+"""Sums, means and covariances over the samples of a batch, and distances made of them, padding left out."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from equipoise.errors import unknown
 
 
 def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -66,6 +68,60 @@ def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
     kept = values.new_ones(len(values)) if mask is None else mask.to(values.dtype)
     centred = (values - masked_mean(values, mask)) * kept.unsqueeze(1)
     return centred.T @ centred / (kept.sum() - 1).clamp(min=1)
+
+
+CORAL_FORMS = ("domainbed", "deepcoral")
+
+
+def coral(
+    rows: Tensor,
+    others: Tensor,
+    mask: Tensor | None = None,
+    others_mask: Tensor | None = None,
+    *,
+    form: str = "domainbed",
+) -> Tensor:
+    """Return the CORAL distance between two batches: how much their second moments, and perhaps their means, differ.
+
+    With μ the mean and C the unbiased covariance of a batch of vectors of length d, the forms are
+
+    - ``domainbed``, as in DomainBed: mean((μ₁ − μ₂)²) + mean((C₁ − C₂)²), means over the d and d² entries;
+    - ``deepcoral``, as Sun and Saenko (2016) define it: ‖C₁ − C₂‖²_F / (4 d²).
+
+    Both are zero for equal batches. The covariance of a single sample is zero, so of two single samples the first form
+    compares the means alone, and the second form is zero.
+
+    Parameters
+    ----------
+    rows, others : Tensor
+        ``[samples, d]``; they may differ in the number of samples.
+    mask, others_mask : Tensor or None
+        As in :func:`masked_sum`.
+    form : {"domainbed", "deepcoral"}
+        Which of the two.
+
+    Returns
+    -------
+    Tensor
+        One number.
+
+    Raises
+    ------
+    InputError
+        If there is no such form.
+
+    Examples
+    --------
+    >>> rows, others = torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [4.0]])
+    >>> coral(rows, others), coral(rows, others, form="deepcoral")
+    (tensor(37.), tensor(9.))
+    """
+    if form not in CORAL_FORMS:
+        raise unknown("form", form, CORAL_FORMS, where="coral")
+    spread = (masked_covariance(rows, mask) - masked_covariance(others, others_mask)).square().mean()
+    if form == "deepcoral":
+        return spread / 4
+    return (masked_mean(rows, mask) - masked_mean(others, others_mask)).square().mean() + spread
 
 
 def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None) -> Tensor:
