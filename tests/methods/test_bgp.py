@@ -137,7 +137,9 @@ def test_an_epoch_is_as_many_pairs_as_there_are_batches():
 
 
 @CHUNKS
-@pytest.mark.parametrize("optimizer", [Sgd(lr=0.1), Sgd(lr=0.1, momentum=0.9), Adam(lr=0.01)], ids=["sgd", "momentum", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [Sgd(lr=0.1), Sgd(lr=0.1, momentum=0.9), Adam(lr=0.01)], ids=["sgd", "momentum", "adam"]
+)
 def test_without_alignment_it_is_plain_training_on_twice_the_batches(optimizer, chunk):
     how = {"chunk": chunk, "optimizer": optimizer}
     found = played(build("bgp", align=0.0), normalised(), epochs=2, **how)
@@ -202,9 +204,7 @@ def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
 
         stepped = w - eta * gradient(w, x[:half], y[:half])
         wanted = w - eta * gradient(stepped, x[half:], y[half:])
-        torch.testing.assert_close(
-            found.updates[round_].params["head.weight"][client, 0], wanted, rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(found.updates[round_].params["head.weight"][client, 0], wanted, rtol=0, atol=1e-12)
 
 
 # ---- what is aligned -------------------------------------------------------------------------------------------------
@@ -266,9 +266,7 @@ def test_a_received_model_as_it_is_costs_nothing():
 def digits(seed):
     """Four clients, each with a style of its own."""
     partition = {"name": "group", "imbalance": 1, "clients_per_group": [1] * 5}
-    return load(
-        "digits", imbalance=1, partition=partition, splits=(0.6, 0.4, 0.0), leave_out="textured", seed=seed
-    )
+    return load("digits", imbalance=1, partition=partition, splits=(0.6, 0.4, 0.0), leave_out="textured", seed=seed)
 
 
 def on_digits(method, seed, epochs, rounds=8):

@@ -59,7 +59,9 @@ def test_a_client_alone_and_one_that_did_not_move():
 
 def test_weights_by_hand():
     prior = numbers(0.5, 0.25, 0.25)
-    assert agreement_weights(prior, numbers(0.2, 0.6, 0.4)).tolist() == pytest.approx([0.1 / 0.35, 0.15 / 0.35, 0.1 / 0.35])
+    assert agreement_weights(prior, numbers(0.2, 0.6, 0.4)).tolist() == pytest.approx(
+        [0.1 / 0.35, 0.15 / 0.35, 0.1 / 0.35]
+    )
     # The smallest is −0.1, so the cosines become 0.301, 0.001 and 0.201.
     shifted = np.array([0.5 * 0.301, 0.25 * 0.001, 0.25 * 0.201])
     found = agreement_weights(prior, numbers(0.2, -0.1, 0.1))
@@ -80,10 +82,7 @@ def test_a_round_by_hand(server_lr):
     found = played(build("grace", server_lr=server_lr), normalised(), [EVERYONE])
     before, after, sent = found.states[0].model, found.model, found.updates[0]
     gradients = np.stack(
-        [
-            np.concatenate([(before[n] - rows[k]).numpy().ravel() for n, rows in sent.params.items()])
-            for k in EVERYONE
-        ]
+        [np.concatenate([(before[n] - rows[k]).numpy().ravel() for n, rows in sent.params.items()]) for k in EVERYONE]
     )
     cosines = [
         np.mean([g @ h / np.linalg.norm(g) / np.linalg.norm(h) for j, h in enumerate(gradients) if j != k])
