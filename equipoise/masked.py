@@ -65,9 +65,17 @@ def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
     tensor([[2., 2.],
             [2., 2.]])
     """
-    kept = values.new_ones(len(values)) if mask is None else mask.to(values.dtype)
-    centred = (values - masked_mean(values, mask)) * kept.unsqueeze(1)
-    return centred.T @ centred / (kept.sum() - 1).clamp(min=1)
+    return _mean_and_covariance(values, mask)[1]
+
+
+def _mean_and_covariance(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    mean = masked_mean(values, mask)
+    centred = values - mean
+    if mask is None:
+        return mean, centred.T @ centred / max(1, len(values) - 1)
+    kept = mask.to(values.dtype)
+    centred = centred * kept.unsqueeze(1)
+    return mean, centred.T @ centred / (kept.sum() - 1).clamp(min=1)
 
 
 CORAL_FORMS = ("domainbed", "deepcoral")
@@ -118,10 +126,9 @@ def coral(
     """
     if form not in CORAL_FORMS:
         raise unknown("form", form, CORAL_FORMS, where="coral")
-    spread = (masked_covariance(rows, mask) - masked_covariance(others, others_mask)).square().mean()
-    if form == "deepcoral":
-        return spread / 4
-    return (masked_mean(rows, mask) - masked_mean(others, others_mask)).square().mean() + spread
+    moments = _mean_and_covariance(rows, mask), _mean_and_covariance(others, others_mask)
+    means, covariances = ((one - other).square().mean() for one, other in zip(*moments, strict=True))
+    return means + covariances if form == "domainbed" else covariances / 4
 
 
 def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None) -> Tensor:
