@@ -176,16 +176,17 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                how = {
-                    "epochs": phase.epochs or training.epochs,
-                    "steps": phase.steps or (None if phase.epochs else training.steps),
-                    "a_step": phase.gradient.batches,
-                }
-                batches.append(
-                    self._draw(
-                        self.ids[members], index, batch_size=training.batch_size, shuffle=training.shuffle, **how
-                    )
+                steps = phase.steps or (None if phase.epochs else training.steps)
+                drawn = self._draw(
+                    self.ids[members],
+                    index,
+                    batch_size=training.batch_size,
+                    epochs=(phase.epochs or training.epochs) * phase.turns,
+                    steps=None if steps is None else steps * phase.turns,
+                    shuffle=training.shuffle,
+                    a_step=1 if phase.batch == "split" else phase.gradient.batches,
                 )
+                batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
             optimizer = self._optimizer(phase)
             lr: Column = optimizer.lr * training.schedule.factor(self.round, training.rounds)
             if "step_factor" in chunk.each:

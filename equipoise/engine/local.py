@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +31,7 @@ from equipoise.engine.replay import Replay
 from equipoise.engine.stack import first_rows, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
-from equipoise.method import LocalRule, Phase, Value
+from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
@@ -164,7 +165,8 @@ class PhaseRun:
             self._advance(inputs, step + 1)
         else:
             moves = None if self._frozen is None else self._frozen.moves
-            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves)
+            turn = step % self.phase.turns
+            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves, turn)
             self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
 
     def _inputs(self, step: int, active: int) -> StepInput:
@@ -185,8 +187,12 @@ class PhaseRun:
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
-        values = [self._value(batch, recorded) for batch in each_batch]
-        losses, gradients = self.phase.gradient(values, self._moving_rows)
+        losses_used = self.phase.losses_in(count - 1)
+        values = [self._value(batch, loss, recorded) for batch, loss in zip(each_batch, losses_used, strict=True)]
+        gradient = self.phase.gradient
+        if isinstance(gradient, FollowsRate):
+            gradient = gradient.at_rate(self._lr)
+        losses, gradients = gradient(values, self._moving_rows)
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
@@ -196,7 +202,7 @@ class PhaseRun:
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
             self.losses[:active] += losses.double() * samples
 
-    def _value(self, batch: StepInput, recorded: Tree) -> Value:
+    def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
         """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
         active = self._active
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
@@ -205,7 +211,8 @@ class PhaseRun:
         x, y, where, key = (first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
         mask = None if batch.mask is None else first_rows(batch.mask, active)
         across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
-        of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
+        of_one_client = partial(self._of_one_client, loss)
+        of_all = of_one_client if active == 1 else vmap(of_one_client, in_dims=across)
 
         def value(moving: list[Tensor]) -> Tensor:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
@@ -219,6 +226,7 @@ class PhaseRun:
 
     def _of_one_client(
         self,
+        loss: Loss,
         moving: list[Tensor],
         fixed: Tree,
         x: Tensor,
@@ -245,10 +253,10 @@ class PhaseRun:
             moving=self.moving,
         )
         recorded: Tree = {}
-        values = self.phase.loss(client.recording(recorded))
+        values = loss(client.recording(recorded))
         if values.shape != y.shape[:1]:
             raise InputError(
-                f"the loss {getattr(self.phase.loss, '__qualname__', self.phase.loss)} returned values of shape "
+                f"the loss {getattr(loss, '__qualname__', loss)} returned values of shape "
                 f"{tuple(values.shape)} for {len(y)} samples; valid: one value a sample, of shape ({len(y)},), so that "
                 "padding can be left out"
             )

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
-from equipoise.models.base import Model
+from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
 from equipoise.tree import Tree, digest, in_parts
@@ -107,6 +107,11 @@ def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> 
     while not (parameters := list(owners[path].parameters())) and path:
         path = path.rpartition(".")[0]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+_ALIGNED_ROWS = ("samples", "classes")
+# Stands for all parts of a model together.
+_EVERY_PART = "*"
 
 
 class Pass(NamedTuple):
@@ -284,11 +289,42 @@ class Network:
         buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
         return Pass(output.to(self.dtype), z, buffers)
 
+    def aligned(self, params: Mapping[str, Tensor], z: Tensor, forward: Forward) -> Tensor:
+        """Return what the model says is to be aligned; see :meth:`equipoise.models.base.Model.aligned`.
+
+        Parameters
+        ----------
+        params : mapping of str to Tensor
+            Every parameter and buffer; other names are ignored.
+        z : Tensor
+            What the features made of a batch.
+        forward : Forward
+            What the layers must know.
+
+        Returns
+        -------
+        Tensor
+            ``[rows, d]``.
+        """
+        self._filled(params, _EVERY_PART)
+        with forward_pass(forward), self._arithmetic():
+            rows: Tensor = getattr(self.module, "aligned", pooled)(z)
+        return rows.to(self.dtype)
+
+    @property
+    def aligns_samples(self) -> bool:
+        """Whether the rows of :meth:`aligned` are the samples of the batch."""
+        rows = getattr(self.module, "aligned_rows", "samples")
+        if rows not in _ALIGNED_ROWS:
+            raise unknown("aligned_rows", rows, _ALIGNED_ROWS, where=f"model {type(self.module).__name__}")
+        return bool(rows == "samples")
+
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
             parts = ("features", "head") if part is None and self.composed else (part,)
-            chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]
+            every = parts == (None,) or part == _EVERY_PART
+            chosen = [slot for slot in self._slots if every or slot.part in parts]
             self._slots_of_part[part] = chosen
         try:
             for slot in self._slots_of_part[part]:

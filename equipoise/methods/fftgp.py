@@ -1,4 +1,4 @@
-"""FFT-GP's server (FITEE 2024): weights under which all clients' generalization gaps are equal."""
+"""FFT-GP (FITEE 2024): weights under which all clients' generalization gaps are equal, and clients that train by BGP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from equipoise.checks import count, real
 from equipoise.method import Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
+from equipoise.methods.bgp import BalancedTraining
 from equipoise.methods.ga import GeneralizationAdjustment, generalization_adjustment
 
 
@@ -38,9 +39,9 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         super().__post_init__()
-        count(self.every, "faa.every")
+        count(self.every, f"{self.name}.every")
         if self.slope_limit is not None:
-            real(self.slope_limit, "faa.slope_limit")
+            real(self.slope_limit, f"{self.name}.slope_limit")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Measure gaps under two sets of weights, and solve for those that equalise them."""
@@ -58,6 +59,25 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         measured = cohort.evaluate({**state.model, **mix(updates, weights)}, "val")
         metric = cohort.score if self.metric == "score" else "loss"
         return self.gap(measured[metric], updates.reports[self.needs[1]], cohort)
+
+
+@register("fftgp", paper="FFT-GP, FITEE 2024", sees=Sees.SCALARS)
+@dataclass(frozen=True)
+class FFTGP(BalancedTraining, FairnessAwareAggregation):
+    """Let clients train by BGP (algorithm 2), and average their models with the weights of FAA (algorithm 1).
+
+    Parameters
+    ----------
+    align, alignment, restore, meta
+        As in BGP.
+    step, decay, centred, metric, every, slope_limit
+        As in FAA.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse what either part refuses."""
+        BalancedTraining.__post_init__(self)
+        FairnessAwareAggregation.__post_init__(self)
 
 
 def slopes(a: Tensor, gap: Tensor, nudged: Tensor, nudged_gap: Tensor, limit: float | None = None) -> Tensor:

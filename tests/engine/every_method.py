@@ -25,7 +25,7 @@ SETTINGS = {
 # What is not the name of a method itself.
 VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
-OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
+OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
 # FedBN is for models with BatchNorm that keeps statistics.
 PAIRS = [
     (method, what)
