@@ -252,6 +252,17 @@ def test_rows_of_no_known_kind_are_refused():
         played("bgp", module, [[0]])
 
 
+@pytest.mark.parametrize("rows", [lambda z: z.unsqueeze(2), lambda z: z[:1]], ids=["maps", "one row"])
+def test_rows_that_are_not_one_vector_a_sample_are_refused(rows):
+    class Odd(Model):
+        def aligned(self, z):
+            return rows(z)
+
+    small = mlp()
+    with pytest.raises(InputError, match=r"aligned of Odd returned a tensor of shape .* for 3 samples"):
+        played("bgp", Odd(small.features, small.head), [[0]])
+
+
 def test_a_received_model_as_it_is_costs_nothing():
     """Without dropout and BatchNorm the first aligned step of a round starts at a distance of zero."""
     how = {"steps": 1, "optimizer": Sgd(lr=0.1)}
