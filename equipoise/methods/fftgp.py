@@ -28,7 +28,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
     step, decay, centred, metric
         As in GA, which makes a′.
     every : int
-        Ask in every n-th round, and let GA adjust the weights in the rounds between, which costs no message (table 15).
+        Ask in the last of every n rounds, and let GA adjust the weights in the others, which costs no message (table 15).
     slope_limit : float, optional
         The largest K; by default there is none.
     """
@@ -45,7 +45,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Measure gaps under two sets of weights, and solve for those that equalise them."""
-        if state.round % self.every:
+        if (state.round + 1) % self.every:
             return super().combine(state, updates, cohort)
         a = self.weights(state, cohort)
         gap = self._measured(state, updates, cohort, a)

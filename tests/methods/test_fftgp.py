@@ -104,7 +104,7 @@ def test_rounds_by_hand(every):
             mixed = sum(s * trained[k] for s, k in zip(weights, cohort, strict=True))
             return np.array([loss(world, k, mixed, "val") for k in cohort]) - mine
 
-        if (number - 1) % every == 0:
+        if number % every == 0:
             gap = gaps(share)
             nudged = adjusted_by_hand(share, gap, 0.1)
             slope = np.maximum((nudged - share) / (gap - gaps(nudged)), 0)
