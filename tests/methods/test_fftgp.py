@@ -90,7 +90,7 @@ def test_always_on_the_simplex(clients):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_rounds_by_hand(every):
-    """Gaps are measured in rounds 1, 1 + n, ...; between, GA adjusts the weights by those of the round before."""
+    """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the round before."""
     world = regression()
     played = play(build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING)
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
@@ -113,7 +113,8 @@ def test_rounds_by_hand(every):
         else:
             known = took_part[here] == number - 1
             before = np.array([loss(world, k, w, "val") for k in cohort])
-            share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
+            if known.any():
+                share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
         a[here] = share * a[here].sum()
         own[here], took_part[here] = mine, number
         w = sum(s * trained[k] for s, k in zip(share, cohort, strict=True))
