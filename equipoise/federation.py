@@ -148,6 +148,8 @@ class Federation:
         What to call this federation in tables and messages.
     client_names : tuple of str, optional
         Names of the clients.
+    class_names : tuple of str, optional
+        Names of the classes, for models that read them.
 
     Examples
     --------
@@ -169,6 +171,7 @@ class Federation:
     classes: int | None = None
     name: str = "custom"
     client_names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check everything that a run depends on."""
@@ -196,6 +199,7 @@ class Federation:
         task: str = "classification",
         seed: int = 0,
         name: str = "custom",
+        class_names: Sequence[str] | None = None,
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
@@ -224,6 +228,8 @@ class Federation:
             Decides which samples go to which split.
         name : str
             What to call this federation.
+        class_names : sequence of str, optional
+            Names of the classes.
 
         Returns
         -------
@@ -262,6 +268,7 @@ class Federation:
             classes=classes,
             name=name,
             client_names=names,
+            class_names=None if class_names is None else tuple(class_names),
         )
 
     @classmethod
@@ -522,6 +529,8 @@ class Federation:
         if len(wrong):
             sample = int(wrong[0])
             raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
+        if self.class_names is not None and len(self.class_names) != classes:
+            raise InputError(f"class_names must be {classes} names, one a class, not {_few(self.class_names)}")
 
     def _check_finite(self, values: Tensor | Samples, name: str) -> None:
         if not values.dtype.is_floating_point:
