@@ -182,6 +182,7 @@ class Federation:
             raise unknown("task", self.task, TASKS)
         self._check_samples()
         self._check_targets()
+        self._check_class_names()
         self._check_clients()
         self._check_splits()
 
@@ -268,7 +269,7 @@ class Federation:
             classes=classes,
             name=name,
             client_names=names,
-            class_names=None if class_names is None else tuple(class_names),
+            class_names=class_names,  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -529,8 +530,16 @@ class Federation:
         if len(wrong):
             sample = int(wrong[0])
             raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
-        if self.class_names is not None and len(self.class_names) != classes:
-            raise InputError(f"class_names must be {classes} names, one a class, not {_few(self.class_names)}")
+
+    def _check_class_names(self) -> None:
+        names = self.class_names
+        if names is None:
+            return
+        if self.classes is None:
+            raise InputError(f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out")
+        if isinstance(names, str) or len(names) != self.classes or not all(isinstance(name, str) for name in names):
+            raise InputError(f"class_names must be {self.classes} names, one a class, not {names!r}")
+        object.__setattr__(self, "class_names", tuple(names))
 
     def _check_finite(self, values: Tensor | Samples, name: str) -> None:
         if not values.dtype.is_floating_point:

@@ -357,11 +357,11 @@ class Network:
         before = self._random_states()
         try:
             seen = self._encode_counted(x) if self.encoded else x
-            with self._counting() as together:
-                output = self.apply(params, seen, Forward(train=False)).output
+            output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self.task.loss(output, y)
-            self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
+            with self._counting() as together:
+                self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
             drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
             changed = [
                 name

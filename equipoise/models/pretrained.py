@@ -352,7 +352,9 @@ class _Source:
         """Load the tokenizer that lies beside the weights."""
         library = _library(f"source {self.name!r} of {self.user}")
         folder = Path(self.place)
-        valid = "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
+        valid = (
+            "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
+        )
         if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
             raise InputError(f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}")
         with _quiet(library):

@@ -114,7 +114,7 @@ def vitprompts(
     ['features.prompts', 'head.weight', 'head.bias']
     """
     number = count(prompts, "prompts of model 'vitprompts'")
-    small = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
+    small: dict[str, Any] = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
     tower = tokens_of(source, shape, fused=flag(fused, "fused of model 'vitprompts'"), **small)
     return Model(Prompted(tower.encoder, number, tower.width), nn.Linear(tower.width, classes), stem=tower.stem)
 

@@ -237,9 +237,7 @@ def diverged(number: int, what: str, client: int, federation: Federation, saved_
     )
 
 
-def _gaps(
-    updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]
-) -> Mapping[int, float]:
+def _gaps(updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
     local = updates.reports.get("val_loss_after") if updates else None
     if local is None or cohort is None:
         return {}
