@@ -22,9 +22,9 @@ class FedCLIP(LocalRule):
     The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss instead: with s_ij the
     score of image i and the prompt of image j's class, a batch of n images has the loss
 
-        Σ_i (− log softmax_j(s_ij)_i − log softmax_i(s_ij)_j at j = i) / 2n,
+        − 1/(2n) Σ_i [ log(exp s_ii / Σ_j exp s_ij) + log(exp s_ii / Σ_j exp s_ji) ],
 
-    in which other images of the same class count as wrong answers. The authors average clients alike
+    in which other images of the same class count as wrong answers. The authors weight all clients equally
     (``weights: uniform``).
 
     Parameters
