@@ -125,13 +125,9 @@ class Trainer:
         if self.view is not federation and evaluation.fine_tune:
             raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
         self._register()
+        self._refuse_to_train_nothing()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
         self.state = State(0, self.engine.network.initial())
-        if training.rounds and not self.state.model:
-            raise InputError(
-                f"the model has no parameter that can be trained, but training.rounds is "
-                f"{training.rounds}; valid: rounds of 0, which evaluates it, or another model"
-            )
         # A mask may hold −∞ from the start; only what training has made so is a fault.
         self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
@@ -148,6 +144,16 @@ class Trainer:
         pooled = self.view is not self.federation
         self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
         self._train_sizes = self.view.split("train").sizes[registered]
+
+    def _refuse_to_train_nothing(self) -> None:
+        local = self.method.local
+        trains = self.training.rounds or local.keeps or local.adapt() or self.evaluation.fine_tune
+        if trains and not self.engine.network.initial():
+            raise InputError(
+                "the model has no parameter that can be trained, so it can only be evaluated: with training.rounds of 0 "
+                f"and a method without personal models, such as fedavg; got {self.training.rounds} rounds of "
+                f"{self.method.name!r}"
+            )
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 

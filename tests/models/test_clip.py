@@ -124,9 +124,7 @@ def test_the_residual_adapter_adds_a_part_of_what_it_makes(folder):
         f = model.stem(x)
         first, second = model.features.layers[0], model.features.layers[2]
         made_of_it = ((f @ first.weight.T).clamp(min=0) @ second.weight.T).clamp(min=0)
-        torch.testing.assert_close(
-            model(x), scores_by_hand(folder, 0.3 * made_of_it + 0.7 * f), rtol=1e-9, atol=1e-9
-        )
+        torch.testing.assert_close(model(x), scores_by_hand(folder, 0.3 * made_of_it + 0.7 * f), rtol=1e-9, atol=1e-9)
     nothing = made("clipadapter", folder, adapter="residual", ratio=0.0).double()
     torch.testing.assert_close(nothing(x), made("clip", folder).double()(x), rtol=1e-12, atol=1e-12)
 
@@ -348,7 +346,11 @@ def test_defaults():
     ("name", "options", "message"),
     [
         ("clip", {"class_names": None}, "model 'clip' needs the names of the 3 classes, and the data do not say them"),
-        ("clipprompts", {"class_names": ("a", "b")}, r"class_names of model 'clipprompts' must be 3 names.* \['a', 'b'\]"),
+        (
+            "clipprompts",
+            {"class_names": ("a", "b")},
+            r"class_names of model 'clipprompts' must be 3 names.* \['a', 'b'\]",
+        ),
         ("clipadapter", {"class_names": "abc"}, "class_names of model 'clipadapter' must be a list, got 'abc'"),
         ("clipadapter", {"class_names": ("a", 1, "b")}, "each of class_names .* must be a name, got 1"),
         ("clip", {"template": "a picture"}, "template of model 'clip' must be text with one {} .* got 'a picture'"),
@@ -357,8 +359,16 @@ def test_defaults():
         ("clipadapter", {"width_factor": 0.01}, "width_factor=0.01 times 6, rounded, .* at least 1"),
         ("clipadapter", {"adapter": "residual", "ratio": 1.5}, "ratio of model 'clipadapter' must be a number from 0"),
         ("clipprompts", {"context": 0}, "context of model 'clipprompts' must be a whole number of at least 1"),
-        ("clipprompts", {"context": 25}, "the prompt 'big dog.' .* has 9 tokens and 25 vectors of context, .* at most 32"),
-        ("clip", {"template": "a most unusual picture of a {}"}, "the prompt 'a most unusual picture of a .* at most 32"),
+        (
+            "clipprompts",
+            {"context": 25},
+            "the prompt 'big dog.' .* has 9 tokens and 25 vectors of context, .* at most 32",
+        ),
+        (
+            "clip",
+            {"template": "a most unusual picture of a {}"},
+            "the prompt 'a most unusual picture of a .* at most 32",
+        ),
         ("clip", {"depth": 3}, "depth=3 of model 'clip' has no meaning beside source="),
         ("clip", {"fused": "no"}, "fused of model 'clip' must be true or false"),
     ],
@@ -370,7 +380,9 @@ def test_options_that_cannot_be_carried_out_are_refused(folder, name, options, m
 
 def test_a_source_without_a_tokenizer_is_named(tmp_path):
     source = write_clip(tmp_path / "no-words", tokenizer=False)
-    with pytest.raises(InputError, match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json"):
+    with pytest.raises(
+        InputError, match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json"
+    ):
         made("clip", source)
 
 

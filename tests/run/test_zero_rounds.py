@@ -11,6 +11,7 @@ from torch import nn
 
 from equipoise import Evaluation, Federation, Machine, load, train
 from equipoise.config import load_experiment
+from equipoise.engine.settings import FineTune
 from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.models.base import Model
@@ -125,8 +126,15 @@ def test_from_an_experiment(tmp_path):
 
 @pytest.mark.parametrize("model", [SMALL, Model(nn.Flatten(), nn.Linear(768, 3).requires_grad_(False))])
 def test_a_model_without_trained_parameters_cannot_be_trained(model):
-    with pytest.raises(InputError, match="no parameter that can be trained, but training.rounds is 2; valid: rounds of 0"):
-        train(pictures(), model=model, rounds=2)
+    for method, options in (
+        ("fedavg", {"rounds": 2}),
+        ("ditto", {"rounds": 0}),
+        ("perfedavg", {"rounds": 0}),
+        ("fedavg", {"rounds": 0, "evaluation": Evaluation(fine_tune=FineTune())}),
+    ):
+        got = f"got {options['rounds']} rounds of '{method}'"
+        with pytest.raises(InputError, match=f"no parameter that can be trained, .* training.rounds of 0 .* {got}"):
+            train(pictures(), model=model, method=method, **options)
     assert train(pictures(), model=model, rounds=0).summary["results"]["global"]["seen"]["mean"] >= 0
 
 
