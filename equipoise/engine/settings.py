@@ -74,7 +74,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        count(self.rounds, "training.rounds", least=0)
+        object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
         _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
