@@ -360,6 +360,7 @@ class Network:
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self.task.loss(output, y)
+            # Not in the first call: counting adds hooks, and ``composed`` is determined there.
             with self._counting() as together:
                 self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
             drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
