@@ -148,6 +148,8 @@ class Federation:
         What to call this federation in tables and messages.
     client_names : tuple of str, optional
         Names of the clients.
+    class_names : tuple of str, optional
+        Names of the classes, for models that read them.
 
     Examples
     --------
@@ -169,6 +171,7 @@ class Federation:
     classes: int | None = None
     name: str = "custom"
     client_names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check everything that a run depends on."""
@@ -179,6 +182,7 @@ class Federation:
             raise unknown("task", self.task, TASKS)
         self._check_samples()
         self._check_targets()
+        self._check_class_names()
         self._check_clients()
         self._check_splits()
 
@@ -196,6 +200,7 @@ class Federation:
         task: str = "classification",
         seed: int = 0,
         name: str = "custom",
+        class_names: Sequence[str] | None = None,
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
@@ -224,6 +229,8 @@ class Federation:
             Decides which samples go to which split.
         name : str
             What to call this federation.
+        class_names : sequence of str, optional
+            Names of the classes.
 
         Returns
         -------
@@ -262,6 +269,7 @@ class Federation:
             classes=classes,
             name=name,
             client_names=names,
+            class_names=class_names,  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -522,6 +530,16 @@ class Federation:
         if len(wrong):
             sample = int(wrong[0])
             raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
+
+    def _check_class_names(self) -> None:
+        names = self.class_names
+        if names is None:
+            return
+        if self.classes is None:
+            raise InputError(f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out")
+        if isinstance(names, str) or len(names) != self.classes or not all(isinstance(name, str) for name in names):
+            raise InputError(f"class_names must be {self.classes} names, one a class, not {names!r}")
+        object.__setattr__(self, "class_names", tuple(names))
 
     def _check_finite(self, values: Tensor | Samples, name: str) -> None:
         if not values.dtype.is_floating_point:

@@ -346,5 +346,5 @@ class Schedule:
             passed = [factor for start, factor in zip(self.at, self.factors, strict=True) if round_ >= start]
             return passed[-1] if passed else 1.0
         if self.kind == "cosine":
-            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / rounds)) / 2
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / max(1, rounds))) / 2
         return 1.0

@@ -144,6 +144,16 @@ def test_nothing_evaluated(call):
     assert "\nnothing was evaluated (evaluation.every is 0)\n" in stdout
 
 
+def test_zero_shot(call):
+    code, stdout, _ = call("run", "--model", "clip", "--rounds", 0, "--out", "zero")
+    assert code == 0
+    assert "fedavg on digits, seed 0, round 0 of 0 (the last)" in stdout
+    assert "0 B sent by clients" in stdout
+    code, _, stderr = call("run", "--model", "clip", "--rounds", 1)
+    assert code == 2
+    assert "no parameter that can be trained" in stderr
+
+
 def test_nobody_has_test_data(call):
     code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[0.8,0.2,0]")
     assert code == 0
@@ -193,7 +203,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
             ["--set", "training.rounds"],
             "--set 'training.rounds' is not of the form key=value, such as training.rounds=20\n",
         ),
-        (["--rounds", "0"], "--rounds: training.rounds must be a whole number of at least 1, got 0\n"),
+        (["--rounds", "-1"], "--rounds: training.rounds must be a whole number of at least 0, got -1\n"),
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],

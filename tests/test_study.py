@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from equipoise.cli import main
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
+from tests.tiny_clip import write_clip
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
 STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
@@ -371,6 +373,27 @@ def test_a_directory_of_another_experiment_is_refused_before_anything_runs(tmp_p
     assert (seen, snapshot(tmp_path)) == ([], before)
     outcomes(study_from({**changed, "settings": {"other": {}}}), tmp_path)
     assert (tmp_path / "other" / "fedavg" / "seed1" / "summary.json").exists()
+
+
+def test_names_of_classes_that_come_from_the_data_are_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "images"
+    for seed, place in enumerate(("photo/cat", "photo/dog", "art/cat", "art/dog")):
+        (root / place).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (16, 16), (40 * seed, 40 * number, 0)).save(root / place / f"{number}.png")
+    clip = {"name": "clip", "source": write_clip(tmp_path / "clip", longest=32)}
+    data = {"name": "imagefolder", "root": str(root), "size": 16}
+    study = {"base": {"data": data, "model": clip, "training": {"rounds": 0}}, "methods": ["fedavg"], "seeds": [0]}
+    outcomes(study_from(study), tmp_path / "runs")
+    config = yaml.safe_load((tmp_path / "runs" / "base" / "fedavg" / "seed0" / "config.yaml").read_text())
+    assert config["model"]["class_names"] == ["cat", "dog"]
+    before = snapshot(tmp_path / "runs" / "base")
+    outcomes(study_from(study), tmp_path / "runs")
+    assert snapshot(tmp_path / "runs" / "base") == before
+    study["base"]["model"] = {**clip, "class_names": ["cat", "mouse"]}
+    with pytest.raises(InputError, match="another experiment: model.class_names is .'cat', 'dog'. there and "):
+        study_from(study).run(tmp_path / "runs")
 
 
 def test_a_part_that_only_one_of_two_experiments_has_is_a_difference(tmp_path):
@@ -822,7 +845,7 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["fedavg"]}))
     assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md")[0] == 0
-    before = snapshot(tmp_path / "runs"), Path("s.md").read_text()
+    before = snapshot(tmp_path / "runs" / "base"), Path("s.md").read_text()
     message = (
         "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and 1 here; "
         "choose another directory with --out\n"

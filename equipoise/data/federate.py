@@ -68,6 +68,7 @@ def federate(
         classes=source.classes,
         name=source.name,
         client_names=assignment.names,
+        class_names=source.class_names,
     )
 
 

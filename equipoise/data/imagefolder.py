@@ -115,6 +115,7 @@ def imagefolder(
         groups=groups,
         group_names=group_names,
         ids=np.array(group_names)[groups],
+        class_names=class_names,
     )
 
 

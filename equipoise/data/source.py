@@ -35,6 +35,8 @@ class Source:
         Names of the groups, the commonest first where that matters.
     ids : array of shape [N], optional
         The client each sample came from, where the data knows it.
+    class_names : tuple of str, optional
+        Names of the classes, where the data knows them.
 
     Examples
     --------
@@ -51,6 +53,7 @@ class Source:
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

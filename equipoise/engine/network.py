@@ -163,8 +163,9 @@ class Network:
     ----------
     encoded : bool
         Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
-    activations, stem_activations : int
-        How many numbers all layers together put out for one sample, and those of the stem; :meth:`try_out` counts.
+    activations, fixed_activations, stem_activations : int
+        How many numbers all layers together put out for each sample, how many for a batch whatever its size (prompts in
+        words), and those of the stem for each sample; :meth:`try_out` counts.
 
     Examples
     --------
@@ -197,7 +198,7 @@ class Network:
         self.autocast = autocast
         self.lowered = lowered
         self.encoded = False
-        self.activations = self.stem_activations = 0
+        self.activations = self.fixed_activations = self.stem_activations = 0
         if lowered is not None:
             _lower(self.module, lowered)
         every_slot = slots_of(self.module)
@@ -395,7 +396,9 @@ class Network:
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self.task.loss(output, y)
-            self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
+            # Not in the first call: counting adds hooks, and ``composed`` is determined there.
+            with self._counting() as together:
+                self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
             drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
             changed = [
                 name
@@ -405,7 +408,10 @@ class Network:
             alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)])
             with self._counting() as counted:
                 first = self.apply(params, seen[:1], Forward(train=False)).output
-            self.activations, alone = counted[0], torch.cat([first, alone])
+            alone = torch.cat([first, alone])
+            others = len(seen) - 1
+            self.activations = (together[0] - counted[0]) // others if others else counted[0]
+            self.fixed_activations = counted[0] - self.activations
             itself = self._by_itself(params, x)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"

@@ -171,7 +171,8 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
 
 def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     machine = dataclasses.replace(experiment.machine, chunk=1)
-    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
+    named = models.with_class_names(experiment.model, federation.class_names)
+    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
 

@@ -135,7 +135,8 @@ def train(
     on_round : callable, optional
         Called with the :class:`~equipoise.run.trainer.Progress` after every round.
     **settings
-        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``.
+        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``. With
+        ``rounds=0`` the initial model is evaluated and nothing is trained.
 
     Returns
     -------
@@ -161,7 +162,7 @@ def train(
         # Copied, because the method's parts may be added to it.
         module, model_config = copy.deepcopy(model), {"name": f"custom:{type(model).__name__}"}
     else:
-        model_config = _named(model or made.usual_model, "model")
+        model_config = models.with_class_names(_named(model or made.usual_model, "model"), federation.class_names)
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
@@ -192,7 +193,8 @@ def train(
             trainer.restore_checkpoint()
         trainer.begin()
         if chosen is None:
-            measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
+            measures = machine.chunk == "measure" and training.rounds > 0
+            measured = trainer.measure_chunk() if measures else trainer.engine.chunk
             config["resolved"]["chunk"] = measured
             if directory:
                 if not there:
@@ -351,7 +353,8 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
         if client in chosen.clients:
             row = chosen.clients.index(client)
             tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
-    dtype = next(iter(tensors.values())).dtype
+    # A model without trained tensors keeps its type.
+    dtype = next((tensor.dtype for tensor in tensors.values()), None)
     # Runs of older versions hold frozen tensors too.
     slots = [s for s in slots_of(module.to(dtype=dtype, device="cpu")) if not s.frozen or s.name in tensors]
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -145,15 +145,16 @@ class Evaluator:
         layout = Layout(method.local, initial)
         keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
-        self.has_global = bool(layout.shared) and (not keeps_shared or evaluation.average_kept)
+        # A model without trained tensors is the same for all.
+        self.has_global = not initial or (bool(layout.shared) and (not keeps_shared or evaluation.average_kept))
         self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
         # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
         adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
         self._adapts = bool([Layout(rule, initial) for rule in adaptations])
         self.has_personal = method.personal or self._adapts
 
-    def evaluate(self, state: State, updates: Updates, cohort: RoundCohort) -> list[Row]:
-        """Return a row for each client, model and split."""
+    def evaluate(self, state: State, updates: Updates | None, cohort: RoundCohort | None) -> list[Row]:
+        """Return a row for each client, model and split; before round 1 there are no updates."""
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
 
@@ -236,9 +237,9 @@ def diverged(number: int, what: str, client: int, federation: Federation, saved_
     )
 
 
-def _gaps(updates: Updates, cohort: RoundCohort, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
-    local = updates.reports.get("val_loss_after")
-    if local is None:
+def _gaps(updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
+    local = updates.reports.get("val_loss_after") if updates else None
+    if local is None or cohort is None:
         return {}
     gaps = global_loss[cohort.ids] - local.numpy()
     return {int(c): float(gap) for c, gap in zip(cohort.ids, gaps, strict=True) if np.isfinite(gap)}

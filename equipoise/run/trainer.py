@@ -125,6 +125,7 @@ class Trainer:
         if self.view is not federation and evaluation.fine_tune:
             raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
         self._register()
+        self._refuse_to_train_nothing()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
         self.state = State(0, self.engine.network.initial())
         # A mask may hold −∞ from the start; only what training has made so is a fault.
@@ -144,12 +145,24 @@ class Trainer:
         self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
         self._train_sizes = self.view.split("train").sizes[registered]
 
+    def _refuse_to_train_nothing(self) -> None:
+        local = self.method.local
+        trains = self.training.rounds or local.keeps or local.adapt() or self.evaluation.fine_tune
+        if trains and not self.engine.network.initial():
+            raise InputError(
+                "the model has no parameter that can be trained, so it can only be evaluated: with training.rounds of 0 "
+                f"and a method without personal models, such as fedavg; got {self.training.rounds} rounds of "
+                f"{self.method.name!r}"
+            )
+
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, on_round: Callable[[Progress], None] | None = None) -> None:
-        """Train until the last round, or until validation says to stop."""
+        """Train until the last round, or until validation says to stop; with 0 rounds, evaluate the initial model."""
         self.begin()
         with exact_arithmetic(self.engine.machine):
+            if not self.training.rounds:
+                self._only_evaluate()
             while self.state.round < self.training.rounds and not self.evaluator.out_of_patience:
                 progress = self._round()
                 if on_round:
@@ -161,7 +174,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""
-        if self.state.round or self._everyone or not self._that_need_everyone:
+        if self.state.round or self._everyone or not self._that_need_everyone or not self.training.rounds:
             return
         self._everyone = self.engine.cohort(self.method, self._registered, 0)
         with exact_arithmetic(self.engine.machine):
@@ -213,6 +226,16 @@ class Trainer:
         if self.directory and (last or number % self.checkpoint_every == 0 or self.evaluator.out_of_patience):
             self.save_checkpoint()
         return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
+
+    def _only_evaluate(self) -> None:
+        # A run that was interrupted after its checkpoint has its metrics already.
+        if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
+            return
+        clock = _Clock(self.engine.network.device)
+        self._evaluate()
+        clock.lap("evaluate")
+        self.timings.append([{"round": 0, **clock.laps}])
+        self.save_checkpoint()
 
     def _select(self) -> tuple[RoundCohort, list[RoundCohort]]:
         """Gather the cohort of the next round, and return the cohorts that the sampler asked before it chose."""
@@ -293,7 +316,7 @@ class Trainer:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Updates, cohort: RoundCohort) -> None:
+    def _evaluate(self, updates: Updates | None = None, cohort: RoundCohort | None = None) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
             if not np.isfinite(row["loss"]):

@@ -16,6 +16,7 @@ import torch
 
 from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
+from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
 from equipoise.run.records import summarize_rows
@@ -35,6 +36,8 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
             continue
         found, wanted = read_config(directory), job.experiment.plain()
         del found["resolved"]
+        # The experiment may leave the names of classes to the data.
+        wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
         # Runs in one process have no Flower settings in their configuration.
         wanted.pop("flower", None)
         if difference := first_difference(found, wanted):

@@ -1,4 +1,4 @@
-"""Short training runs of every method, with images, with text and with prompts in a frozen transformer."""
+"""Short training runs of every method, with images, with text, and with prompts or adapters in frozen transformers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,38 @@ SETTINGS = {
     "prompts": (pictures, lambda: transformer(depth=2), 0.1),
     "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
     "vit": (pictures, lambda: transformer("vit"), 0.05),
+    "clip adapter": (pictures, lambda: transformer("clipadapter"), 0.5),
+    "clip prompts": (pictures, lambda: transformer("clipprompts", context=3), 0.5),
+    "clip prompts, plain attention": (pictures, lambda: transformer("clipprompts", context=3, fused=False), 0.5),
 }
 # What is not the name of a method itself.
-VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
+VARIANTS = {
+    "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
+    "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
+}
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
+# These have something to train in one part only; methods that treat the parts apart refuse them.
+OF_CLIP = (
+    "fedavg",
+    "fedprox",
+    "ditto",
+    "perfedavg",
+    "perfedavg, hessian",
+    "ga",
+    "faa",
+    "grace",
+    "fftgp",
+    "fedclip, contrastive",
+)
 # FedBN is for models with BatchNorm that keeps statistics.
 PAIRS = [
     (method, what)
     for method in (*names(), *VARIANTS)
     for what in SETTINGS
-    if (method, what == "images") != ("fedbn", False) and (method in OF_VIT or what != "vit")
+    if (method, what == "images") != ("fedbn", False)
+    and (method in OF_VIT or what != "vit")
+    and (method in OF_CLIP or not what.startswith("clip"))
 ]
 
 

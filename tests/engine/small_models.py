@@ -41,7 +41,7 @@ def lstm():
 
 
 def transformer(name="vitprompts", **options):
-    """A vision transformer for images of shape (1, 8, 8); ``vitprompts`` is frozen but for its prompts."""
+    """A transformer for images of shape (1, 8, 8); all but ``vit`` are frozen except for prompts or an adapter."""
     small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, **options}
     return build(name, shape=(1, 8, 8), classes=4, seed=5, **small).double()
 
