@@ -111,7 +111,7 @@ def test_rounds_by_hand(every):
             fair = np.clip(share + slope * (gap - (slope * gap).sum() / slope.sum()), 0, 1)
             share = fair / fair.sum()
         else:
-            known = took_part[here] == number - 1
+            known = (took_part[here] == number - 1) & np.isfinite(own[here])
             before = np.array([loss(world, k, w, "val") for k in cohort])
             if known.any():
                 share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
