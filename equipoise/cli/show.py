@@ -174,7 +174,8 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 def _groups(run: Run) -> Table:
     parts, federation = _parts(run.summary), run.trainer.federation
-    leading = next(iter(sorted(reversed(parts), key=_of_seen, reverse=True)))
+    # Clients end up with their personal models or the global one, not with local ones.
+    leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
     others = [part for part in parts if part != leading]
     table = _table(
         "\nwho is left behind: mean over the clients of each group",

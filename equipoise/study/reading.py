@@ -126,14 +126,13 @@ def study_from(
         ``tuning`` (the fields of :class:`Tuning`, and under ``set`` what else changes). If ``data.leave_out`` is a list,
         each of its groups is left out once: these settings are called folds. Their labels are the names of the groups,
         after the label of the setting and a hyphen if there are settings. The baseline is then the first method unless
-        another is named.
+        another is named. A metric with ``val.`` before its name is of validation data, whatever ``split`` says.
     where : str
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
         ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
-        the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise
-        seen). ``val.`` before all of that: on validation data, whatever ``split`` says.
+        the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
