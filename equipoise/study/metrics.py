@@ -9,7 +9,6 @@ from equipoise.errors import unknown
 from equipoise.fairness import METRICS, Better
 
 MODELS, WHO = ("global", "personal"), ("seen", "unseen")
-VALIDATION = "val."
 TOTALS = ("bytes_up", "bytes_down")
 BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
@@ -18,6 +17,7 @@ BETTER: dict[str, Better] = {
     "bytes_up": "low",
     "bytes_down": "low",
 }
+VALIDATION = "val."
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
