@@ -168,7 +168,7 @@ def _overall(summary: dict[str, Any]) -> Table:
     table = _table(title, "metric", *parts, numbers=len(parts), last="what it is")
     for name, metric in METRICS.items():
         description = Text(metric.description, style="dim")
-        table.add_row(name, *(_number(part[name]) for part in parts.values()), description)
+        table.add_row(name, *(_number(part.get(name)) for part in parts.values()), description)
     return table
 
 

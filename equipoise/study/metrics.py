@@ -47,7 +47,8 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
         return None
     _, who, name = apart(metric)
     part, group = _results(summary, metric)[model][who], group_of(metric)
-    found = part["groups"].get(group) if group else part[name]
+    # Runs of earlier releases do not have all metrics.
+    found = part["groups"].get(group) if group else part.get(name)
     return None if found is None else float(found)
 
 
