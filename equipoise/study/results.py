@@ -50,7 +50,7 @@ class Results:
         """Say what numbers of a setting were measured on."""
         folds = self.study.folds
         if setting in folds:
-            setting = f"{setting}: mean over {len(folds[setting])} left-out groups ({', '.join(folds[setting])})"
+            setting = f"{setting}: mean over left-out groups ({', '.join(folds[setting])})"
         elif any(setting in labels for labels in folds.values()):
             setting = f"{setting} left out"
         return setting if self.study.split == "test" else f"{setting}, validation data"
