@@ -35,6 +35,22 @@ def write_resnet(folder, *, seed=0):
     return str(folder)
 
 
+def write_volumes(root, sites, *, each=5, size=16, slices=2):
+    """Write volumes of noise with masks of a square to ``root/site``, in NIfTI format; gives the directory."""
+    nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed: equipoise[medical]")
+    draws = np.random.default_rng(0)
+    for site in sites:
+        folder = Path(root, site)
+        folder.mkdir(parents=True)
+        for number in range(each):
+            volume = draws.normal(size=(size, size, slices)).astype(np.float32)
+            mask = np.zeros((size, size, slices), np.uint8)
+            mask[4:10, 4:10] = 1
+            for name, values in ((f"Case{number:02}", volume), (f"Case{number:02}_segmentation", mask)):
+                nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / f"{name}.nii.gz")
+    return str(root)
+
+
 def write_roles(folder, roles, *, characters=120):
     """Write ``roles.jsonl`` with roles that say the same letters over and over; gives the directory."""
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.study import load_study
-from tests.experiments.stand_ins import write_images, write_resnet, write_roles
+from tests.experiments.stand_ins import write_images, write_resnet, write_roles, write_volumes
 
 HOME = Path(__file__).parents[2] / "experiments" / "fftgp"
 DOMAINS = {
@@ -164,12 +164,11 @@ def check(small, tmp_path, *, without=()):
     return results
 
 
-def small_images(
-    tmp_path, monkeypatch, name, label="pacs", classes=("dog", "house"), *, fold=None, methods=None, source
-):
+def small_images(tmp_path, monkeypatch, name, label="pacs", *, source, fold=None, methods=None, rounds=1):
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+    classes = TEN_CLASSES if label == "domainnet" else ("dog", "house")
     root = write_images(tmp_path / label, DOMAINS[label], classes)
-    overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", f"model.source={source}"]
+    overrides = [*IN_SMALL, f"training.rounds={rounds}", f"data.root={root}", "data.size=16", f"model.source={source}"]
     part = {"settings": [fold or DOMAINS[label][0]], "methods": methods, "seeds": [1]}
     return load_study(HOME / f"{name}.yaml", **part, overrides=overrides)
 
@@ -183,21 +182,29 @@ def test_one_collection_in_small(name, label, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("label", DOMAINS)
 def test_supervised_in_small(label, tmp_path, monkeypatch):
-    classes = TEN_CLASSES if label == "domainnet" else ("dog", "house")
     fold, source = f"{label}-{DOMAINS[label][0]}", write_resnet(tmp_path / "resnet")
     # All other methods run in small on PACS.
     methods = ["fedavg", "only-ml", "only-da"]
-    small = small_images(tmp_path, monkeypatch, "supervised", label, classes, fold=fold, methods=methods, source=source)
+    small = small_images(tmp_path, monkeypatch, "supervised", label, source=source, fold=fold, methods=methods)
     check(small, tmp_path, without=["val.personal.mean"])
 
 
-@pytest.mark.parametrize("name", ["fedclip", "promptfl", "zeroshot", "figure4"])
-def test_clip_in_small(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "rounds"), [("fedclip", 1), ("promptfl", 1), ("zeroshot", 0), ("figure4", 1)])
+def test_clip_in_small(name, rounds, tmp_path, monkeypatch):
     from tests.tiny_clip import write_clip
 
     fold, source = "x8-photo" if name == "figure4" else "pacs-photo", write_clip(tmp_path / "clip")
-    small = small_images(tmp_path, monkeypatch, name, fold=fold, source=source)
+    small = small_images(tmp_path, monkeypatch, name, fold=fold, source=source, rounds=rounds)
     check(small, tmp_path, without=["val.personal.mean"])
+
+
+def test_segmentation_in_small(tmp_path, monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+    root = write_volumes(tmp_path / "prostate", ["RUNMC", "BMC", "I2CVB", "UCL", "BIDMC", "HK"])
+    overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", "model.width=2", "model.depth=1"]
+    small = load_study(HOME / "prostate.yaml", settings=["HK"], seeds=[1], overrides=overrides)
+    results = check(small, tmp_path, without=["val.personal.mean"])
+    assert all(summary["score"] == "dice" for summary in results.summaries.values())
 
 
 def test_text_in_small(tmp_path):
