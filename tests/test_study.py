@@ -988,6 +988,11 @@ def test_one_pair_has_no_standard_error():
     assert "paired over seeds" in results.about_differences("base")
 
 
+def test_a_baseline_may_look_like_a_number():
+    methods = [{"name": "fedprox", "mu": mu, "label": mu} for mu in (0.1, 1)]
+    assert study_from({**STUDY, "methods": methods, "baseline": 1}).others == ("0.1",)
+
+
 def test_differences_need_the_baseline_and_are_not_shown_unless_wanted():
     assert results_of(study_from(STUDY), ALONE, BOTH).compared == ()
     assert "difference" not in results_of(study_from({**STUDY, "metrics": ["mean"]}), ALONE, BOTH).markdown()

@@ -223,8 +223,9 @@ def compare(
     """Run methods by settings by seeds, and show the tables.
 
     Runs that are done are left alone, those broken off are gone on with. Every cell is the mean ± the sample standard
-    deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables of the mean over them
-    and of the differences from the baseline follow. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
+    deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
+    of the mean over groups and of paired differences from the baseline follow. To try a study in
+    small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show

@@ -120,13 +120,17 @@ def study_from(
     Parameters
     ----------
     mapping : mapping
-        What a study file holds: ``base`` and ``methods`` (names, or mappings with a name, hyper-parameters, and if wanted
-        ``label``, ``grid`` and ``set``: what else is different for this method), and if wanted ``settings``, ``seeds``, ``metrics``, ``split``
-        (``test`` or ``val``), ``baseline`` (the label of a method that all others are compared with, pair by pair) and
-        ``tuning`` (the fields of :class:`Tuning`, and under ``set`` what else changes). If ``data.leave_out`` is a list,
-        each of its groups is left out once: these settings are called folds. Their labels are the names of the groups,
-        after the label of the setting and a hyphen if there are settings. The baseline is then the first method unless
-        another is named. A metric with ``val.`` before its name is of validation data, whatever ``split`` says.
+        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds``,
+        ``metrics``, ``split`` (``test`` or ``val``), ``baseline`` (the method that all others are
+        compared with, pair by pair) and ``tuning`` (the fields of :class:`Tuning`, and under
+        ``set`` what else changes). A method is a name, or a mapping with its name and
+        hyper-parameters, and if wanted ``label``, ``grid`` and ``set`` (settings that are
+        different for this method).
+
+        If ``data.leave_out`` is a list, each of its groups is left out once. These settings are
+        called folds. The label of a fold is the name of the group, after the label of the setting
+        and a hyphen if there are settings. The baseline is then by default the first method. A
+        metric with ``val.`` before its name is of validation data, whatever ``split`` says.
     where : str
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
@@ -185,7 +189,9 @@ def study_from(
         drawn = [tuning.seed]
     for_all = _for_all(overrides)
     divided = {
-        label: _folds(base, label, own, [*(changes if tune else ()), *for_all], where, named="settings" in mapping)
+        label: _folds(
+            base, label, own, [*(changes if tune else ()), *for_all], where, named=mapping.get("settings") is not None
+        )
         for label, own in changed.items()
     }
     kept, part = _kept(described, methods, "method"), _kept_settings(divided, settings, where)
@@ -376,9 +382,10 @@ def _baseline(
     given: Any, described: Mapping[str, Any], made: Mapping[str, Any], where: str, *, divided: bool
 ) -> str | None:
     """Return the method to compare with: the one named, or the first one if groups are left out in turn."""
-    if given is not None and given not in described:
+    if given is not None and str(given) not in described:
         raise unknown("method", str(given), described, where=f"baseline of {where}")
-    baseline: str | None = given if given is not None else next(iter(described)) if divided else None
+    usual = next(iter(described)) if divided else None
+    baseline = usual if given is None else str(given)
     # Without its runs there is nothing to compare with.
     return baseline if baseline in made else None
 
