@@ -154,11 +154,34 @@ def test_zero_shot(call):
     assert "no parameter that can be trained" in stderr
 
 
-def test_nobody_has_test_data(call):
-    code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[0.8,0.2,0]")
+def test_nobody_has_test_or_validation_data(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[1,0,0]")
     assert code == 0
-    assert "\nno results: no client has test data (data.splits is [0.8, 0.2, 0.0])\n" in stdout
+    assert "\nno results: no client has test or validation data (data.splits is [1.0, 0.0, 0.0])\n" in stdout
     assert "evaluation.every" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("splits", "unseen", "columns"),
+    [
+        ("[0.8,0.2,0]", "leave_out=plain", ["global, unseen", "global, seen, validation"]),
+        ("[0.8,0.2,0]", "unseen=0", ["global, seen, validation"]),
+        ("[1,0,0]", "leave_out=plain", ["global, unseen"]),
+    ],
+)
+def test_clients_without_test_data_are_shown_on_what_they_have(call, splits, unseen, columns):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", f"data.splits={splits}", "--set", f"data.{unseen}")
+    assert code == 0
+    summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())
+    parts = {
+        "global, unseen": summary["results"].get("global", {}).get("unseen"),
+        "global, seen, validation": summary["validation"].get("global", {}).get("seen"),
+    }
+    words = " ".join(stdout.split())
+    assert " ".join(["metric", *columns, "what it is"]) in words
+    assert " ".join(["mean", *(f"{parts[column]['mean']:.3f}" for column in columns)]) in words
+    worst = next(line for line in stdout.splitlines() if "←" in line)
+    assert worst.split()[0] == parts[columns[-1]]["worst_group_name"]
 
 
 def test_an_interrupted_run_goes_on(call, monkeypatch):

@@ -183,6 +183,11 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
             f"the node names a data directory of its own, but the experiment's data are "
             f"{experiment.data['name']!r}; write data: silos"
         )
+    if experiment.data["leave_out"] is not None:
+        raise InputError(
+            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data that nodes have in directories of their "
+            "own; leave it out and set unseen=true for the nodes that must not train"
+        )
     return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
 
 

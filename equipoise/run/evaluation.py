@@ -167,17 +167,25 @@ class Evaluator:
             add(everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"]))
             add(everyone, measured, "global", "test")
         if self.has_personal:
-            # Without a way to make a model its own, a client held out of training has the global one and no other.
-            clients = everyone if self._adapts else self.federation.seen
+            clients = self._with_personal_models
             measured = self.engine.evaluate(self._handed_out(state), clients, personal=self._personal(state))
             for split in ("val", "test"):
                 add(clients, measured, "personal", split)
         return [row for row in rows if row["client"] not in self.engine.absent]
 
+    @property
+    def _with_personal_models(self) -> NDArray[np.int64]:
+        """All seen clients, and those held out of training that can adapt the global model."""
+        if not self._adapts:
+            return self.federation.seen
+        return np.flatnonzero(~self.federation.unseen | (self.federation.split("train").sizes > 0))
+
     def follow(self, round_: int, rows: list[Row]) -> bool:
         """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
         shown = "personal" if self.has_personal else "global"
-        if summary := summarize_rows(rows, self.engine.network.task).get(shown, {}).get("seen"):
+        of_split = (summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val"))
+        # Seen clients may have validation data only.
+        if summary := next(filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
         losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]

@@ -356,8 +356,8 @@ class Trainer:
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
         task = self.engine.network.task
-        results = summarize_rows(rows, task)
-        for part in (part for of_model in results.values() for part in of_model.values()):
+        results, validation = (summarize_rows(rows, task, split=split) for split in ("test", "val"))
+        for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             # A number says nothing to those who do not hold the data.
             part["worst_client_name"] = self.federation.client_name(part["worst_client_id"])
         return {
@@ -369,6 +369,7 @@ class Trainer:
             "select": self.evaluation.select,
             "score": task.score,
             "results": results,
+            "validation": validation,
             **_counted(self.bytes),
         }
 

@@ -53,6 +53,26 @@ def test_left_out_group_is_unseen_on_top() -> None:
     assert federation.unseen[~in_b].sum() == 2
 
 
+@pytest.mark.parametrize("splits", [(0.7, 0.1, 0.2), (0.8, 0.2, 0.0)])
+def test_a_left_out_group_is_test_data_as_a_whole(splits: tuple[float, float, float]) -> None:
+    whole, federation = (
+        federate(SOURCE, Iid(12), splits=splits),
+        federate(SOURCE, Iid(12), splits=splits, leave_out="b"),
+    )
+    assert sorted(federation.test.indices[np.isin(federation.test.holders, np.flatnonzero(federation.unseen))]) == list(
+        range(100, 200)
+    )
+    for client in range(12):
+        if federation.unseen[client]:
+            assert not federation.train.of(client).size
+            assert not federation.val.of(client).size
+            held = [whole.split(name).of(client) for name in ("train", "val", "test")]
+            assert sorted(federation.test.of(client)) == sorted(np.concatenate(held))
+        else:
+            for name in ("train", "val", "test"):
+                assert np.array_equal(federation.split(name).of(client), whole.split(name).of(client))
+
+
 def test_unseen_clients_keep_their_splits() -> None:
     seen, held_out = federate(SOURCE, Iid(6)), federate(SOURCE, Iid(6), unseen=[2])
     for split in ("train", "val", "test"):
