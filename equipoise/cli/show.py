@@ -163,7 +163,9 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 def _groups(run: Run) -> Table:
     parts, federation = _parts(run.summary), run.trainer.federation
-    leading = next(part for part in reversed(parts) if part.endswith(", seen"))
+    seen = [part for part in parts if part.endswith(", seen")]
+    # Clients end up with their personal models or the global one, not with local ones.
+    leading = next(part for part in reversed(seen) if not part.startswith("local") or len(seen) == 1)
     others = [part for part in parts if part != leading]
     table = _table(
         "\nwho is left behind: mean over the clients of each group",

@@ -34,7 +34,8 @@ class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
     ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far, ``delivers`` names what
-    clients hold for good once the round is over.
+    clients hold for good once the round is over. ``local_metrics`` holds loss and metrics of the models that clients have
+    trained, by split, if ``evaluates_local`` asked for them.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class StackedCohort:
         self.rounds = engine.training.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.wanted_reports = set(method.aggregation.needs)
+        self.evaluates_local = False
+        self.local_metrics: dict[str, Measured] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.delivers: set[str] = set()
@@ -150,7 +153,7 @@ class StackedCohort:
             seen=seen if everyone else seen[where],
             round=torch.tensor(self.round, device=device),
         )
-        reports = self._losses("before", chunk, members)
+        reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members)
         losses, steps = engine.workshop.train(chunk, local, batches, paces)
@@ -159,7 +162,7 @@ class StackedCohort:
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
+        reports |= {"train_loss": losses, "steps": steps} | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if layout.kept:
@@ -332,22 +335,40 @@ class StackedCohort:
 
     # ---- reports and bytes -------------------------------------------------------------------------------------------
 
-    def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
+    def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
-        engine = self.engine
         reports: Reports = {}
+        evaluated: dict[str, Measured] = {}
+        if when == "after" and self.evaluates_local:
+            evaluated = self._evaluate_local(chunk, members)
         for split, prefix in (("train", ""), ("val", "val_")):
             metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": self.score}
             wanted = {name: metric for name, metric in metrics.items() if name in self.wanted_reports}
             if wanted:
-                samples, clients = self._reported(engine.view.split(split), self.ids[members])
-                shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
-                measured: Measured = evaluate_stacked(
-                    engine.network, engine.data, shared, chunk.still, samples, clients, len(members)
-                )
+                samples, clients = self._reported(self.engine.view.split(split), self.ids[members])
+                whole = self.engine.training.report_samples is None
+                known = evaluated.get(split) if whole else None
+                measured = known or self._measure(chunk, samples, clients)
                 nothing = np.full(len(members), np.nan)
                 reports |= {name: torch.from_numpy(measured.get(metric, nothing)) for name, metric in wanted.items()}
         return reports
+
+    def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
+        """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
+        evaluated = {
+            split: self._measure(chunk, self.engine.view.split(split), self.ids[members]) for split in ("val", "test")
+        }
+        for split, measured in evaluated.items():
+            columns = self.local_metrics.setdefault(split, {})
+            for name, values in measured.items():
+                columns.setdefault(name, np.full(len(self.ids), np.nan))[members] = values
+        return evaluated
+
+    def _measure(self, chunk: Chunk, samples: Split, clients: NDArray[np.int64]) -> Measured:
+        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``)."""
+        own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
+        network, data = self.engine.network, self.engine.data
+        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients))
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
         """Return the samples that clients' reports look at, and the clients' numbers in that split."""
