@@ -7,7 +7,7 @@ import torch
 from flwr.app import MetricRecord
 
 from equipoise.errors import InputError
-from tests.flower.loop import misbehaving, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import error, misbehaving, own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import compare
 
 LOCAL = {"local": True, "every": 2}
@@ -81,3 +81,16 @@ def test_a_client_that_reports_nothing_of_its_local_model_is_left_out(folder):
         (row,) = run.trainer.rounds
         assert reason in row["left_out"]["1"]
         assert {row["client"] for row in run.trainer.metrics if row["model"] == "local"} == {0, 2, 3}
+
+
+def test_a_client_lost_after_training_has_no_local_row(folder):
+    path = write_experiment(
+        folder,
+        method="faa",
+        training={"rounds": 1},
+        evaluation={"local": True, "keep_local": True},
+        flower={"min_clients": 3, "retries": 0},
+    )
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(2, "evaluate", 0, error))
+    assert {row["client"] for row in run.trainer.metrics if row["model"] == "local"} == {0, 1, 3}
+    assert run.trainer.local_models().clients == [0, 1, 3]
