@@ -65,6 +65,7 @@ class StackedCohort:
         self.local_metrics: dict[str, Measured] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
 
@@ -79,6 +80,8 @@ class StackedCohort:
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
         self._count_down(shared, each, layout)
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
 
         order = np.argsort(-self.sizes, kind="stable")
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
@@ -282,6 +285,8 @@ class StackedCohort:
         engine = self.engine
         measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
         self.bytes_down += len(self.ids) * self._size_sent(params, Layout(self.method.local, params))
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids)
         answer = {name: torch.from_numpy(values) for name, values in measured.items()}
         self.bytes_up += size_in_bytes(answer)
         return answer
@@ -320,6 +325,7 @@ class StackedCohort:
             part = _part_of(chunk, here)
             asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
             answers.append(sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}"))
+        self.messages += len(self.ids)
         sent = 0 if model is None else self._size_sent(model, Layout(local, model))
         self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
         leaves = [tree_flatten(said) for said in answers]
@@ -394,6 +400,17 @@ class StackedCohort:
     def _size_sent(self, model: Tree, layout: Layout) -> int:
         travelling = layout.travelling(model, self.engine.network.initial())
         return size_in_bytes([model[name] for name in travelling])
+
+
+def evaluations_for(reports: Iterable[str]) -> int:
+    """Count the evaluations of a model on a split that some reports take; loss and score come from the same one.
+
+    Examples
+    --------
+    >>> evaluations_for(["val_loss_before", "val_loss_after", "val_score_after", "lr"])
+    2
+    """
+    return len({name.replace("score", "loss") for name in reports if name != "lr"})
 
 
 def refuse_second_training(trained: bool) -> None:

@@ -53,6 +53,11 @@ class RoundCohort(Cohort, Protocol):
         The bytes of tensors and reports that have crossed between server and clients so far.
     bytes_overhead : int
         The bytes of names, headers and settings around them, where messages are sent.
+    messages : int
+        The messages to clients so far; each has one answer.
+    evaluations : int
+        How often clients have evaluated a model on a split for the method: in questions, and for
+        the reports that the aggregation needs.
     """
 
     wanted_reports: set[str]
@@ -61,6 +66,8 @@ class RoundCohort(Cohort, Protocol):
     bytes_up: int
     bytes_down: int
     bytes_overhead: int
+    messages: int
+    evaluations: int
 
     @property
     def local_metrics(self) -> dict[str, Measured]:

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.engine.cohort import check_rows, question_of, refuse_second_training
+from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
 from equipoise.engine.contract import ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured
@@ -334,6 +334,7 @@ class FlowerCohort:
         self._evaluated: dict[int, RecordDict] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.messages = self.evaluations = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
         self.rounds = engine.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
@@ -384,6 +385,7 @@ class FlowerCohort:
                 or _wrong_uploads(content, local.uploads)
             )
 
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
         answers = self._insist("train", contents, lambda client, said: None if _lacks(said) else wrong(client, said))
         lacking = {client: contents[client] for client, said in answers.answered.items() if _lacks(said)}
         if lacking:
@@ -427,6 +429,7 @@ class FlowerCohort:
             finite = np.isfinite(loss) or not self.engine.roster.known[client].sizes[split]
             return self._stale(client, content) or (None if finite else f"answered with {loss} as {split} loss")
 
+        self.evaluations += len(self.ids)
         contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
         return _reports(self._all("evaluate", contents, wrong))
 
@@ -483,6 +486,7 @@ class FlowerCohort:
     ) -> Answers:
         requests = {client: (kind, content) for client, content in contents.items()}
         answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough if enough is None else enough)
+        self.messages += len(requests)
         moved = self.engine.count(requests, answers)
         self.bytes_down += moved.down
         self.bytes_up += moved.up

@@ -214,6 +214,7 @@ class Trainer:
             clock.lap("evaluate")
             if self.engine.absent:
                 row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+        row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
         self.rounds.append([row | _counted(moved) | _written(self.state, cohort)])
         self.timings.append([{"round": number, **clock.laps}])
         ends = last or self.evaluator.out_of_patience
