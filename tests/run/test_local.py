@@ -166,9 +166,10 @@ def test_a_run_that_ends_between_its_local_models_and_its_checkpoint_is_resumed(
             raise Stop
         save(trainer)
 
-    with monkeypatch.context() as patched, pytest.raises(Stop):
-        patched.setattr(Trainer, "save_checkpoint", broken)
+    monkeypatch.setattr(Trainer, "save_checkpoint", broken)
+    with pytest.raises(Stop):
         small_run(tmp_path / "run", evaluation=LOCAL)
+    monkeypatch.undo()
     assert (tmp_path / "run" / "local.safetensors").exists()
     small_run(tmp_path / "run", evaluation=LOCAL, resume=True)
     assert promised(tmp_path / "run") == promised(tmp_path / "alone")
