@@ -15,7 +15,7 @@ from equipoise.checks import count, real
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.figures.drawing import HUES, INK, checked_path, panels, save
-from equipoise.figures.opened import client_names, name_of, open_run
+from equipoise.figures.opened import labels_of, open_run
 from equipoise.run.files import Journal
 
 
@@ -93,9 +93,10 @@ def gap_changes(run: str | Path) -> list[GapChanges]:
         raise InputError(
             f"{run} has no measured changes of gaps; they are noted in rounds of the methods faa and fftgp"
         )
-    names = client_names(run)
+    clients = sorted(measured)
     return [
-        GapChanges(client, name_of(client, names), *np.array(pairs).T) for client, pairs in sorted(measured.items())
+        GapChanges(client, label, *np.array(measured[client]).T)
+        for client, label in zip(clients, labels_of(run, clients), strict=True)
     ]
 
 
@@ -155,16 +156,15 @@ def sweep_gaps(
         factors[everyone.index(client)] = equal + change
         return float(opened.losses(opened.mixed(everyone, factors), "val", np.array([client]))[0])
 
-    names = client_names(run)
     # The loss of the client's own model is the same for all weights, so it is not part of ΔG.
     return [
         GapChanges(
             client,
-            name_of(client, names),
+            label,
             changes,
             np.array([loss(client, change) for change in changes]) - loss(client, 0.0),
         )
-        for client in clients
+        for client, label in zip(clients, labels_of(run, clients), strict=True)
     ]
 
 

@@ -144,21 +144,32 @@ def open_run(
     return OpenedRun(directory, federation, StackedEngine(federation, network, Training(), machine))
 
 
-def client_names(run: str | Path) -> list[str] | None:
-    """Return the names of a run's clients by number, if they have names."""
+def labels_of(run: str | Path, clients: Sequence[int]) -> list[str]:
+    """Return what a figure calls clients: their names, with their numbers where these are needed to tell them apart."""
     path = Path(run) / NAMES
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return distinct_labels(clients, names)
 
 
-def name_of(client: int, names: Sequence[str] | None) -> str:
-    """Return a client's name, or its number.
+def distinct_labels(clients: Sequence[int], names: Sequence[str] | None) -> list[str]:
+    """Return a label for each of some clients, all different.
 
     Examples
     --------
-    >>> name_of(1, ["north", "south"]), name_of(1, None)
-    ('south', 'client 1')
+    >>> distinct_labels([0, 2], ["north", "south", "west"]), distinct_labels([0, 1], ["north", "north"])
+    (['north', 'west'], ['north (0)', 'north (1)'])
+    >>> distinct_labels([4], None)
+    ['client 4']
     """
-    return names[client] if names else f"client {client}"
+    called = [names[client] if names else str(client) for client in clients]
+    labels = []
+    for client, name in zip(clients, called, strict=True):
+        if name.isdecimal():
+            labels.append(f"client {client}")
+        else:
+            # ``global`` is the label of the global model.
+            labels.append(f"{name} ({client})" if called.count(name) > 1 or name == "global" else name)
+    return labels
 
 
 def _data_of(directory: Path, config: dict[str, Any]) -> Federation:

@@ -15,7 +15,7 @@ from equipoise.checks import count, real
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.figures.drawing import INK, checked_path, panels, save
-from equipoise.figures.opened import OpenedRun, client_names, name_of, open_run
+from equipoise.figures.opened import OpenedRun, labels_of, open_run
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ def loss_surface(
     if not len(unseen):
         raise InputError(f"{run}: no unseen client has test data; leave a group out (data.leave_out)")
     plane = _Plane([_flat(opened, opened.mixed([client], np.ones(1))) for client in chosen])
-    names = client_names(run)
-    models = {name_of(client, names): plane.corners[row] for row, client in enumerate(chosen)}
+    models = dict(zip(labels_of(run, chosen), plane.corners, strict=True))
     if opened.shared_round != opened.local.round:
         raise InputError(
             f"{run}: the global model is of round {opened.shared_round} (evaluation.select), and the local models are of "
