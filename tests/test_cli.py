@@ -138,6 +138,18 @@ def test_the_tables_show_every_metric_and_who_is_left_behind(call):
     assert "MB sent by clients" in stdout
 
 
+def test_local_models_have_a_column_and_do_not_say_who_is_left_behind(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.local=true", "--method", "ditto")
+    assert code == 0
+    results = json.loads(Path("runs/digits-ditto-seed0/summary.json").read_text())["results"]
+    (header,) = [line for line in stdout.splitlines() if line.startswith("metric")]
+    assert re.split(r" {2,}", header.strip())[1:4] == ["global, seen", "personal, seen", "local, seen"]
+    (mean,) = [line for line in stdout.splitlines() if line.startswith("mean ")]
+    assert mean.split()[1:4] == [f"{results[model]['seen']['mean']:.3f}" for model in ("global", "personal", "local")]
+    (worst,) = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
+    assert worst.split()[0] == results["personal"]["seen"]["worst_group_name"]
+
+
 def test_nothing_evaluated(call):
     code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.every=0")
     assert code == 0

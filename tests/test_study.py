@@ -190,6 +190,11 @@ def test_which_model_a_short_name_means():
     assert value_of(both, "groups.b") is None
     assert value_of(both, "bytes_up") == 7
     assert value_of(alone, "personal.mean") is None
+    # Local models are named, or not meant.
+    trained = {"results": {**alone["results"], "local": {"seen": {"mean": 0.6, "groups": {"a": 0.7}}}}}
+    assert (value_of(trained, "mean"), value_of(trained, "local.mean")) == (0.1, 0.6)
+    assert value_of(trained, "local.groups.a") == 0.7
+    assert value_of(trained, "local.unseen.mean") is value_of(alone, "local.mean") is None
 
 
 # ---- a part of a study -----------------------------------------------------------------------------------------------
@@ -317,6 +322,19 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     said = {(row["method"], row["metric"]): row["model"] for row in plain["results"]}
     assert (said["fedavg", "mean"], said["local", "mean"], said["local", "global.mean"]) == ("global", "personal", None)
     assert plain["warnings"] == []
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_local_models_are_a_column(tmp_path, split):
+    base = {**BASE, "evaluation": {"local": True}}
+    study = {**STUDY, "base": base, "methods": ["fedavg"], "metrics": ["mean", "local.mean"], "split": split}
+    results, _ = outcomes(study_from(study), tmp_path)
+    for metric, model in (("mean", "global"), ("local.mean", "local")):
+        runs = [tmp_path / "base" / "fedavg" / f"seed{seed}" for seed in (0, 1)]
+        values = [score_by_hand(run, model=model, metric="mean", split=split) for run in runs]
+        assert list(results.values("base", "fedavg", metric).values()) == pytest.approx(values, abs=1e-12)
+    rows = {row["metric"]: row["model"] for row in results.plain()["results"]}
+    assert (rows["mean"], rows["local.mean"]) == ("global", "local")
 
 
 def test_one_seed_has_no_spread(tmp_path):

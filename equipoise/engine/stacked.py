@@ -112,9 +112,15 @@ class StackedEngine:
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
         clients = np.array(self.memory.clients, dtype=np.int64)
+        return mix_tree(self.kept_parts(method, model, clients), self.cohort(method, clients, 0).prior)
+
+    def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
+        """Return what clients keep of the shared model, stacked in the order of ``clients``."""
         memory, _ = self.memory.read(clients, self.first_memory(method.local, model), self.network.device)
-        own = {name: stack for name, stack in memory[KEPT].items() if not name.startswith(PERSONAL)}
-        return mix_tree(own, self.cohort(method, clients, 0).prior)
+        return {name: stack for name, stack in memory.get(KEPT, {}).items() if not name.startswith(PERSONAL)}
+
+    def refuse_keeping_local(self, method: Method) -> None:
+        """Refuse nothing: all models are in this process."""
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""

@@ -50,9 +50,12 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         a = self.weights(state, cohort)
         gap = self._measured(state, updates, cohort, a)
         nudged = generalization_adjustment(a, gap, self.step_in(state, cohort), self.centred)
-        slope = slopes(a, gap, nudged, self._measured(state, updates, cohort, nudged), self.slope_limit)
+        nudged_gap = self._measured(state, updates, cohort, nudged)
+        slope = slopes(a, gap, nudged, nudged_gap, self.slope_limit)
         fair = equal_gap_weights(a, gap, slope, nudged)
-        return self.finished(state, updates, cohort, fair).with_notes(weights=fair, gaps=gap, slopes=slope)
+        # Figure 2 shows one against the other: slopes alone do not say what was cut off at 0.
+        changes = {"weight_changes": nudged - a, "gap_changes": nudged_gap - gap}
+        return self.finished(state, updates, cohort, fair).with_notes(weights=fair, gaps=gap, slopes=slope, **changes)
 
     def _measured(self, state: State, updates: Updates, cohort: Cohort, weights: Tensor) -> Tensor:
         """Return the gaps of the average under some weights."""

@@ -14,6 +14,7 @@ from equipoise.engine.task import Task
 from equipoise.federation import Federation
 
 Row = dict[str, Any]
+MODELS = ("global", "personal", "local")
 
 
 def client_rows(
@@ -38,7 +39,7 @@ def client_rows(
         Loss and metrics, one value a client.
     round_ : int
         Rounds finished.
-    model : {"global", "personal"}
+    model : {"global", "personal", "local"}
         Which model was evaluated.
     split : str
         On which of the clients' splits.
@@ -86,14 +87,14 @@ def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> d
     Returns
     -------
     dict
-        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ...}``, holding only what was evaluated. Each inner
+        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding only what was evaluated. Each inner
         dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
         every group), ``loss`` (the mean loss over clients), and the names of the worst client and group.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
     result: dict[str, Any] = {}
-    for model in ("global", "personal"):
+    for model in MODELS:
         for who, unseen in (("seen", False), ("unseen", True)):
             chosen = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)]
             if chosen:

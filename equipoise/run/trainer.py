@@ -25,7 +25,7 @@ from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.random import Purpose, fold
-from equipoise.run.checkpoint import Checkpoint, read_best, read_checkpoint, save_best
+from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
@@ -122,8 +122,11 @@ class Trainer:
         self.view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape)
         self.engine = engine(federation, model, training, machine, seed, self.view)
-        if self.view is not federation and evaluation.fine_tune:
-            raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
+        for setting in ("fine_tune", "keep_local"):
+            if self.view is not federation and getattr(evaluation, setting):
+                raise InputError(
+                    f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
+                )
         self._register()
         self._refuse_to_train_nothing()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
@@ -137,6 +140,7 @@ class Trainer:
         self.bytes = dict.fromkeys(BYTES, 0)
         self._saved_round = 0
         self._best_models: Models | None = None
+        self._local_models: Models | None = None
 
     def _register(self) -> None:
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
@@ -202,8 +206,10 @@ class Trainer:
         cohort, asked = self._select()
         if due and self.view is self.federation and self.evaluator.has_global:
             cohort.wanted_reports.add("val_loss_after")
+        # Where the data are pooled, there are no clients that train.
+        cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
-        updates = self._train(prepared, cohort, number)
+        sent, updates = self._train(prepared, cohort, number)
         clock.lap("train")
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
@@ -221,9 +227,16 @@ class Trainer:
             clock.lap("evaluate")
             if self.engine.absent:
                 row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+        row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
         self.rounds.append([row | _counted(moved) | _written(self.state, cohort)])
         self.timings.append([{"round": number, **clock.laps}])
-        if self.directory and (last or number % self.checkpoint_every == 0 or self.evaluator.out_of_patience):
+        ends = last or self.evaluator.out_of_patience
+        if ends and self.evaluation.keep_local:
+            self._local_models = self.evaluator.local_models(sent, updates, cohort, number)
+            if self.directory:
+                # Before the checkpoint: a run that is resumed after its last round cannot make them again.
+                save_models(self.directory / LOCAL, self._local_models)
+        if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
         return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
 
@@ -281,11 +294,12 @@ class Trainer:
             except ClientsLost as lost:
                 cohort = cohort.without(lost.ids)
 
-    def _train(self, prepared: State, cohort: RoundCohort, number: int) -> Updates:
+    def _train(self, prepared: State, cohort: RoundCohort, number: int) -> tuple[Tree, Updates]:
+        """Return the model that was sent to the clients, and their updates."""
         shared, each = self.method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, self.method.local)
         self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
-        return updates
+        return shared["model"], updates
 
     def _aggregate(
         self, prepared: State, updates: Updates, cohort: RoundCohort, number: int
@@ -327,7 +341,7 @@ class Trainer:
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
             if self.directory:
-                save_best(self.directory, self._best_models)
+                save_models(self.directory / BEST, self._best_models)
 
     @property
     def has_global(self) -> bool:
@@ -348,8 +362,16 @@ class Trainer:
         if self.evaluator.selected_round(self.state.round) == self.state.round:
             return self.evaluator.models(self.state)
         if self._best_models is None and self.directory:
-            self._best_models = read_best(self.directory)
+            self._best_models = read_models(self.directory / BEST)
         return self._best_models or self.evaluator.models(self.state)
+
+    def local_models(self) -> Models:
+        """Return the local models of the last round, which ``evaluation.keep_local`` has kept."""
+        if self._local_models is None:
+            if self.directory is None:
+                raise InputError("the run has kept no local models; train it with evaluation.keep_local: true")
+            self._local_models = read_local(self.directory)
+        return self._local_models
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from equipoise.errors import unknown
 from equipoise.fairness import METRICS, Better
+from equipoise.run.records import MODELS
 
-MODELS, WHO = ("global", "personal"), ("seen", "unseen")
+WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
 BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
@@ -65,7 +66,7 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     Returns
     -------
     str or None
-        ``global`` or ``personal``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
+        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
 
     Examples
     --------

@@ -135,8 +135,8 @@ def study_from(
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
-        the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.``, ``personal.`` or ``local.`` before them
+        (otherwise the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional

@@ -58,6 +58,7 @@ def compare(path, folder, tolerance=TOLERANCE):
         assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=tolerance)
         assert (one["bytes_up"], one["bytes_down"]) == (other["bytes_up"], other["bytes_down"])
+        assert (one["messages"], one["evaluations"]) == (other["messages"], other["evaluations"])
         assert one.get("clients") == other.get("clients")
         assert_same_notes(one.get("notes", {}), other.get("notes", {}))
     for client in range(4):
