@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise import tasks
 from equipoise.errors import InputError
 from equipoise.samples import Samples
 
@@ -22,9 +23,10 @@ class Source:
     x : Tensor or Samples of shape [N, ...]
         The samples.
     y : Tensor
-        int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
-    task : {"classification", "regression"}
-        What ``y`` means.
+        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N, d] for regression,
+        masks [N, height, width] for segmentation.
+    task : str
+        What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
         Number of classes; one more than the largest label by default.
     name : str
@@ -65,5 +67,5 @@ class Source:
                 f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
                 f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"
             )
-        if self.classes is None and self.task == "classification":
-            object.__setattr__(self, "classes", int(self.y.max()) + 1)
+        if self.classes is None:
+            object.__setattr__(self, "classes", tasks.build(self.task).classes_in(self.y))

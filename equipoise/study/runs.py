@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
-from equipoise.run.records import summarize_rows
+from equipoise.run.records import summarize_rows, task_of
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
@@ -76,10 +75,9 @@ def _on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str,
     if split == "test":
         return summary
     journal = Journal(directory / "metrics.jsonl")
-    task = Task("regression" if summary["score"] == "loss" else "classification")
     try:
         rows = [row for row in journal if row["round"] == summary["round"]]
-        return {**summary, "results": summarize_rows(rows, task, split=split)}
+        return {**summary, "results": summarize_rows(rows, task_of(summary), split=split)}
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"cannot read {journal.path}: {type(error).__name__}: {error}") from error
 
