@@ -588,7 +588,9 @@ class ThreeSplits(NamedTuple):
     test: Split
 
 
-def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int) -> ThreeSplits:
+def split_samples(
+    held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: NDArray[Any] | None = None
+) -> ThreeSplits:
     """Divide what every client holds into train, val and test.
 
     Shares are rounded by largest remainder; then a split with a positive share that got nothing takes one sample from
@@ -605,6 +607,9 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
         Shares of train, val and test, summing to 1.
     seed : int
         Decides which samples go where.
+    units : array of shape [N], optional
+        What each sample belongs to, such as a patient. Samples of a unit are never divided: shares are then shares of a
+        client's units.
 
     Returns
     -------
@@ -615,7 +620,12 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     --------
     >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
     [[7], [1], [2]]
+    >>> patients = np.array(["a", "a", "b", "b", "b", "c"])
+    >>> [split.of(0).tolist() for split in split_samples(Split.from_lists([range(6)]), ["ann"], (0.4, 0.3, 0.3), 0, patients)]
+    [[2, 3, 4], [0, 1], [5]]
     """
+    if units is not None:
+        return _split_units(held, keys, fractions, seed, np.unique(units, return_inverse=True)[1].reshape(-1))
     seed = count(seed, "seed", least=0)
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
@@ -624,6 +634,16 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     ends = np.cumsum(counts, axis=1)
     part = (place >= ends[holders, 0]).astype(np.int8) + (place >= ends[holders, 1])
     return ThreeSplits(*(Split(shuffled[part == i], _offsets(counts[:, i])) for i in range(3)))
+
+
+def _split_units(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: Ints) -> ThreeSplits:
+    mine = [held.of(client) for client in range(held.clients)]
+    by_unit = split_samples(Split.from_lists([np.unique(units[samples]) for samples in mine]), keys, fractions, seed)
+
+    def samples_of(split: Split) -> Split:
+        return Split.from_lists([own[np.isin(units[own], split.of(client))] for client, own in enumerate(mine)])
+
+    return ThreeSplits(*map(samples_of, by_unit))
 
 
 def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:

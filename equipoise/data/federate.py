@@ -60,7 +60,7 @@ def federate(
     return Federation(
         source.x,
         source.y,
-        *split_samples(Split.from_lists(assignment.clients), keys, splits, seed),
+        *split_samples(Split.from_lists(assignment.clients), keys, splits, seed, source.units),
         groups=np.array(assignment.groups, np.int64),
         group_names=assignment.group_names,
         unseen=left_out | _unseen(unseen, left_out, seed),

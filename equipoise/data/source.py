@@ -37,6 +37,8 @@ class Source:
         Names of the groups, the commonest first where that matters.
     ids : array of shape [N], optional
         The client each sample came from, where the data knows it.
+    units : array of shape [N], optional
+        What samples belong together, such as the slices of a scan: a client has all of its samples of a unit in one split.
 
     Examples
     --------
@@ -53,10 +55,11 @@ class Source:
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
+    units: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
-        for part in ("y", "groups", "ids"):
+        for part in ("y", "groups", "ids", "units"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")

@@ -9,8 +9,8 @@ from equipoise.methods import build, names
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
-from tests.engine.federations import images, text
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer
+from tests.engine.federations import images, masks, text
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer, unet
 
 pictures = partial(images, shape=(1, 8, 8))
 SETTINGS = {
@@ -21,17 +21,22 @@ SETTINGS = {
     "prompts": (pictures, lambda: transformer(depth=2), 0.1),
     "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
     "vit": (pictures, lambda: transformer("vit"), 0.05),
+    "segmentation": (masks, unet, 0.1),
 }
 # What is not the name of a method itself.
 VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
-# A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
-OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
+# A transformer that trains as a whole is slow, and these rules differ most in what they do with it. A U-Net is slow too,
+# and FedCRC needs class probabilities of samples.
+FEW = {
+    "vit": ("fedavg", "ditto", "perfedavg, hessian", "fedcrc"),
+    "segmentation": ("fedavg", "perfedavg, hessian"),
+}
 # FedBN is for models with BatchNorm that keeps statistics.
 PAIRS = [
     (method, what)
     for method in (*names(), *VARIANTS)
     for what in SETTINGS
-    if (method, what == "images") != ("fedbn", False) and (method in OF_VIT or what != "vit")
+    if (method, what == "images") != ("fedbn", False) and method in FEW.get(what, (method,))
 ]
 
 
