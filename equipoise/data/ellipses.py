@@ -53,7 +53,7 @@ def ellipses(*, sites: int = 4, images: int = 60, size: int = 32, empty: float =
     down, across = np.indices((size, size)) / size
     # One number an image, to be combined with every pixel.
     ranges = ((0.3, 0.7), (0.3, 0.7), (0, np.pi), (1 / 8, 1 / 3), (1 / 8, 1 / 3), (0, 1))
-    top, left, angle, long, short, chance = (draws.uniform(*ends, size=(total, 1, 1)) for ends in ranges)
+    top, left, angle, long, short, chance = (draws.uniform(low, high, (total, 1, 1)) for low, high in ranges)
     along = (down - top) * np.cos(angle) + (across - left) * np.sin(angle)
     beside = (across - left) * np.cos(angle) - (down - top) * np.sin(angle)
     masks = ((along / long) ** 2 + (beside / short) ** 2 <= 1) & (chance >= empty)

@@ -114,8 +114,8 @@ def prostate(
         raise InputError(
             f"channels of data 'prostate' must be odd, got {channels}: a slice has as many after it as before"
         )
-    if not 0 < real(quantile, "quantile of data 'prostate'") <= 1:
-        raise InputError(f"quantile of data 'prostate' must be above 0 and at most 1, got {quantile!r}")
+    if real(quantile, "quantile of data 'prostate'") > 1:
+        raise InputError(f"quantile of data 'prostate' must be at most 1, got {quantile!r}")
     flag(empty, "empty of data 'prostate'")
     if mapped is not None:
         flag(mapped, "mapped of data 'prostate'")
