@@ -6,12 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
-from equipoise import tasks
+from equipoise import Machine, tasks, train
+from equipoise.data import load
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.models.unet import enlarged, unet
+from equipoise.optimizers import Adam
+from tests.engine.comparison import distance
+from tests.engine.gpu import needs_gpu
 
 
 def test_parameters_by_hand():
@@ -67,6 +72,48 @@ def test_the_gradient_of_enlarging_sums_over_copies():
         for j in range(7):
             folded[..., min(i // 2, 1), min(j // 2, 2)] += weights[..., i, j]
     torch.testing.assert_close(x.grad, folded)
+
+
+@pytest.mark.parametrize("norm", ["instance", "group", "batch"])
+def test_stacked_gradients_equal_those_of_one_client(norm):
+    clients, loss_of = 3, tasks.build("segmentation").loss
+    model = build("unet", shape=(1, 9, 12), classes=3, width=2, depth=2, norm=norm).double().eval()
+    draw = torch.Generator().manual_seed(2)
+    x = torch.rand(clients, 4, 1, 9, 12, generator=draw, dtype=torch.float64)
+    y = torch.randint(3, (clients, 4, 9, 12), generator=draw)
+    buffers = dict(model.named_buffers())
+    stacked = {
+        key: p.detach() + 0.1 * torch.randn(clients, *p.shape, generator=draw, dtype=torch.float64)
+        for key, p in model.named_parameters()
+    }
+
+    def loss(parameters, x, y):
+        return loss_of(functional_call(model, (parameters, buffers), (x,)), y).mean()
+
+    gradients = vmap(grad(loss))(stacked, x, y)
+    for k in range(clients):
+        alone = grad(loss)({key: p[k] for key, p in stacked.items()}, x[k], y[k])
+        for key, gradient in alone.items():
+            torch.testing.assert_close(gradients[key][k], gradient, rtol=1e-8, atol=1e-12)
+            assert gradient.abs().sum() > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_on_a_gpu_training_is_deterministic_and_agrees_with_the_cpu(norm):
+    federation = load("ellipses", images=20, size=33)
+    how = {"rounds": 2, "batch_size": 5, "optimizer": Adam(lr=0.01)}
+    model = {"name": "unet", "width": 4, "depth": 2, "norm": norm}
+    first, again = (
+        train(federation, model=model, machine=Machine(device="cuda"), **how).trainer.global_model for _ in range(2)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    exact = [
+        train(federation, model=model, machine=Machine(device=device, precision="float64", chunk=4), **how)
+        for device in ("cuda", "cpu")
+    ]
+    found, wanted = ({n: t.cpu() for n, t in run.trainer.global_model.items()} for run in exact)
+    assert distance(found, wanted) <= 1e-7
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def registry(monkeypatch):
 
 
 def test_the_tasks_there_are():
-    assert set(tasks.names()) == {"classification", "regression", "segmentation"}
-    about = {name: (tasks.build(name).score, tasks.build(name).higher_is_better) for name in tasks.names()}
+    # Examples of documentation may have registered others.
+    own = [task for task in map(tasks.build, tasks.names()) if type(task).__module__.startswith("equipoise.tasks.")]
+    about = {task.name: (task.score, task.higher_is_better) for task in own}
     assert about == {
         "classification": ("accuracy", True),
         "regression": ("loss", False),
