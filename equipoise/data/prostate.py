@@ -51,7 +51,7 @@ class _Volume(NamedTuple):
 
 def prostate(
     *,
-    root: str,
+    root: str = "prostate",
     size: int = 384,
     sites: Sequence[str] | None = None,
     channels: int = 1,
@@ -164,7 +164,7 @@ def prostate(
 def recipe(
     *,
     seed: int,
-    root: str,
+    root: str = "prostate",
     size: int = 384,
     sites: tuple[str, ...] | None = None,
     channels: int = 1,
