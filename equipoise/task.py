@@ -182,10 +182,11 @@ def whole_numbers(y: Tensor) -> Tensor:
     Traceback (most recent call last):
     equipoise.errors.InputError: sample 1 has label 2.5 in y; labels must be whole numbers
     """
-    if y.dtype == torch.int64:
-        return y
+    if y.is_complex():
+        raise InputError("y holds complex numbers; labels must be whole numbers")
     labels = y.long()
-    if y.is_complex() or bool((labels != y).any()):
+    # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers anyway.
+    if y.is_floating_point() and bool((labels != y).any()):
         place = tuple((labels != y).nonzero()[0].tolist())
         raise InputError(f"sample {place[0]} has label {y[place].item()} in y; labels must be whole numbers")
     return labels

@@ -151,7 +151,10 @@ def _read(directory: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
     if len(x) != len(y) or not len(x):
         raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
-    return x, y.astype(np.float32) if of.floating else of.targets(torch.from_numpy(y)).numpy()
+    if of.floating:
+        return x, y.astype(np.float32)
+    labels = y if y.dtype == np.uint8 else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
+    return x, of.targets(torch.from_numpy(labels)).numpy()
 
 
 def _group(directory: Path) -> str:
