@@ -14,12 +14,13 @@ from equipoise.errors import InputError
 class Task:
     """What is learned.
 
-    A task is a class without state, registered with :func:`equipoise.tasks.register`. It defines :meth:`loss`. A task
-    whose score is not the loss also defines :meth:`metrics`. The other methods have defaults for targets that are
-    numbers.
+    A task is a class without state, registered with :func:`equipoise.tasks.register`. It defines
+    :meth:`loss`. A task whose score is not the loss also defines :meth:`metrics`. The other methods
+    have defaults for targets that are numbers.
 
-    ``loss`` and ``metrics`` are called for one client's batch, and for many clients at once under ``torch.func.vmap``.
-    They must not branch on values. Rows of padding are passed too; their values are ignored.
+    ``loss`` and ``metrics`` are called for one client's batch, and for many clients at once under
+    ``torch.func.vmap``. They must not branch on values. Rows of padding are passed too; their
+    values are ignored.
 
     Attributes
     ----------
@@ -34,8 +35,8 @@ class Task:
     floating : bool
         Whether targets are floating point numbers.
     spatial : bool
-        Whether the target of an image is an image of the same height and width. Augmentations that move pixels are then
-        applied to both.
+        Whether the target of an image is an image of the same height and width. Augmentations that
+        move pixels are then applied to both.
 
     Examples
     --------

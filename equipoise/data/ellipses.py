@@ -15,10 +15,11 @@ from equipoise.errors import InputError
 def ellipses(*, sites: int = 4, images: int = 60, size: int = 32, empty: float = 0.0, seed: int = 0) -> Source:
     """Draw images of one ellipse each, which is what must be found.
 
-    An ellipse has a random place, angle and half axes of an eighth to a third of the image's size. Pixels are 1 inside
-    and 0 outside, plus normal noise of deviation 0.3. Sites differ as scanners do. Each adds a shade that grows from left
-    to right (by −0.5 at the first site to 0.5 at the last), multiplies its images by a gain (0.5 to 2), and adds a level
-    (−1 to 1, in another order of sites).
+    An ellipse has a random place, angle and half axes of an eighth to a third of the image's size.
+    Pixels are 1 inside and 0 outside, plus normal noise of deviation 0.3. Sites differ as scanners
+    do. Each adds a shade that grows from left to right (by −0.5 at the first site to 0.5 at the
+    last), multiplies its images by a gain (0.5 to 2), and adds a level (−1 to 1, in another order
+    of sites).
 
     Parameters
     ----------

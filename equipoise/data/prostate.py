@@ -1,9 +1,10 @@
 """Fed-Prostate: T2-weighted magnetic resonance images of the prostate from several sites, with masks (Liu et al., 2021).
 
-The root has one folder a site, such as ``RUNMC``, ``BMC``, ``I2CVB``, ``UCL``, ``BIDMC`` and ``HK``. A site has one volume in
-NIfTI format for each patient, ``Case00.nii.gz``, and its mask beside it, ``Case00_segmentation.nii.gz``. Each site is a group,
-and by default also a client. Slices are prepared once and kept in the cache directory (see `equipoise.data.cache`); as for
-image folders, an entry belongs to a list of files with their sizes and modification times.
+The root has one folder a site, such as ``RUNMC``, ``BMC``, ``I2CVB``, ``UCL``, ``BIDMC`` and
+``HK``. A site has one volume in NIfTI format for each patient, ``Case00.nii.gz``, and its mask
+beside it, ``Case00_segmentation.nii.gz``. Each site is a group, and by default also a client.
+Slices are prepared once and kept in the cache directory (see `equipoise.data.cache`); as for image
+folders, an entry belongs to a list of files with their sizes and modification times.
 """
 
 from __future__ import annotations
@@ -61,36 +62,38 @@ def prostate(
 ) -> Source:
     """Read the axial slices of NIfTI volumes and their masks.
 
-    The intensities of each volume are scaled to [−1, 1]. Slices are resized to ``size`` by ``size`` pixels if they have
-    another size: images bilinearly with smoothing, masks to the nearest pixel. Every label above 0 is the prostate. Only
-    slices that show it are kept, as in the publication of the data (SAML; Liu et al., 2020). All slices of a volume are in
-    the same split of a client.
+    The intensities of each volume are scaled to [−1, 1]. Slices are resized to ``size`` by ``size``
+    pixels if they have another size: images bilinearly with smoothing, masks to the nearest pixel.
+    Every label above 0 is the prostate. Only slices that show it are kept, as in HarmoFL's public
+    code; FFT-GP does not say. All slices of a volume are in the same split of a client.
 
     Parameters
     ----------
     root : str
-        The folder that holds one folder a site. A relative name is looked for in the working directory, then in the data
-        directory (see `equipoise.data.files`).
+        The folder that holds one folder a site. A relative name is looked for in the working
+        directory, then in the data directory (see `equipoise.data.files`).
     size : int
         Height and width of the slices.
     sites : sequence of str, optional
         Which sites to read, in the order of groups; by default all of them, in alphabetical order.
     channels : int
-        An odd number. With 3, a sample has the slices before and after as further channels, as in HarmoFL's public code.
-        At the ends of a volume the outermost slice is repeated.
+        An odd number. With 3, a sample has the slices before and after as further channels, as in
+        HarmoFL's public code. At the ends of a volume the outermost slice is repeated.
     quantile : float
-        Intensities above this quantile of their volume are lowered to it. HarmoFL's public code has 0.99.
+        Intensities above this quantile of their volume are lowered to it. HarmoFL's public code has
+        0.99.
     empty : bool
         Whether to keep slices that do not show the prostate.
     mapped : bool, optional
-        Whether slices stay on disk and are read batch by batch. By default they do if they take 2 GiB or more.
+        Whether slices stay on disk and are read batch by batch. By default they do if they take 2
+        GiB or more.
 
     Returns
     -------
     Source
-        float32 of shape [N, channels, size, size] and masks [N, size, size] of 0 and 1: site after site, volumes in
-        alphabetical order, slices in the order of the volume's last axis. Rows are the volume's second axis, columns its
-        first.
+        float32 of shape [N, channels, size, size] and masks [N, size, size] of 0 and 1: site after
+        site, volumes in alphabetical order, slices in the order of the volume's last axis. Rows are
+        the volume's second axis, columns its first.
 
     Examples
     --------

@@ -25,16 +25,17 @@ def unet(
 ) -> Model:
     """Build a U-Net (Ronneberger et al., 2015) that returns one number for each class and pixel.
 
-    Convolutions keep the image size, so that outputs have the size of the inputs, whatever it is; the original crops
-    instead. Feature maps are enlarged by repeating pixels, whose gradient is deterministic on a GPU, followed by a 1x1
-    convolution. The default width and norm are those of FedDG's public code (Liu et al., 2021), whose settings FFT-GP uses;
-    the original has width 64 and no normalization.
+    Convolutions keep the image size, so that outputs have the size of the inputs, whatever it is;
+    the original crops instead. Feature maps are enlarged by repeating pixels, whose gradient is
+    deterministic on a GPU, followed by a 1x1 convolution. The default width and norm are those of
+    FedDG's public code (Liu et al., 2021), whose settings FFT-GP uses; the original has width 64
+    and no normalization.
 
     Parameters
     ----------
     shape : tuple of int
-        Channels, height and width of one image, at least ``2**depth`` pixels high and wide; with ``norm="instance"`` twice
-        that, because a single pixel cannot be normalized.
+        Channels, height and width of one image, at least ``2**depth`` pixels high and wide; with
+        ``norm="instance"`` twice that, because a single pixel cannot be normalized.
     classes : int
         Number of classes, the background included.
     width : int
@@ -42,15 +43,16 @@ def unet(
     depth : int
         How often the resolution is halved.
     norm : {"instance", "group", "batch"}
-        Normalization after each 3x3 convolution. ``"instance"`` normalizes each channel of an image, ``"group"`` groups of
-        channels, ``"batch"`` each channel over the batch.
+        Normalization after each 3x3 convolution. ``"instance"`` normalizes each channel of an
+        image, ``"group"`` groups of channels, ``"batch"`` each channel over the batch.
     groups : int
         How many groups of channels ``norm="group"`` normalizes.
 
     Returns
     -------
     Model
-        ``features`` returns maps ``[samples, width, height, width of the image]``; ``head`` is the last 1x1 convolution.
+        ``features`` returns maps ``[samples, width, rows, columns]``; ``head`` is the last 1x1
+        convolution.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """The tasks by name: one file for each in this directory, found automatically.
 
-A task says what is learned: the loss and the metrics of each sample, and which targets are valid. :func:`register` adds
-tasks of one's own.
+A task says what is learned: the loss and the metrics of each sample, and which targets are valid.
+:func:`register` adds tasks of one's own.
 """
 
 from __future__ import annotations

@@ -20,14 +20,15 @@ _SMOOTHING = 1.0
 class Segmentation(Task):
     """Dice loss and Dice score; targets are masks ``[N, height, width]`` of whole numbers, 0 for the background.
 
-    A binary mask has two classes. The model returns ``[N, classes, height, width]``; a softmax over classes makes
-    probabilities p of it, and t is 1 where the mask has the class, else 0. For each sample and each class but the
-    background:
+    A binary mask has two classes. The model returns ``[N, classes, height, width]``; a softmax over
+    classes makes probabilities p of it, and t is 1 where the mask has the class, else 0. For each
+    sample and each class but the background:
 
-    - loss: 1 − (2 Σ p t + 1) / (Σ p + Σ t + 1), sums over pixels, averaged over classes. If the mask does not have the
-      class, the loss is Σ p / (Σ p + 1).
-    - ``dice``: 2 |A ∩ B| / (|A| + |B|) for the pixels A of the mask and B of the class with the highest score, averaged over
-      the classes that are in the mask or predicted. Classes that are in neither are left out. If all are, the score is 1.
+    - loss: 1 − (2 Σ p t + 1) / (Σ p + Σ t + 1), sums over pixels, averaged over classes. If the
+      mask does not have the class, the loss is Σ p / (Σ p + 1).
+    - ``dice``: 2 |A ∩ B| / (|A| + |B|) for the pixels A of the mask and B of the class with the
+      highest score, averaged over the classes that are in the mask or predicted. Classes that are
+      in neither are left out. If all are, the score is 1.
 
     Examples
     --------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from equipoise.cli import app
 from equipoise.data import load
 from equipoise.data.ellipses import ellipses
 from equipoise.errors import InputError
@@ -62,3 +66,15 @@ def test_a_site_is_a_client():
 def test_what_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         ellipses(**options)
+
+
+def test_the_command_line_shows_sizes_without_labels(tmp_path):
+    shown = CliRunner().invoke(
+        app, ["data", "ellipses", "--set", "images=10", "--picture", str(tmp_path / "sites.png")]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "site 3" in shown.output
+    assert "labels" not in shown.output
+    document = json.loads(CliRunner().invoke(app, ["data", "ellipses", "--set", "images=10", "--json"]).stdout)
+    assert (document["task"], document["classes"], document["shape"]) == ("segmentation", 2, [1, 32, 32])
+    assert "labels" not in document["clients"][0]
