@@ -31,14 +31,15 @@ class Source:
         Number of classes; one more than the largest label by default.
     name : str
         What to call data from here.
+    units : array of shape [N], optional
+        What samples belong together, such as the slices of a scan: a client has all of its samples of a unit
+        in one split.
     groups : int array of shape [N], optional
         Every sample's group, as a position in ``group_names``.
     group_names : tuple of str
         Names of the groups, the commonest first where that matters.
     ids : array of shape [N], optional
         The client each sample came from, where the data knows it.
-    units : array of shape [N], optional
-        What samples belong together, such as the slices of a scan: a client has all of its samples of a unit in one split.
 
     Examples
     --------
@@ -52,10 +53,10 @@ class Source:
     task: str = "classification"
     classes: int | None = None
     name: str = "custom"
+    units: NDArray[Any] | None = None
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
-    units: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""

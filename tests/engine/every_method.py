@@ -21,22 +21,17 @@ SETTINGS = {
     "prompts": (pictures, lambda: transformer(depth=2), 0.1),
     "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
     "vit": (pictures, lambda: transformer("vit"), 0.05),
-    "segmentation": (masks, unet, 0.1),
 }
 # What is not the name of a method itself.
 VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
-# A transformer that trains as a whole is slow, and these rules differ most in what they do with it. A U-Net is slow too,
-# and FedCRC needs class probabilities of samples.
-FEW = {
-    "vit": ("fedavg", "ditto", "perfedavg, hessian", "fedcrc"),
-    "segmentation": ("fedavg", "perfedavg, hessian"),
-}
+# A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
+OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
 # FedBN is for models with BatchNorm that keeps statistics.
 PAIRS = [
     (method, what)
     for method in (*names(), *VARIANTS)
     for what in SETTINGS
-    if (method, what == "images") != ("fedbn", False) and method in FEW.get(what, (method,))
+    if (method, what == "images") != ("fedbn", False) and (method in OF_VIT or what != "vit")
 ]
 
 
@@ -63,3 +58,8 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
 def skipped(models, what):
     """Name the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
     return {name for name in models if what != "text" and name.split()[1] in WITHOUT_GRADIENT}
+
+
+# Masks need a U-Net, which is slow: with first and with second derivatives.
+SETTINGS["segmentation"] = (masks, unet, 0.1)
+PAIRS += [("fedavg", "segmentation"), ("perfedavg, hessian", "segmentation")]
