@@ -44,7 +44,9 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Import = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", metavar="FILE", help="Python file or module of your own that registers methods, models or data."
+        "--import",
+        metavar="FILE",
+        help="Python file or module of your own that registers methods, models, data or tasks.",
     ),
 ]
 

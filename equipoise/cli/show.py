@@ -283,7 +283,7 @@ def federation(federation: Federation, picture: Path | None) -> None:
     """Show a federation."""
     console, document = _console(), federation_document(federation, picture)
     columns = ("client", "name", "group", "", "train", "val", "test")
-    last = "labels" if federation.classes else ""
+    last = "labels" if federation.labelled else ""
     table = _table(f"clients of {federation.name}", *columns, numbers=3, last=last)
     for row in document["clients"]:
         sizes = (str(row[split]) for split in ("train", "val", "test"))

@@ -63,7 +63,7 @@ def federate(
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
     held = Split.from_lists(assignment.clients)
-    divided = split_samples(held, keys, splits, seed)
+    divided = split_samples(held, keys, splits, seed, source.units)
     return Federation(
         source.x,
         source.y,

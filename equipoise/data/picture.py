@@ -48,7 +48,7 @@ def draw(federation: Federation, path: str | Path) -> Path:
 
     sizes = np.sum([federation.split(name).sizes for name in SPLITS], axis=0)
     order = np.lexsort((sizes, federation.groups))
-    rows = federation.classes or 0
+    rows = (federation.classes or 0) if federation.labelled else 0
     label_height = min(6.0, 0.7 + 0.24 * rows) if rows else 0.0
     figure = Figure(figsize=(min(20.0, max(7.5, 3.0 + 0.16 * len(order))), 3.4 + label_height), layout="constrained")
     if rows:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as tree_map_any
 
 from equipoise.client import Client, Finished
-from equipoise.data.augment import Augmentation
+from equipoise.data.augment import Augmentation, moves_pixels
 from equipoise.engine.batches import Batches
 from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
@@ -207,7 +207,7 @@ class PhaseRun:
         active = self._active
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
-            x = self._augmented(x, batch.keys)
+            x, y = self._augmented(x, y, batch.keys)
         x, y, where, key = (first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
         mask = None if batch.mask is None else first_rows(batch.mask, active)
         across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
@@ -262,12 +262,16 @@ class PhaseRun:
             )
         return masked_mean(values, mask), {n: value for n, value in recorded.items() if n in self.moving_buffers}
 
-    def _augmented(self, x: Tensor, keys: Tensor) -> Tensor:
+    def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Change the images of a batch, and their masks where pixels move."""
         samples = torch.arange(x.shape[1], device=x.device)
-        flat = x.flatten(0, 1)
+        images, targets = x.flatten(0, 1), y.flatten(0, 1)
         for index, augmentation in enumerate(self.chunk.augment):
-            flat = augmentation(flat, fold_tensor(keys.unsqueeze(1), Purpose.AUGMENT, index, samples).flatten())
-        return flat.view_as(x)
+            own_keys = fold_tensor(keys.unsqueeze(1), Purpose.AUGMENT, index, samples).flatten()
+            images = augmentation(images, own_keys)
+            if self.chunk.network.task.spatial and moves_pixels(augmentation):
+                targets = augmentation(targets.unsqueeze(1), own_keys).squeeze(1)
+        return images.view_as(x), targets.view_as(y)
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
+from equipoise.task import Task
 from equipoise.tree import Tree, digest, in_parts
 
 
@@ -169,8 +169,9 @@ class Network:
 
     Examples
     --------
+    >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> network = Network(build("logistic", shape=(2,), classes=3), Task("classification"))
+    >>> network = Network(build("logistic", shape=(2,), classes=3), tasks.build("classification"))
     >>> list(network.initial())
     ['head.weight', 'head.bias']
     """
@@ -395,7 +396,7 @@ class Network:
             seen = self._encode_counted(x) if self.encoded else x
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
-            self.task.loss(output, y)
+            self._check_metrics(output, y)
             # Not in the first call: counting adds hooks, and ``composed`` is determined there.
             with self._counting() as together:
                 self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
@@ -463,15 +464,24 @@ class Network:
         return encoded
 
     def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
-        if self.task.kind == "classification":
-            fits, wanted = output.dim() == 2 and output.shape[1] >= outputs, f"{outputs} classes"
-        else:
-            fits, wanted = output.numel() == y.numel(), f"{outputs} targets a sample"
-        if not fits:
+        if wanted := self.task.misfit(output, y, outputs):
             raise InputError(
                 f"the model answers a sample with numbers of shape {tuple(output.shape[1:])}, "
                 f"but the federation has {wanted}"
             )
+
+    def _check_metrics(self, output: Tensor, y: Tensor) -> None:
+        measured = self.task.metrics(output, y)
+        if missing := {"loss", self.task.score} - set(measured):
+            raise InputError(
+                f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
+            )
+        for name, values in measured.items():
+            if values.shape != y.shape[:1]:
+                raise InputError(
+                    f"{name} of task {self.task.name!r} has shape {tuple(values.shape)} for {len(y)} samples; valid: one "
+                    f"value a sample, of shape ({len(y)},)"
+                )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call a copy of the original module, in evaluation mode, with the given tensors."""

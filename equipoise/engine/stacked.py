@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from equipoise import tasks
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.cohort import StackedCohort, repeated
@@ -21,7 +22,6 @@ from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.task import Task
 from equipoise.federation import Federation
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.random import Purpose
@@ -72,7 +72,7 @@ class StackedEngine:
         self.view = view or federation
         device = machine.torch_device
         self.network = Network(
-            model, Task(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
+            model, tasks.build(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
         )
         self.data = open_data(self.network, self.view, training, machine)
         self.memory = MemoryStore()

@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equipoise import tasks
 from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
 from equipoise.engine.contract import ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
@@ -23,7 +24,6 @@ from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
@@ -129,7 +129,7 @@ class FlowerEngine:
         self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
         self.settings = nodes.settings
-        self.network = Network(model, Task(roster.task), machine.torch_device, machine.dtype, machine.autocast)
+        self.network = Network(model, tasks.build(roster.task), machine.torch_device, machine.dtype, machine.autocast)
         self.layout = Layout(method.local, self.network.initial())
         self.ledger = Ledger(durable)
         self._finished = 0

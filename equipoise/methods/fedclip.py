@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from equipoise.client import Client
-from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
 
@@ -42,9 +41,7 @@ class FedCLIP(LocalRule):
 
     def contrastive_loss(self, client: Client) -> Tensor:
         """Compare each image with the prompts of all images of the batch, and each prompt with all images."""
-        task = client.network.task
-        if task.kind != "classification":
-            raise InputError(f"fedclip compares images with classes, but the task of this federation is {task.kind}")
+        client.network.task.require_labels("fedclip compares images with classes")
         output = client.output()
         chosen = (client.y.unsqueeze(1) == torch.arange(output.shape[1], device=output.device)).to(output.dtype)
         scores = output @ chosen.T

@@ -27,6 +27,7 @@ MODELS: Registry = {
     "pflcnn": "equipoise.models.cnn:pflcnn",
     "resnet18": "equipoise.models.resnet:resnet18",
     "charlstm": "equipoise.models.recurrent:charlstm",
+    "unet": "equipoise.models.unet:unet",
     "vit": "equipoise.models.vit:vit",
     "vitprompts": "equipoise.models.vit:vitprompts",
     "pretrained": "equipoise.models.pretrained:pretrained",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise import fairness
+from equipoise import fairness, tasks
 from equipoise.engine.evaluation import Measured
-from equipoise.engine.task import Task
 from equipoise.federation import Federation
+from equipoise.task import Task
 
 Row = dict[str, Any]
 MODELS = ("global", "personal", "local")
@@ -70,6 +70,18 @@ def client_rows(
             row["gap"] = gaps[client]
         rows.append(row)
     return rows
+
+
+def task_of(summary: Mapping[str, Any]) -> Task:
+    """Return the task of a run from its summary; summaries of older versions name its score only.
+
+    Examples
+    --------
+    >>> task_of({"score": "accuracy"}).name, task_of({"score": "dice", "task": "segmentation"}).higher_is_better
+    ('classification', True)
+    """
+    older = "regression" if summary["score"] == "loss" else "classification"
+    return tasks.build(summary.get("task", older))
 
 
 def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equipoise import tasks
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import fastest
@@ -120,7 +121,7 @@ class Trainer:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
-        check_augmentations(training.augment, federation.shape)
+        check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
         self.engine = engine(federation, model, training, machine, seed, self.view)
         for setting in ("fine_tune", "keep_local"):
             if self.view is not federation and getattr(evaluation, setting):
@@ -389,6 +390,7 @@ class Trainer:
             "rounds": self.state.round,
             "round": number,
             "select": self.evaluation.select,
+            "task": task.name,
             "score": task.score,
             "results": results,
             "validation": validation,

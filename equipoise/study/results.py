@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from equipoise.run.records import task_of
 from equipoise.study.metrics import TOTALS, apart, model_of, value_of
 
 if TYPE_CHECKING:
@@ -141,18 +142,18 @@ class Results:
         scores = {group: mean for group, mean in means.items() if mean is not None}
         if not scores:
             return None
-        return max(scores, key=scores.__getitem__) if self._of_losses else min(scores, key=scores.__getitem__)
+        return max(scores, key=scores.__getitem__) if self._lower_is_better else min(scores, key=scores.__getitem__)
 
     @property
-    def _of_losses(self) -> bool:
-        return any(summary["score"] == "loss" for summary in self.summaries.values())
+    def _lower_is_better(self) -> bool:
+        return any(not task_of(summary).higher_is_better for summary in self.summaries.values())
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
         """Return the best values of every method with a grid, as far as a run of it succeeded."""
         tuning, best = self.study.tuning, {}
         reference = self._tuned(setting, self.study.methods[0], "mean")
         if reference is None:
-            reference = math.inf if self._of_losses else -math.inf
+            reference = math.inf if self._lower_is_better else -math.inf
         for method, variants in self.study.tried.items():
             measured = {}
             for label in variants:
@@ -160,7 +161,7 @@ class Results:
                 if mean is not None and by is not None:
                     measured[label] = (mean, by)
             if measured:
-                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._of_losses)]
+                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._lower_is_better)]
         return best
 
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:

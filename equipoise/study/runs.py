@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
-from equipoise.run.records import summarize_rows
+from equipoise.run.records import summarize_rows, task_of
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
@@ -83,10 +82,9 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Compute the results on validation data of a run of an earlier release, whose summary has none."""
     journal = Journal(directory / "metrics.jsonl")
-    task = Task("regression" if summary["score"] == "loss" else "classification")
     try:
         rows = [row for row in journal if row["round"] == summary["round"]]
-        return summarize_rows(rows, task, split="val")
+        return summarize_rows(rows, task_of(summary), split="val")
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"cannot read {journal.path}: {type(error).__name__}: {error}") from error
 

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.data import ByGroup, Iid, Natural, Source, federate
 from equipoise.errors import InputError
-from equipoise.federation import Federation
+from equipoise.federation import SPLITS, Federation
 
 SOURCE = Source(
     x=torch.arange(300.0)[:, None],
@@ -105,3 +105,22 @@ def test_natural_clients_equal_those_of_from_arrays() -> None:
     x, y = torch.rand(22, 2), torch.arange(22) % 2
     natural = federate(Source(x=x, y=y, ids=ids), Natural(), seed=4)
     assert natural.fingerprint() == Federation.from_arrays(x, y, clients=ids, seed=4).fingerprint()
+
+
+def test_units_are_never_divided() -> None:
+    """Units of very unequal sizes: shares are of units, and each unit of a client lies in one split."""
+    sizes = [1, 7, 2, 9, 4, 3, 1, 8, 5, 6] * 2
+    units = np.repeat(np.arange(20), sizes)
+    ids = np.repeat(["north", "south"], len(units) // 2)
+    source = Source(x=torch.arange(len(units)).view(-1, 1), y=torch.zeros(len(units)).long(), ids=ids, units=units)
+    federation = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=3)
+    held = {name: [set(units[federation.split(name).of(client)].tolist()) for client in range(2)] for name in SPLITS}
+    for client in range(2):
+        assert [len(held[name][client]) for name in SPLITS] == [6, 2, 2]
+        assert set().union(*(held[name][client] for name in SPLITS)) == set(range(10 * client, 10 * client + 10))
+    everything = np.concatenate([federation.split(name).indices for name in SPLITS])
+    assert sorted(everything.tolist()) == list(range(len(units)))
+    other = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=4)
+    assert other.train.indices.tolist() != federation.train.indices.tolist()
+    with pytest.raises(InputError, match="units of source 'custom' has 3 rows, x has 5"):
+        Source(x=torch.zeros(5, 1), y=torch.zeros(5).long(), units=np.arange(3))

@@ -9,8 +9,8 @@ from equipoise.methods import build, names
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
-from tests.engine.federations import images, text
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer
+from tests.engine.federations import images, masks, text
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer, unet
 
 pictures = partial(images, shape=(1, 8, 8))
 SETTINGS = {
@@ -79,3 +79,8 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
 def skipped(models, what):
     """Name the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
     return {name for name in models if what != "text" and name.split()[1] in WITHOUT_GRADIENT}
+
+
+# Masks need a U-Net, which is slow: with first and with second derivatives.
+SETTINGS["segmentation"] = (masks, unet, 0.1)
+PAIRS += [("fedavg", "segmentation"), ("perfedavg, hessian", "segmentation")]

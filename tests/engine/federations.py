@@ -22,6 +22,18 @@ def images(seed=0, sizes=SIZES, shape=(2, 5, 5), splits=(1.0, 0.0, 0.0)):
     return Federation.from_arrays(x, y, clients=clients, splits=splits, classes=4)
 
 
+def masks(seed=0, sizes=SIZES, shape=(2, 9, 11)):
+    """Ten clients of very unequal sizes; pixels of two kinds of objects are brighter in one of two channels."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(sizes)
+    y = torch.randint(0, 3, (total, *shape[1:]), generator=generator)
+    x = torch.randn(total, *shape, generator=generator, dtype=torch.float64)
+    x[:, 0] += (y == 1).double()
+    x[:, 1] += (y == 2).double()
+    clients = np.repeat(np.arange(len(sizes)), sizes)
+    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), task="segmentation")
+
+
 def text(seed=0, sizes=SIZES):
     """Ten clients of very unequal sizes in two groups; the next of seven characters depends on the last."""
     draws = np.random.default_rng(seed)

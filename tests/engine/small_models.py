@@ -46,6 +46,11 @@ def transformer(name="vitprompts", **options):
     return build(name, shape=(1, 8, 8), classes=4, seed=5, **small).double()
 
 
+def unet(norm="instance"):
+    """A U-Net for images of shape (2, 9, 11) and three classes."""
+    return build("unet", shape=(2, 9, 11), classes=3, seed=6, width=2, depth=2, norm=norm).double()
+
+
 class Tempered(nn.Module):
     """A linear layer whose scores are multiplied by one learnable number."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.study import load_study
 from tests.experiments.stand_ins import write_images, write_resnet, write_roles, write_volumes
+from tests.tiny_clip import write_clip
 
 HOME = Path(__file__).parents[2] / "experiments" / "fftgp"
 DOMAINS = {
@@ -191,8 +192,6 @@ def test_supervised_in_small(label, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "rounds"), [("fedclip", 1), ("promptfl", 1), ("zeroshot", 0), ("figure4", 1)])
 def test_clip_in_small(name, rounds, tmp_path, monkeypatch):
-    from tests.tiny_clip import write_clip
-
     fold, source = "x8-photo" if name == "figure4" else "pacs-photo", write_clip(tmp_path / "clip")
     small = small_images(tmp_path, monkeypatch, name, fold=fold, source=source, rounds=rounds)
     check(small, tmp_path, without=["val.personal.mean"])

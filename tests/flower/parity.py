@@ -14,7 +14,7 @@ from equipoise.run.files import load_tensors
 from tests.flower.loop import own_nodes, run_on_loop
 
 TOLERANCE = 1e-9
-METRICS = ("loss", "accuracy", "gap")
+METRICS = ("loss", "accuracy", "dice", "gap")
 
 
 def with_clients():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from equipoise import methods
+from equipoise.data import load
 from tests.flower import own_methods as their_methods
 from tests.flower.loop import write_experiment, write_silos
 from tests.flower.parity import compare, with_clients
@@ -52,6 +54,30 @@ def test_batch_statistics_and_augmentation_are_the_same(folder):
         training={"rounds": 2, "augment": [{"name": "crop", "padding": 1}]},
     )
     compare(path, folder)
+
+
+def test_masks_are_the_same(tmp_path):
+    sites = load("ellipses", images=8, size=12, empty=0.2)
+    for client in range(4):
+        rows = np.concatenate([sites.split(split).of(client) for split in ("train", "val", "test")])
+        folder = tmp_path / "silos" / f"client-{client}"
+        folder.mkdir(parents=True)
+        np.savez(folder / "data.npz", x=sites.x[rows].numpy(), y=sites.y[rows].numpy())
+    path = write_experiment(
+        tmp_path,
+        data={"classes": 2, "task": "segmentation"},
+        method="ditto",
+        model={"name": "unet", "width": 2, "depth": 1},
+        training={
+            "rounds": 2,
+            "cohort": 3,
+            "batch_size": 3,
+            "optimizer": {"name": "adam", "lr": 0.01},
+            "augment": ["flip"],
+        },
+    )
+    alone, _, _ = compare(path, tmp_path)
+    assert alone.summary["score"] == "dice"
 
 
 OWN = {

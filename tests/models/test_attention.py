@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equipoise import tasks
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models.attention import Attention, Block, attend
 from equipoise.models.base import Model
@@ -150,7 +150,7 @@ def test_fused_attention_inside_a_frozen_module_matches_the_plain_one():
 
 def test_dropout_is_the_engines():
     model = Model(nn.Sequential(Block(WIDTH, HEADS, dropout=0.5), nn.Flatten()), nn.Linear(TOKENS * WIDTH, 2))
-    network = Network(model.double(), Task("classification"), dtype=torch.float64)
+    network = Network(model.double(), tasks.build("classification"), dtype=torch.float64)
     x = normal(SAMPLES, TOKENS, WIDTH)
     network.try_out(x, torch.tensor([0, 1, 0, 1]), 2)
     keys = torch.tensor([1, 1, 2])

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from equipoise import Federation, Machine, train
+from equipoise import Federation, Machine, tasks, train
 from equipoise.engine.network import Network, frozen_digest
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models import build, defaults
 from equipoise.models.frozen import frozen_names
@@ -221,7 +220,7 @@ def test_only_adapter_or_context_can_be_trained(folder):
     for name, moving in trained.items():
         model = made(name, folder)
         assert set(model.state_dict()) - moving <= frozen_names(model)
-        assert set(Network(model, Task("classification")).initial()) == moving
+        assert set(Network(model, tasks.build("classification")).initial()) == moving
 
 
 @MODELS

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 
+from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.task import Task
 from equipoise.methods import build as method_named
 from equipoise.models import build, layers
 from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
@@ -392,7 +392,7 @@ def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, ever
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], device=DEVICE).float() if masked else None
 
     def step(dtype):
-        network = Network(module, Task("classification"), torch.device(DEVICE), dtype)
+        network = Network(module, tasks.build("classification"), torch.device(DEVICE), dtype)
         initial = network.initial()
         stacked = {
             n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype) for i, (n, t) in enumerate(initial.items())
