@@ -306,7 +306,7 @@ def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
 MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
     "step": (step, ("batch", "one by one", "stacked")),
     "prompts": (prompts, ("loop", "loop tf32", "float32", "tf32", "bfloat16")),
-    "resnet": (resnet, ("loop", "fedavg", "fedavg chunk 1", "fedavg chunk 3")),
+    "resnet": (resnet, ("loop", "fedavg", "bgp", "fedavg chunk 1")),
     "question": (question, ("100", "400", "1000", "4000")),
     "looks": (looks, ("cpu",)),
     "padding": (padding, ("cpu",)),

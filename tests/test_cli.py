@@ -617,3 +617,8 @@ def test_the_demo_is_a_valid_study():
     study = load_study(README.parent / "experiments" / "digits.yaml")
     assert (study.methods, study.seeds) == (("fedavg", "local", "central"), (0, 1, 2))
     assert study.jobs[0].experiment.data["imbalance"] == 10
+
+
+def test_python_runs_the_package_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == equipoise.__version__

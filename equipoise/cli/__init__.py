@@ -224,7 +224,7 @@ def compare(
 ) -> None:
     """Run methods by settings by seeds, and show the tables.
 
-    Runs that are done are left alone, those broken off are gone on with. Every cell is the mean ± the sample standard
+    Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
     deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
     of the mean over groups and of paired differences from the baseline follow. To try a study in
     small: --setting, --method, --seed and, with an --out of its own, --set.
