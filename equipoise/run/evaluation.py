@@ -182,7 +182,7 @@ class Evaluator:
             measured = self.engine.evaluate(self._handed_out(state), clients, personal=self._personal(state))
             for split in ("val", "test"):
                 add(clients, measured, "personal", split)
-        rows = [row for row in rows if row["client"] not in self.engine.absent]
+        rows[:] = [row for row in rows if row["client"] not in self.engine.absent]
         # Clients report on their local models with their updates, so all of the cohort have done so.
         for split in cohort.local_metrics:
             add(cohort.ids, cohort.local_metrics, "local", split)
