@@ -39,7 +39,7 @@ class Embedding:
     samples : int array
         Positions of the samples in the federation.
     groups, labels : int arrays
-        Group and label of each sample; the label is 0 in regression.
+        Group and label of each sample; the label is 0 where samples have no class.
     unseen : bool array
         Whether the sample belongs to a client held out of training.
     group_names : tuple of str
@@ -106,7 +106,8 @@ def embed_features(
         raise InputError(f"{run}: t-SNE needs at least 4 samples, there are {len(chosen)}")
     features = _features(opened, chosen)
     tsne = TSNE(perplexity=min(perplexity, len(chosen) / 3), init="pca", random_state=seed)
-    y = opened.federation.y.numpy()[chosen] if opened.federation.classes else np.zeros(len(chosen), np.int64)
+    labelled = bool(opened.federation.classes) and opened.federation.y.dim() == 1
+    y = opened.federation.y.numpy()[chosen] if labelled else np.zeros(len(chosen), np.int64)
     return Embedding(
         points=np.asarray(tsne.fit_transform(features.astype(np.float32)), dtype=np.float64),
         features=features,

@@ -43,7 +43,7 @@ train(
     model={{"name": "mlp", "hidden": [512]}},
     rounds={ROUNDS},
     cohort=11,
-    evaluation=Evaluation(select="best"),
+    evaluation=Evaluation(select="best", local=True, keep_local=True),
     seed=1,
     out=sys.argv[1],
     resume=True,

@@ -47,7 +47,7 @@ def test_losses_by_hand():
         assert row["gap"] == pytest.approx(row["loss"] - own, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedper", "fedcrc"])
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedper", "fedcrc", "fedbabu"])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_what_is_kept_is_what_was_evaluated(tmp_path, method, chunk):
     data = federation()
