@@ -170,7 +170,7 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
 
 
 def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
-    machine = dataclasses.replace(experiment.machine, chunk=1)
+    machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)

@@ -121,7 +121,7 @@ class Trainer:
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape)
-        self.engine = engine(federation, model, training, machine, seed, self.view)
+        self.engine = engine(federation, model, training, machine.carrying_out(method), seed, self.view)
         if self.view is not federation and evaluation.fine_tune:
             raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
         self._register()

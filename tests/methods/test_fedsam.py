@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
-from equipoise.random import fold
-from tests.engine.by_hand import average, hand_batches, held_by, tensors
 from tests.engine.comparison import distance
 from tests.engine.federations import images
-from tests.engine.five_clients import CHUNKS, COHORTS, SEED, SIZES
+from tests.engine.five_clients import CHUNKS, COHORTS, SIZES
 from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import played
+from tests.methods.sharpness import by_hand
 from tests.rounds import play, scalar, targets
-
-
-def by_hand(module, cohorts, *, rho, eta=None):
-    """Sharpness-aware steps in plain PyTorch: the parameters are moved, and put back before the step."""
-    federation = images(sizes=SIZES)
-    for round_, cohort in enumerate(cohorts):
-        sent = []
-        for client in cohort:
-            own = copy.deepcopy(module).train()
-            params = list(own.parameters())
-            norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
-            optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-            x, y = held_by(federation, client)
-            for batch in hand_batches(len(x), fold(fold(SEED, round_), client), 0, 1):
-                w = [p.detach().clone() for p in params]
-                t = [torch.ones_like(p) if eta is None else p.abs() + eta for p in w]
-                g = torch.autograd.grad(F.cross_entropy(own(x[batch]), y[batch]), params)
-                length = torch.cat([(a * b).flatten() for a, b in zip(t, g, strict=True)]).norm()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    for p, a, b in zip(params, t, g, strict=True):
-                        p += rho * a**2 * b / length
-                for norm in norms:
-                    norm.momentum = 0.0
-                F.cross_entropy(own(x[batch]), y[batch]).backward()
-                for norm in norms:
-                    norm.momentum = 0.1
-                with torch.no_grad():
-                    for p, before in zip(params, w, strict=True):
-                        p.copy_(before)
-                optimizer.step()
-            sent.append(tensors(own))
-        module.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
-    return tensors(module)
 
 
 @CHUNKS
@@ -62,7 +22,7 @@ def by_hand(module, cohorts, *, rho, eta=None):
 def test_rounds_equal_plain_pytorch(eta, make, chunk):
     options = {} if eta is None else {"adaptive": True, "eta": eta}
     found = played(build("fedsam", rho=0.4, **options), make(), chunk=chunk)
-    assert distance(found.model, by_hand(make(), COHORTS, rho=0.4, eta=eta), NOISE) <= 1e-9
+    assert distance(found.model, by_hand(make(), images(sizes=SIZES), COHORTS, rho=0.4, eta=eta), NOISE) <= 1e-9
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
