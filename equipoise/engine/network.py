@@ -293,7 +293,7 @@ class Network:
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
-            parts = (part,)
+            parts: tuple[str | None, ...] = (part,)
             if self.composed and part in (None, "features"):
                 parts = ("inputs", "features", "head") if part is None else ("inputs", "features")
             chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]

@@ -39,9 +39,9 @@ def amplitudes(x: Tensor, low: int | None = None) -> Tensor:
     tensor([[4.]])
     """
     found = torch.fft.rfft2(x).abs()
-    height, width = found.shape[-2:]
     if low is None:
         return found
+    height = found.shape[-2]
     rising = found[..., : low + 1, : low + 1]
     falling = min(low, height - rising.shape[-2])
     return torch.cat([rising, found[..., height - falling :, : rising.shape[-1]]], -2)

@@ -90,7 +90,7 @@ def test_the_stem_is_part_of_every_pass():
     assert [engine.network.encoded for engine in engines] == [False, True]
 
 
-@pytest.mark.parametrize("method", ["harmofl"])
+@pytest.mark.parametrize("method", ["harmofl", "fedmix"])
 def test_bytes_and_numbers_from_0_to_1_give_the_same(method, tmp_path):
     """With a pretrained model, which takes both."""
     numbers = images(sizes=SIZES, shape=(3, 16, 16))
