@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from equipoise.data.draws import generator
 from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
+from equipoise.data.testing import assign_others, divide, tests_of_groups
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation, Split, split_samples
+from equipoise.federation import Federation
 
 
 def federate(
@@ -21,6 +22,7 @@ def federate(
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
+    test: str | None = None,
     seed: int = 0,
 ) -> Federation:
     """Divide a source among clients, and each client's samples into train, val and test.
@@ -37,6 +39,11 @@ def federate(
         Clients to hold out of training: how many, or (below 1) what share of them, drawn at random; or which.
     leave_out : str, optional
         A group whose clients are all unseen, on top of ``unseen``.
+    test : {"client", "group"}, optional
+        Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
+        share. The test samples of a group are drawn before the others are divided among clients. If the source says
+        which samples are for testing, it is these, and the third share of ``splits`` has no meaning. By default what
+        the source says: ``client`` unless it was published with test sets for whole groups.
     seed : int
         Decides the partition, the splits and the draw of unseen clients.
 
@@ -54,13 +61,15 @@ def federate(
     >>> federation.clients, len(federation.seen), federation.train.sizes.tolist()
     (4, 3, [7, 7, 7, 7])
     """
-    assignment = partition.assign(source, seed)
+    of_group = _check_test(source.test_of if test is None else test) == "group"
+    tests = tests_of_groups(source, splits, seed) if of_group else None
+    assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
     return Federation(
         source.x,
         source.y,
-        *split_samples(Split.from_lists(assignment.clients), keys, splits, seed),
+        *divide(source, assignment, keys, splits, seed, tests),
         groups=np.array(assignment.groups, np.int64),
         group_names=assignment.group_names,
         unseen=left_out | _unseen(unseen, left_out, seed),
@@ -69,6 +78,12 @@ def federate(
         name=source.name,
         client_names=assignment.names,
     )
+
+
+def _check_test(whose: str) -> str:
+    if whose not in ("client", "group"):
+        raise unknown("value", whose, ("client", "group"), where="test")
+    return whose
 
 
 def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:

@@ -35,6 +35,10 @@ class Source:
         Names of the groups, the commonest first where that matters.
     ids : array of shape [N], optional
         The client each sample came from, where the data knows it.
+    test : bool array of shape [N], optional
+        Which samples were published for testing. Nobody trains on them, and no others are tested on.
+    test_of : {"client", "group"}
+        Whose test samples a client is evaluated on unless said otherwise; see `equipoise.data.federate`.
 
     Examples
     --------
@@ -51,10 +55,12 @@ class Source:
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
+    test: NDArray[np.bool_] | None = None
+    test_of: str = "client"
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
-        for part in ("y", "groups", "ids"):
+        for part in ("y", "groups", "ids", "test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")

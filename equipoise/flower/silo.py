@@ -182,6 +182,11 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
             f"the node names a data directory of its own, but the experiment's data are "
             f"{experiment.data['name']!r}; write data: silos"
         )
+    if experiment.data["test"] == "group":
+        raise InputError(
+            "data.test: group needs the test samples of other clients, which a client with data of its own cannot read; "
+            "valid: a copy of the group's test samples in the file test.npz of every client's directory"
+        )
     return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
 
 

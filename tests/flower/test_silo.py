@@ -110,6 +110,12 @@ def test_a_directory_needs_an_experiment_on_silos(tmp_path, folder):
         open_silo(path, {}, own_nodes(folder)[0])
 
 
+def test_test_samples_of_other_clients_are_not_there(folder, tmp_path):
+    path = write_experiment(tmp_path, data={"root": str(folder / "silos"), "test": "group"})
+    with pytest.raises(InputError, match="data.test: group needs the test samples of other clients"):
+        open_silo(path, {}, own_nodes(folder)[0])
+
+
 def test_a_number_beyond_the_source_is_refused(folder):
     with pytest.raises(InputError, match="client 4 does not exist in data 'silos'; valid: 0 to 3"):
         open_silo(write_experiment(folder), {}, {"client": 4})
