@@ -56,6 +56,7 @@ SOURCES: Registry = {
     "digits": "equipoise.data.digits:recipe",
     "mnist": "equipoise.data.mnist:recipe",
     "emnist": "equipoise.data.emnist:recipe",
+    "digitfive": "equipoise.data.digitfive:recipe",
     "cifar": "equipoise.data.cifar:recipe",
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",

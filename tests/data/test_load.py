@@ -79,7 +79,10 @@ def test_load_with_another_partition() -> None:
 
 def test_every_registered_name_resolves() -> None:
     ours = {name for name, place in SOURCES.items() if isinstance(place, str)}
-    assert ours == {"digits", "mnist", "emnist", "cifar", "leaf", "shakespeare", "silos", "imagefolder"}
+    assert ours == {
+        *("digits", "mnist", "emnist", "digitfive", "cifar"),
+        *("leaf", "shakespeare", "silos", "imagefolder"),
+    }
     assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
     assert all(callable(recipe_of(name)) for name in SOURCES)
     assert make_partition("iid", clients=4) == Iid(4)
