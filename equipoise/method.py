@@ -504,8 +504,8 @@ class Part:
         """Return the model with the parts that the method brings, such as a projection or an adapter.
 
         Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection", ...)``), which
-        losses apply with :meth:`equipoise.client.Client.part`; or the method returns another model, with
-        layers before ``features``. Their parameters are drawn from the run's seed, so they are the same in
+        losses apply with :meth:`equipoise.client.Client.part`; a module ``model.inputs`` that changes samples
+        before anything else; or the method returns another model. Their parameters are drawn from the run's seed, so they are the same in
         every process.
 
         Parameters

@@ -11,17 +11,20 @@ import torch.nn.functional as F
 
 import equipoise
 from equipoise import Evaluation, Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.optimizers import Sgd
 from equipoise.random import Purpose, fold
 from equipoise.run.trainer import Trainer
 from tests.engine.by_hand import average, hand_batches, held_by, tensors
 from tests.engine.comparison import distance
 from tests.engine.federations import images, text
-from tests.engine.five_clients import CHUNKS, COHORTS, EVERYONE, SEED, SIZES
+from tests.engine.five_clients import BATCH, CHUNKS, COHORTS, EVERYONE, SEED, SIZES
 from tests.engine.small_models import NOISE, mlp, normalised, transformer
 from tests.methods.decoupled import played
 from tests.rounds import random_regression
+from tests.run.small import Stop, promised, stop_after
 
 LAM = 0.2
 
@@ -49,13 +52,14 @@ def mixed_loss(module, x, y, mean_x, mean_y, lam):
     return (own + other + lam * (towards * mean_x).sum((1, 2, 3))).mean()
 
 
-def rounds_by_hand(module, cohorts, means):
-    federation = images(sizes=SIZES)
+def rounds_by_hand(module, cohorts, federation, number):
+    means = means_by_hand(federation, number)
     for round_, cohort in enumerate(cohorts):
         sent = []
         for client in cohort:
             own = copy.deepcopy(module).train()
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+            moving = [p for p in own.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(moving, lr=0.1, momentum=0.9)
             x, y = held_by(federation, client)
             key = fold(fold(SEED, round_), client)
             for step, batch in enumerate(hand_batches(len(x), key, 0, 1)):
@@ -74,8 +78,47 @@ def rounds_by_hand(module, cohorts, means):
 @pytest.mark.parametrize("make", [mlp, normalised], ids=["mlp", "bn"])
 def test_rounds_equal_plain_pytorch(make, chunk):
     found = played(build("fedmix", lam=LAM, means=2), make(), chunk=chunk)
-    wanted = rounds_by_hand(make(), COHORTS, means_by_hand(images(sizes=SIZES), 2))
+    wanted = rounds_by_hand(make(), COHORTS, images(sizes=SIZES), 2)
     assert distance(found.model, wanted, NOISE) <= 1e-9
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+@pytest.mark.parametrize("fused", [True, False])
+def test_prompts_in_a_frozen_transformer_equal_plain_pytorch(fused, chunk):
+    """The derivative towards x needs second derivatives of attention, which fused attention does not have."""
+    federation = images(sizes=SIZES, shape=(1, 8, 8))
+    how = {"batch_size": BATCH, "optimizer": Sgd(lr=0.1, momentum=0.9)}
+    trainer = Trainer(
+        federation,
+        build("fedmix", lam=LAM),
+        transformer(fused=fused),
+        Training(rounds=2, **how),
+        Machine(device="cpu", precision="float64", chunk=chunk),
+        Evaluation(every=0),
+        seed=SEED,
+    )
+    trainer.run()
+    wanted = rounds_by_hand(transformer(fused=False), [EVERYONE] * 2, federation, 1)
+    assert distance(trainer.state.model, {name: wanted[name] for name in trainer.state.model}) <= 1e-9
+
+
+def test_an_engine_that_has_encoded_images_is_refused():
+    engine = StackedEngine(images(shape=(1, 8, 8)), transformer(), Training(), Machine(device="cpu"))
+    with pytest.raises(InputError, match="method 'fedmix' works on images, but this engine has encoded them"):
+        engine.cohort(build("fedmix"), np.array([0]), 0)
+
+
+@pytest.mark.parametrize("method", ["fedmix", "harmofl"])
+def test_a_resumed_run_leaves_the_same_bytes(method, tmp_path):
+    def run(name, **options):
+        how = {"training": Training(rounds=3, cohort=3, batch_size=8), "evaluation": Evaluation(every=1), **options}
+        return equipoise.train(images(sizes=SIZES), method=method, model="mlp", out=tmp_path / name, **how)
+
+    run("whole")
+    with pytest.raises(Stop):
+        run("broken", on_round=stop_after(1))
+    run("broken", resume=True)
+    assert promised(tmp_path / "broken") == promised(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("chunk", [1, 10])
