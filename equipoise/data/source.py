@@ -64,6 +64,8 @@ class Source:
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")
+        if self.test is not None:
+            object.__setattr__(self, "test", np.asarray(self.test, bool))
         if not len(self.x):
             raise InputError(f"source {self.name!r} is empty; it needs samples")
         if self.groups is not None and not 0 <= self.groups.min() <= self.groups.max() < len(self.group_names):

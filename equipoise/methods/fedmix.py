@@ -79,8 +79,11 @@ class FedMix(LocalRule, Aggregation):
 
     def sums_of_parts(self, client: Client) -> Tree:
         """Sum the images, the one-hot labels and the number of samples of each part of the client's samples."""
-        if client.network.task.kind != "classification":
-            raise InputError(f"fedmix mixes labels of classes, but the task is {client.network.task.kind}")
+        if client.y.is_floating_point() or client.y.dim() != 1:
+            kind = str(client.y.dtype).removeprefix("torch.")
+            raise InputError(
+                f"fedmix mixes labels, one class for each sample, but y holds {kind} of shape {tuple(client.y.shape)}"
+            )
         images = pixels(client.x, client.network.dtype)
         # Questions know where samples are in the split.
         part = cast(Tensor, client.positions) * client.each["parts"] // client.each["size"]
