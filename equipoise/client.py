@@ -168,6 +168,28 @@ class Client:
         self._check_composed()
         return self._apply(z, "head").output
 
+    def aligned(self) -> tuple[Tensor, Tensor | None]:
+        """Return what alignment losses compare, and which rows of it count.
+
+        By default that is one vector a sample: z, or the mean of a map over its positions. The model may say otherwise;
+        see :meth:`equipoise.models.base.Model.aligned`.
+
+        Returns
+        -------
+        tuple
+            The rows, ``[rows, d]``, and their mask: that of the batch where rows are samples, otherwise ``None``.
+        """
+        z = self.features()
+        # A second look at what the pass through the features has left, so statistics are not recorded again.
+        self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
+        rows, samples = self.network.aligned(self.params, z, self.forward), self.network.aligns_samples
+        if rows.dim() != 2 or (samples and len(rows) != len(self.y)):
+            raise InputError(
+                f"aligned of {type(self.network.module).__name__} returned a tensor of shape {tuple(rows.shape)} for "
+                f"{len(self.y)} samples; valid: one vector a sample, or one a class with aligned_rows = 'classes'"
+            )
+        return rows, self.mask if samples else None
+
     def part(self, name: str, z: Tensor) -> Tensor:
         """Apply a part that the method has brought; see :meth:`equipoise.method.Part.extend`."""
         return self._apply(z, name).output

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from equipoise.errors import InputError
 
-__all__ = ["METRICS", "Better", "Metric", "Summary", "jain_index", "per_group", "summarize", "tails"]
+__all__ = ["METRICS", "Better", "Metric", "Summary", "jain_index", "pair_sum", "per_group", "summarize", "tails"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,6 +47,7 @@ METRICS: dict[str, Metric] = {
         "Σ_g m_g / G", "mean over groups: each group counts once, however many clients it has", "as v_k"
     ),
     "sigma_clients": Metric("√(Σ_k (v_k - mean)² / K)", "standard deviation over clients", "low"),
+    "pair_sum": Metric("Σ_i Σ_j (v_i - v_j)²", "sum over pairs of clients of squared differences", "low"),
     "sigma_groups": Metric("√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means", "low"),
     "worst10": Metric(
         "mean of the ⌈K/10⌉ worst v_k", "mean of the worst 10 % of clients, at least one client", "as v_k"
@@ -59,6 +60,11 @@ METRICS: dict[str, Metric] = {
     "gap_variance": Metric(
         "Σ_k (gap_k - mean gap)² / K",
         "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation data",
+        "low",
+    ),
+    "gap_pair_sum": Metric(
+        "Σ_i Σ_j (gap_i - gap_j)²",
+        "sum over pairs of clients of squared differences of the generalization gap",
         "low",
     ),
     "jain": Metric(
@@ -75,10 +81,10 @@ class Summary:
 
     Attributes
     ----------
-    mean, mean_samples, mean_groups, sigma_clients, sigma_groups, worst10, best10 : float
+    mean, mean_samples, mean_groups, sigma_clients, pair_sum, sigma_groups, worst10, best10 : float
         See ``METRICS``. ``mean_samples`` is ``None`` when no sample counts were given.
-    worst_client, worst_group, best_group, group_gap, gap_variance, jain : float
-        See ``METRICS``. ``gap_variance`` is ``None`` when no client has a generalization gap.
+    worst_client, worst_group, best_group, group_gap, gap_variance, gap_pair_sum, jain : float
+        See ``METRICS``. ``gap_variance`` and ``gap_pair_sum`` are ``None`` when no client has a generalization gap.
     worst_client_id, worst_group_id, best_group_id : int
         Which client and which groups those are: positions in ``values``, numbers in ``groups``. Ties: the lowest.
     clients : int
@@ -97,6 +103,7 @@ class Summary:
     mean_samples: float | None
     mean_groups: float
     sigma_clients: float
+    pair_sum: float
     sigma_groups: float
     worst10: float
     best10: float
@@ -105,6 +112,7 @@ class Summary:
     best_group: float
     group_gap: float
     gap_variance: float | None
+    gap_pair_sum: float | None
     jain: float
     worst_client_id: int
     worst_group_id: int
@@ -172,11 +180,13 @@ def summarize(
     worst_at, best_at = (np.argmin, np.argmax) if higher_is_better else (np.argmax, np.argmin)
     worst, worst_group, best_group = worst_at(kept), worst_at(group_means), best_at(group_means)
     worst10, best10 = tails(kept, higher_is_better=higher_is_better)
+    gaps = None if gap is None else _known_gaps(gap, clients=measured.clients + measured.left_out)
     return Summary(
         mean=float(kept.mean()),
         mean_samples=None if measured.weights is None else float(np.average(kept, weights=measured.weights)),
         mean_groups=float(group_means.mean()),
         sigma_clients=float(kept.std()),
+        pair_sum=pair_sum(kept),
         sigma_groups=float(group_means.std()),
         worst10=worst10,
         best10=best10,
@@ -184,7 +194,8 @@ def summarize(
         worst_group=float(group_means[worst_group]),
         best_group=float(group_means[best_group]),
         group_gap=float(np.ptp(group_means)),
-        gap_variance=None if gap is None else _variance(gap, clients=measured.clients + measured.left_out),
+        gap_variance=None if gaps is None else float(gaps.var()),
+        gap_pair_sum=None if gaps is None else pair_sum(gaps),
         jain=jain_index(kept),
         worst_client_id=int(measured.ids[worst]),
         worst_group_id=int(group_ids[worst_group]),
@@ -248,6 +259,31 @@ def tails(values: ArrayLike, *, higher_is_better: bool = True) -> tuple[float, f
     tenth = -(-len(ordered) // 10)  # rounded up, in whole numbers
     low, high = float(ordered[:tenth].mean()), float(ordered[-tenth:].mean())
     return (low, high) if higher_is_better else (high, low)
+
+
+def pair_sum(values: ArrayLike) -> float:
+    """Return the sum of squared differences over all ordered pairs, which the FFT-GP paper calls variance (eqs. 5 and 6).
+
+    It equals 2 K² times the population variance, and is computed as such, so that the cost does not grow with the number
+    of pairs.
+
+    Parameters
+    ----------
+    values : array-like of float
+        One finite value a client.
+
+    Returns
+    -------
+    float
+        ``Σ_i Σ_j (v_i - v_j)²``.
+
+    Examples
+    --------
+    >>> pair_sum([1, 2, 6])
+    84.0
+    """
+    numbers = _finite(values, "values")
+    return float(2 * len(numbers) * np.square(numbers - numbers.mean()).sum())
 
 
 def jain_index(values: ArrayLike) -> float:
@@ -316,10 +352,10 @@ def _group_means(values: Floats, groups: Ints) -> tuple[Ints, Floats]:
     return ids, np.bincount(member, weights=values) / np.bincount(member)
 
 
-def _variance(gap: ArrayLike, *, clients: int) -> float | None:
+def _known_gaps(gap: ArrayLike, *, clients: int) -> Floats | None:
     gaps = _vector(gap, "gap", length=clients)
     ids = np.flatnonzero(~np.isnan(gaps))
-    return float(_finite(gaps[ids], "gap", ids=ids).var()) if ids.size else None
+    return _finite(gaps[ids], "gap", ids=ids) if ids.size else None
 
 
 def _vector(given: ArrayLike, what: str, *, length: int | None = None) -> Floats:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from equipoise import tasks
 from equipoise.checks import count
 from equipoise.errors import InputError, unknown
 from equipoise.samples import Samples, blocks, kind_of
@@ -21,7 +22,6 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 SPLITS = ("train", "val", "test")
-TASKS = ("classification", "regression")
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,8 @@ class Federation:
         All samples of all clients: a tensor, or an object that reads them from disk when they are needed
         (:class:`~equipoise.samples.Samples`).
     y : Tensor
-        int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
+        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N, d] for regression,
+        masks [N, height, width] for segmentation.
     train, val, test : Split
         Which client holds which samples.
     groups : int array of shape [K]
@@ -146,14 +147,16 @@ class Federation:
         Names of the groups.
     unseen : bool array of shape [K]
         Clients held out of training, only evaluated.
-    task : {"classification", "regression"}
-        What ``y`` means.
+    task : str
+        What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
-        Number of classes; one more than the largest label by default. None for regression.
+        Number of classes; one more than the largest label by default. None for tasks without classes.
     name : str
         What to call this federation in tables and messages.
     client_names : tuple of str, optional
         Names of the clients.
+    class_names : tuple of str, optional
+        Names of the classes, for models that read them.
 
     Examples
     --------
@@ -175,16 +178,16 @@ class Federation:
     classes: int | None = None
     name: str = "custom"
     client_names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check everything that a run depends on."""
         object.__setattr__(self, "groups", _whole_numbers(self.groups, "Federation.groups"))
         object.__setattr__(self, "unseen", np.asarray(self.unseen, dtype=bool))
         object.__setattr__(self, "group_names", tuple(self.group_names))
-        if self.task not in TASKS:
-            raise unknown("task", self.task, TASKS)
         self._check_samples()
         self._check_targets()
+        self._check_class_names()
         self._check_clients()
         self._check_splits()
 
@@ -202,6 +205,7 @@ class Federation:
         task: str = "classification",
         seed: int = 0,
         name: str = "custom",
+        class_names: Sequence[str] | None = None,
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
@@ -224,12 +228,14 @@ class Federation:
             Clients to hold out of training; a lone string is one client.
         classes : int, optional
             Number of classes; one more than the largest label by default.
-        task : {"classification", "regression"}
-            What ``y`` means.
+        task : str
+            What ``y`` means: a name from :func:`equipoise.tasks.names`.
         seed : int
             Decides which samples go to which split.
         name : str
             What to call this federation.
+        class_names : sequence of str, optional
+            Names of the classes.
 
         Returns
         -------
@@ -244,7 +250,7 @@ class Federation:
         [[6], [2], [2]]
         """
         samples: Tensor | Samples = x if isinstance(x, Samples) else _tensor(x, "x")
-        targets = _targets(y, task)
+        targets = tasks.build(task).targets(_tensor(y, "y"))
         ids, holders = _number(clients)
         if len(holders) != len(samples):
             raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
@@ -268,6 +274,7 @@ class Federation:
             classes=classes,
             name=name,
             client_names=names,
+            class_names=class_names,  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -331,10 +338,13 @@ class Federation:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a model must return for one sample: the classes, or the targets of a regression."""
-        if self.classes is not None:
-            return self.classes
-        return self.y.shape[1] if self.y.ndim == 2 else 1
+        """How many numbers a model must return for one sample, or for one pixel: the classes, or the targets."""
+        return tasks.build(self.task).outputs(self.y, self.classes)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether each sample has one class, so that labels can be counted."""
+        return tasks.build(self.task).labels
 
     def split(self, name: str) -> Split:
         """Return one of the three splits by its name.
@@ -401,7 +411,7 @@ class Federation:
         >>> federation.label_counts().tolist()
         [[1, 3]]
         """
-        if self.classes is None:
+        if self.classes is None or not self.labelled:
             raise InputError(f"federation {self.name!r} is a {self.task}: it has no labels to count")
         labels = self.y.cpu().numpy()
         cells = self.clients * self.classes
@@ -490,7 +500,7 @@ class Federation:
             }
             for client in range(self.clients)
         ]
-        if self.classes is not None:
+        if self.labelled:
             for row, counts in zip(rows, self.label_counts().tolist(), strict=True):
                 row["labels"] = counts
         return rows
@@ -508,35 +518,37 @@ class Federation:
             raise InputError(f"Federation.y must be a tensor with one row a sample, not {kind_of(self.y)}")
         if len(self.x) != len(self.y):
             raise InputError(f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}")
-        self._check_finite(self.x, "x")
+        self._check_finite()
 
     def _check_targets(self) -> None:
-        if self.task == "regression":
-            if not self.y.is_floating_point() or self.y.ndim > 2:
-                raise InputError(
-                    f"y of a regression must be floating point of shape [N] or [N, d], not {kind_of(self.y)}"
-                )
-            if self.classes is not None:
-                raise InputError(f"classes={self.classes} makes no sense for a regression; leave it out")
-            self._check_finite(self.y, "y")
-            return
-        if self.y.dtype != torch.int64 or self.y.ndim != 1:
-            raise InputError(f"y of a classification must be int64 labels of shape [N], not {kind_of(self.y)}")
-        classes = self.classes or (int(self.y.max()) + 1 if len(self.y) else 0)
-        object.__setattr__(self, "classes", classes)
-        wrong = ((self.y < 0) | (self.y >= classes)).nonzero()
-        if len(wrong):
-            sample = int(wrong[0])
-            raise InputError(f"{self._whose(sample)} has label {int(self.y[sample])} in y; valid: 0 to {classes - 1}")
+        task = tasks.build(self.task)
+        task.check(self.y, self.shape)
+        implied = task.classes_in(self.y)
+        if implied is None and self.classes is not None:
+            raise InputError(f"classes={self.classes} makes no sense for a {self.task}; leave it out")
+        object.__setattr__(self, "classes", self.classes or implied)
+        if fault := task.fault(self.y, self.classes):
+            sample, reason = fault
+            raise InputError(f"{self._whose(sample)} {reason}")
 
-    def _check_finite(self, values: Tensor | Samples, name: str) -> None:
-        if not values.dtype.is_floating_point:
+    def _check_class_names(self) -> None:
+        names = self.class_names
+        if names is None:
             return
-        for first, block in blocks(values):
+        if self.classes is None:
+            raise InputError(f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out")
+        if isinstance(names, str) or len(names) != self.classes or not all(isinstance(name, str) for name in names):
+            raise InputError(f"class_names must be {self.classes} names, one a class, not {names!r}")
+        object.__setattr__(self, "class_names", tuple(names))
+
+    def _check_finite(self) -> None:
+        if not self.x.dtype.is_floating_point:
+            return
+        for first, block in blocks(self.x):
             finite = torch.isfinite(block)
             if not bool(finite.all()):
                 sample = first + int((~finite).nonzero()[0, 0])
-                raise InputError(f"{self._whose(sample)} has NaN or infinity in {name}; all values must be finite")
+                raise InputError(f"{self._whose(sample)} has NaN or infinity in x; all values must be finite")
 
     def _check_clients(self) -> None:
         clients = {name: self.split(name).clients for name in SPLITS} | {"unseen": len(self.unseen)}
@@ -600,7 +612,9 @@ class ThreeSplits(NamedTuple):
     test: Split
 
 
-def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int) -> ThreeSplits:
+def split_samples(
+    held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: NDArray[Any] | None = None
+) -> ThreeSplits:
     """Divide what every client holds into train, val and test.
 
     Shares are rounded by largest remainder; then a split with a positive share that got nothing takes one sample from
@@ -617,6 +631,9 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
         Shares of train, val and test, summing to 1.
     seed : int
         Decides which samples go where.
+    units : array of shape [N], optional
+        What each sample belongs to, such as a patient. Samples of a unit are never divided: shares are then shares of a
+        client's units.
 
     Returns
     -------
@@ -627,7 +644,12 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     --------
     >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
     [[7], [1], [2]]
+    >>> patients = np.array(["a", "a", "b", "b", "b", "c"])
+    >>> [split.of(0).tolist() for split in split_samples(Split.from_lists([range(6)]), ["ann"], (0.4, 0.3, 0.3), 0, patients)]
+    [[2, 3, 4], [0, 1], [5]]
     """
+    if units is not None:
+        return _split_units(held, keys, fractions, seed, np.unique(units, return_inverse=True)[1].reshape(-1))
     seed = count(seed, "seed", least=0)
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
@@ -636,6 +658,16 @@ def split_samples(held: Split, keys: Sequence[str], fractions: Sequence[float], 
     ends = np.cumsum(counts, axis=1)
     part = (place >= ends[holders, 0]).astype(np.int8) + (place >= ends[holders, 1])
     return ThreeSplits(*(Split(shuffled[part == i], _offsets(counts[:, i])) for i in range(3)))
+
+
+def _split_units(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: Ints) -> ThreeSplits:
+    mine = [held.of(client) for client in range(held.clients)]
+    by_unit = split_samples(Split.from_lists([np.unique(units[samples]) for samples in mine]), keys, fractions, seed)
+
+    def samples_of(split: Split) -> Split:
+        return Split.from_lists([own[np.isin(units[own], split.of(client))] for client, own in enumerate(mine)])
+
+    return ThreeSplits(*map(samples_of, by_unit))
 
 
 def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
@@ -696,17 +728,6 @@ def _held_out(unseen: Iterable[Hashable]) -> set[Hashable]:
     if not isinstance(unseen, Iterable):
         raise InputError(f"unseen={unseen!r} must be a list of clients, such as [{unseen!r}]")
     return set(_number(unseen if isinstance(unseen, np.ndarray | Tensor) else list(unseen))[0])
-
-
-def _targets(y: ArrayLike | Tensor, task: str) -> Tensor:
-    targets = _tensor(y, "y")
-    if task != "classification" or targets.dtype == torch.int64:
-        return targets
-    labels = targets.long()
-    if targets.is_complex() or bool((labels != targets).any()):
-        sample = int((labels != targets).nonzero()[0, 0])
-        raise InputError(f"sample {sample} has label {targets[sample].tolist()} in y; labels must be whole numbers")
-    return labels
 
 
 def _tensor(values: ArrayLike | Tensor, what: str) -> Tensor:

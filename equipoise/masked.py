@@ -1,9 +1,11 @@
-"""Sums, means and covariances over the samples of a batch, padding left out."""
+"""Sums, means and covariances over the samples of a batch, and distances made of them, padding left out."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from equipoise.errors import unknown
 
 
 def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -63,9 +65,70 @@ def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
     tensor([[2., 2.],
             [2., 2.]])
     """
-    kept = values.new_ones(len(values)) if mask is None else mask.to(values.dtype)
-    centred = (values - masked_mean(values, mask)) * kept.unsqueeze(1)
-    return centred.T @ centred / (kept.sum() - 1).clamp(min=1)
+    return _mean_and_covariance(values, mask)[1]
+
+
+def _mean_and_covariance(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    mean = masked_mean(values, mask)
+    centred = values - mean
+    if mask is None:
+        return mean, centred.T @ centred / max(1, len(values) - 1)
+    kept = mask.to(values.dtype)
+    centred = centred * kept.unsqueeze(1)
+    return mean, centred.T @ centred / (kept.sum() - 1).clamp(min=1)
+
+
+CORAL_FORMS = ("domainbed", "deepcoral")
+
+
+def coral(
+    rows: Tensor,
+    others: Tensor,
+    mask: Tensor | None = None,
+    others_mask: Tensor | None = None,
+    *,
+    form: str = "domainbed",
+) -> Tensor:
+    """Return the CORAL distance between two batches: how much their second moments, and perhaps their means, differ.
+
+    With μ the mean and C the unbiased covariance of a batch of vectors of length d, the forms are
+
+    - ``domainbed``, as in DomainBed: mean((μ₁ − μ₂)²) + mean((C₁ − C₂)²), means over the d and d² entries;
+    - ``deepcoral``, as Sun and Saenko (2016) define it: ‖C₁ − C₂‖²_F / (4 d²).
+
+    Both are zero for equal batches. The covariance of a single sample is zero, so of two single samples the first form
+    compares the means alone, and the second form is zero.
+
+    Parameters
+    ----------
+    rows, others : Tensor
+        ``[samples, d]``; they may differ in the number of samples.
+    mask, others_mask : Tensor or None
+        As in :func:`masked_sum`.
+    form : {"domainbed", "deepcoral"}
+        Which of the two.
+
+    Returns
+    -------
+    Tensor
+        One number.
+
+    Raises
+    ------
+    InputError
+        If there is no such form.
+
+    Examples
+    --------
+    >>> rows, others = torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [4.0]])
+    >>> coral(rows, others), coral(rows, others, form="deepcoral")
+    (tensor(37.), tensor(9.))
+    """
+    if form not in CORAL_FORMS:
+        raise unknown("form", form, CORAL_FORMS, where="coral")
+    moments = _mean_and_covariance(rows, mask), _mean_and_covariance(others, others_mask)
+    means, covariances = ((one - other).square().mean() for one, other in zip(*moments, strict=True))
+    return means + covariances if form == "domainbed" else covariances / 4
 
 
 def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None) -> Tensor:

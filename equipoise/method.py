@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
 
 if TYPE_CHECKING:
     from equipoise.federation import Federation
-    from equipoise.optimizers import Optimizer
+    from equipoise.optimizers import Column, Optimizer
 
 
 class Sees(IntEnum):
@@ -360,7 +360,10 @@ def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Ten
 
 
 class Gradient(Protocol):
-    """How a step's gradient is taken."""
+    """How a step's gradient is taken.
+
+    A rule that makes steps of its own may follow the learning rate of the training settings; see :class:`FollowsRate`.
+    """
 
     @property
     def batches(self) -> int:
@@ -385,6 +388,14 @@ class Gradient(Protocol):
         """
 
 
+@runtime_checkable
+class FollowsRate(Protocol):
+    """A gradient rule that depends on the learning rate of the step."""
+
+    def at_rate(self, lr: Column) -> Gradient:
+        """Return the rule for a learning rate: one number, or a column over the stacked clients."""
+
+
 @dataclass(frozen=True)
 class PlainGradient:
     """The gradient where the parameters are, batch by batch.
@@ -402,6 +413,9 @@ class PlainGradient:
         return plain_gradient(values[0], params)
 
 
+_BATCHES = ("next", "same", "split")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """One stretch of local training.
@@ -410,20 +424,30 @@ class Phase:
     ----------
     move : str or tuple of str
         The parts that move; the others stay bit for bit.
-    loss : callable
-        Per-sample values of one client; the engine takes the mean over the samples that are not padding.
+    loss : callable or tuple of callable
+        Per-sample values of one client; the engine takes the mean over the samples that are not padding. Several losses
+        take turns, batch by batch: with two of them, the first is used for batches 1, 3, 5, ... and the second for
+        batches 2, 4, 6, ... So a gradient that looks at two batches has a loss for each of them. With a gradient that
+        looks at one, steps take turns, and all of them are made by one optimizer.
     gradient : Gradient
         How the gradient is taken, and how many batches a step looks at.
     epochs, steps : int, optional
-        How long; by default what the training settings say.
+        How long; by default what the training settings say. Where steps take turns, each loss lasts that long.
     optimizer : Optimizer, optional
         By default the one of the training settings.
-    batch : {"next", "same"}
-        In interleaved phases: a batch of its own, or the one the phase before has just seen.
+    batch : {"next", "same", "split"}
+        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
+        that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
+        :meth:`equipoise.engine.batches.Batches.split`.
+
+    Examples
+    --------
+    >>> Phase(loss=(task_loss, personal_loss)).turns
+    2
     """
 
     move: Parts = "all"
-    loss: Loss = task_loss
+    loss: Loss | tuple[Loss, ...] = task_loss
     gradient: Gradient = PlainGradient()
     epochs: int | None = None
     steps: int | None = None
@@ -431,14 +455,34 @@ class Phase:
     batch: str = "next"
 
     def __post_init__(self) -> None:
-        """Refuse lengths that are none, and a phase that shares its batches and yet wants another number of them."""
+        """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""
         for name in ("epochs", "steps"):
             if (length := getattr(self, name)) is not None and not length >= 1:
                 raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
-        if self.batch not in ("next", "same"):
-            raise unknown("batch", self.batch, ("next", "same"), where="Phase")
+        if self.batch not in _BATCHES:
+            raise unknown("batch", self.batch, _BATCHES, where="Phase")
+        if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
+            raise InputError(
+                f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of its gradient; "
+                "valid: one loss, or a multiple of that number"
+            )
         if self.batch == "same" and (self.epochs is not None or self.steps is not None):
             raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The losses that take turns."""
+        return self.loss if isinstance(self.loss, tuple) else (self.loss,)
+
+    @property
+    def turns(self) -> int:
+        """How many steps it takes until the same losses are used again."""
+        return max(1, len(self.losses) // self.gradient.batches)
+
+    def losses_in(self, step: int) -> tuple[Loss, ...]:
+        """Return the loss of each batch that a step looks at; steps are counted from 0."""
+        batches, losses = self.gradient.batches, self.losses
+        return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
 
 
 FACT_MODELS = ("first", "received", "trained")

@@ -64,11 +64,42 @@ def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
+def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> list[Tensor]:
+    """Return parameters a step against some directions away; the parameters stay.
+
+    Parameters
+    ----------
+    params, directions : list of Tensor
+        One direction a parameter, both stacked over clients.
+    lr : float or Tensor
+        The length of the step: one number, or a column over clients.
+
+    Returns
+    -------
+    list of Tensor
+        p − lr d.
+
+    Examples
+    --------
+    >>> descended([torch.ones(2, 1)], [torch.ones(2, 1)], torch.tensor([0.5, 0.25]))
+    [tensor([[0.5000],
+            [0.7500]])]
+    """
     if isinstance(lr, Tensor):
-        torch._foreach_sub_(params, [d * c for d, c in zip(directions, _columns(lr, directions), strict=True)])
+        return list(torch._foreach_sub(params, _scaled(directions, lr)))
+    return list(torch._foreach_add(params, directions, alpha=-lr))
+
+
+def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
+    """Do what :func:`descended` does, in place."""
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(params, _scaled(directions, lr))
     else:
         torch._foreach_add_(params, directions, alpha=-lr)
+
+
+def _scaled(directions: list[Tensor], lr: Tensor) -> list[Tensor]:
+    return [d * column for d, column in zip(directions, _columns(lr, directions), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,5 +346,5 @@ class Schedule:
             passed = [factor for start, factor in zip(self.at, self.factors, strict=True) if round_ >= start]
             return passed[-1] if passed else 1.0
         if self.kind == "cosine":
-            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / rounds)) / 2
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / max(1, rounds))) / 2
         return 1.0

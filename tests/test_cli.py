@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import equipoise.cli
-from equipoise import data, methods, models
+from equipoise import data, methods, models, tasks
 from equipoise.cli import paths, show
 from equipoise.config import experiment_from
 from equipoise.data import load
@@ -138,17 +138,62 @@ def test_the_tables_show_every_metric_and_who_is_left_behind(call):
     assert "MB sent by clients" in stdout
 
 
+def test_local_models_have_a_column_and_do_not_say_who_is_left_behind(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.local=true", "--method", "ditto")
+    assert code == 0
+    results = json.loads(Path("runs/digits-ditto-seed0/summary.json").read_text())["results"]
+    (header,) = [line for line in stdout.splitlines() if line.startswith("metric")]
+    assert re.split(r" {2,}", header.strip())[1:4] == ["global, seen", "personal, seen", "local, seen"]
+    (mean,) = [line for line in stdout.splitlines() if line.startswith("mean ")]
+    assert mean.split()[1:4] == [f"{results[model]['seen']['mean']:.3f}" for model in ("global", "personal", "local")]
+    (worst,) = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
+    assert worst.split()[0] == results["personal"]["seen"]["worst_group_name"]
+
+
 def test_nothing_evaluated(call):
     code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.every=0")
     assert code == 0
     assert "\nnothing was evaluated (evaluation.every is 0)\n" in stdout
 
 
-def test_nobody_has_test_data(call):
-    code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[0.8,0.2,0]")
+def test_zero_shot(call):
+    code, stdout, _ = call("run", "--model", "clip", "--rounds", 0, "--out", "zero")
     assert code == 0
-    assert "\nno results: no client has test data (data.splits is [0.8, 0.2, 0.0])\n" in stdout
+    assert "fedavg on digits, seed 0, round 0 of 0 (the last)" in stdout
+    assert "0 B sent by clients" in stdout
+    code, _, stderr = call("run", "--model", "clip", "--rounds", 1)
+    assert code == 2
+    assert "no parameter that can be trained" in stderr
+
+
+def test_nobody_has_test_or_validation_data(call):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[1,0,0]")
+    assert code == 0
+    assert "\nno results: no client has test or validation data (data.splits is [1.0, 0.0, 0.0])\n" in stdout
     assert "evaluation.every" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("splits", "unseen", "columns"),
+    [
+        ("[0.8,0.2,0]", "leave_out=plain", ["global, unseen", "global, seen, validation"]),
+        ("[0.8,0.2,0]", "unseen=0", ["global, seen, validation"]),
+        ("[1,0,0]", "leave_out=plain", ["global, unseen"]),
+    ],
+)
+def test_clients_without_test_data_are_shown_on_what_they_have(call, splits, unseen, columns):
+    code, stdout, _ = call("run", "--rounds", 1, "--set", f"data.splits={splits}", "--set", f"data.{unseen}")
+    assert code == 0
+    summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())
+    parts = {
+        "global, unseen": summary["results"].get("global", {}).get("unseen"),
+        "global, seen, validation": summary["validation"].get("global", {}).get("seen"),
+    }
+    words = " ".join(stdout.split())
+    assert " ".join(["metric", *columns, "what it is"]) in words
+    assert " ".join(["mean", *(f"{parts[column]['mean']:.3f}" for column in columns)]) in words
+    worst = next(line for line in stdout.splitlines() if "←" in line)
+    assert worst.split()[0] == parts[columns[-1]]["worst_group_name"]
 
 
 def test_an_interrupted_run_goes_on(call, monkeypatch):
@@ -193,7 +238,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
             ["--set", "training.rounds"],
             "--set 'training.rounds' is not of the form key=value, such as training.rounds=20\n",
         ),
-        (["--rounds", "0"], "--rounds: training.rounds must be a whole number of at least 1, got 0\n"),
+        (["--rounds", "-1"], "--rounds: training.rounds must be a whole number of at least 0, got -1\n"),
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
@@ -556,6 +601,7 @@ def test_the_examples_of_the_front_page(monkeypatch):
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
+    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
     failed, tried = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried >= 10
     assert failed == 0
@@ -579,3 +625,8 @@ def test_the_demo_is_a_valid_study():
     study = load_study(README.parent / "experiments" / "digits.yaml")
     assert (study.methods, study.seeds) == (("fedavg", "local", "central"), (0, 1, 2))
     assert study.jobs[0].experiment.data["imbalance"] == 10
+
+
+def test_python_runs_the_package_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == equipoise.__version__

@@ -222,6 +222,87 @@ def test_features_and_head_are_computed_once_a_step(loss, chunk):
     assert sorted(CALLS) == ["50"] * passes + ["6"] * passes
 
 
+# ---- what is aligned -------------------------------------------------------------------------------------------------
+
+
+def mapped():
+    """Features that make a map of each image, with BatchNorm in both parts."""
+    torch.manual_seed(6)
+    features = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
+    return Model(features, nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.BatchNorm1d(4))).double()
+
+
+class OwnModule(nn.Module):
+    """No subclass of Model: it only borrows how features and head are put together."""
+
+    stem = None
+    forward = Model.forward
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.features, self.head = nn.Conv2d(2, 3, 2), nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
+
+
+@CHUNKS
+@pytest.mark.parametrize("module", [mapped(), OwnModule().double()], ids=["model", "own module"])
+def test_maps_are_aligned_by_their_means_over_positions(module, chunk):
+    def loss(client):
+        rows, mask = client.aligned()
+        assert mask is client.mask
+        return rows.sum(1)
+
+    played = rule_played(loss, chunk=chunk, module=module)
+    wanted = [module.train().features(held(client)[0]).mean((2, 3)).sum(1).mean().item() for client in range(3)]
+    assert reported(played) == pytest.approx(wanted, abs=1e-12)
+
+
+@CHUNKS
+def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
+    """Whether it comes before or after the output, of the client's own model and of the received one."""
+
+    def before(client):
+        distance = (client.at(client.received).aligned()[0] - client.aligned()[0]).square().sum()
+        return client.task_loss() + 0 * distance
+
+    def after(client):
+        loss = client.task_loss()
+        return loss + 0 * (client.aligned()[0] - client.at(client.received).aligned()[0]).square().sum()
+
+    plain, *others = (
+        rule_played(loss, chunk=chunk, module=mapped()) for loss in (lambda c: c.task_loss(), before, after)
+    )
+    for other in others:
+        for name, rows in plain.updates[0].buffers.items():
+            torch.testing.assert_close(other.updates[0].buffers[name], rows, rtol=1e-12, atol=1e-12)
+            assert not torch.equal(rows[0], mapped().state_dict()[name])
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_bgp_passes_through_the_received_features_once_in_its_second_step_only(chunk):
+    """The first step needs one pass through features and head; the second one more through the received features."""
+    module = Model(nn.Sequential(nn.Flatten(), Counting(50, 6), nn.Tanh()), Counting(6, 4)).double()
+    machine = Machine(device="cpu", precision="float64", chunk=chunk)
+    engine = StackedEngine(images(sizes=SIZES), module, Training(batch_size=20), machine)
+    method = build("bgp")
+    cohort = engine.cohort(method, np.arange(3), 0)
+    CALLS.clear()
+    cohort.train({"model": engine.network.initial()}, {}, method.local)
+    passes = 3 if chunk == 1 else 1
+    assert (CALLS.count("50"), CALLS.count("6")) == (3 * passes, 2 * passes)
+
+
+def test_a_model_with_a_forward_of_its_own_cannot_be_aligned():
+    class Own(Model):
+        def forward(self, x):
+            return super().forward(x)
+
+    torch.manual_seed(6)
+    module = Own(nn.Flatten(), nn.Linear(50, 4)).double()
+    with pytest.raises(InputError, match="Own has a forward or hooks of its own"):
+        play(build("bgp"), images(sizes=SIZES), module, [[0]])
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 

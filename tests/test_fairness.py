@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.errors import InputError
-from equipoise.fairness import METRICS, Summary, jain_index, per_group, summarize, tails
+from equipoise.fairness import METRICS, Summary, jain_index, pair_sum, per_group, summarize, tails
 
 NAN = math.nan
 
@@ -39,6 +39,8 @@ def test_every_metric_by_hand() -> None:
         "mean_samples": (9 + 12 + 8 + 1 + 21 + 10) / 100,
         "mean_groups": (0.8 + 0.5 + 0.2) / 3,
         "sigma_clients": math.sqrt((0.09 + 0 + 0.04 + 0.16 + 0.01 + 0.04) / 6),
+        # Pairs with the first client, with the second, and so on.
+        "pair_sum": 2 * ((9 + 1 + 49 + 4 + 25) + (4 + 16 + 1 + 4) + (36 + 1 + 16) + (25 + 4) + 9) / 100,
         "sigma_groups": math.sqrt((0.09 + 0 + 0.09) / 3),
         "worst10": 0.2,
         "best10": 0.9,
@@ -47,6 +49,7 @@ def test_every_metric_by_hand() -> None:
         "best_group": 0.8,
         "group_gap": 0.6,
         "gap_variance": 0.01,
+        "gap_pair_sum": 2 * 9 * 0.2**2,
         "jain": 3.6**2 / (6 * (0.81 + 0.36 + 0.64 + 0.04 + 0.49 + 0.16)),
         "worst_client_id": 3,
         "worst_group_id": 2,
@@ -94,10 +97,24 @@ def test_a_diverged_client_cannot_vanish_from_the_mean() -> None:
         summarize([0.5, NAN], [0, 0], weights=[3, 7])
 
 
-def test_gap_variance_uses_the_clients_that_have_a_gap() -> None:
-    assert summarize([0.5, 0.5, NAN], [0, 0, 0], gap=[1.0, NAN, 3.0]).gap_variance == pytest.approx(1.0)
-    assert summarize([0.5], [0], gap=[NAN]).gap_variance is None
-    assert summarize([0.5], [0]).gap_variance is None
+def test_gaps_are_of_the_clients_that_have_one() -> None:
+    summary = summarize([0.5, 0.5, NAN], [0, 0, 0], gap=[1.0, NAN, 3.0])
+    assert (summary.gap_variance, summary.gap_pair_sum) == (pytest.approx(1.0), pytest.approx(8.0))
+    for summary in (summarize([0.5], [0], gap=[NAN]), summarize([0.5], [0])):
+        assert summary.gap_variance is None
+        assert summary.gap_pair_sum is None
+
+
+@given(accuracies)
+def test_sums_over_pairs_by_definition(clients: list[tuple[float, int, int]]) -> None:
+    values, groups, _ = _columns(clients)
+    summary = summarize(values, groups, gap=values)
+    total = 0.0
+    for one in values:
+        for other in values:
+            total += (one - other) ** 2
+    assert pair_sum(values) == summary.pair_sum == summary.gap_pair_sum == pytest.approx(total, abs=1e-9)
+    assert summary.pair_sum == pytest.approx(2 * len(values) ** 2 * summary.sigma_clients**2, abs=1e-9)
 
 
 def test_ties_go_to_the_lowest_number() -> None:

@@ -454,3 +454,23 @@ def test_a_million_clients_are_quick() -> None:
     federation.fingerprint()
     assert time.perf_counter() - started < 10
     assert federation.pooled().train.sizes[0] == 1500
+
+
+def test_classes_may_have_names():
+    x, y = np.zeros((6, 1)), [0, 1, 2, 0, 1, 2]
+    named = Federation.from_arrays(x, y, clients=[0] * 3 + [1] * 3, class_names=["cat", "dog", "mouse"])
+    assert named.class_names == named.pooled().class_names == ("cat", "dog", "mouse")
+    without = Federation.from_arrays(x, y, clients=[0] * 3 + [1] * 3)
+    assert without.class_names is None
+    assert named.fingerprint() == without.fingerprint()
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], "abc", ["cat", "dog", 3]])
+def test_names_of_classes_are_one_a_class(names):
+    with pytest.raises(InputError, match="class_names must be 3 names, one a class, not "):
+        Federation.from_arrays(np.zeros((3, 1)), [0, 1, 2], clients=[0] * 3, class_names=names)
+
+
+def test_a_regression_has_no_classes_to_name():
+    with pytest.raises(InputError, match="class_names of federation 'custom' make no sense for a regression"):
+        Federation.from_arrays(np.zeros((3, 1)), np.zeros(3), clients=[0] * 3, task="regression", class_names=["a"])

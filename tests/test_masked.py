@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.func import vmap
 
-from equipoise.masked import label_sums, masked_covariance, masked_mean, masked_sum
+from equipoise.errors import InputError
+from equipoise.masked import coral, label_sums, masked_covariance, masked_mean, masked_sum
 
 KEPT = [True, False, True, True, False, True]
 
@@ -45,6 +46,71 @@ def test_the_covariance_of_a_single_sample_is_zero():
     values, _ = batch(3)
     assert not masked_covariance(values, (torch.arange(6) < 1).double()).any()
     assert not masked_covariance(values[:1], None).any()
+
+
+def coral_in_numpy(one, other, form):
+    """Both forms by definition, entry by entry."""
+
+    def moments(rows):
+        mean = [sum(row[i] for row in rows) / len(rows) for i in range(3)]
+        spread = [
+            [sum((row[i] - mean[i]) * (row[j] - mean[j]) for row in rows) / (len(rows) - 1) for j in range(3)]
+            for i in range(3)
+        ]
+        return np.array(mean), np.array(spread)
+
+    (mean, spread), (other_mean, other_spread) = moments(one), moments(other)
+    if form == "deepcoral":
+        return np.linalg.norm(spread - other_spread) ** 2 / (4 * 3**2)
+    return np.mean((mean - other_mean) ** 2) + np.mean((spread - other_spread) ** 2)
+
+
+FORMS = pytest.mark.parametrize("form", ["domainbed", "deepcoral"])
+
+
+@MASKS
+@FORMS
+def test_coral_by_definition(form, dtype):
+    values, samples = batch(3)
+    others = torch.from_numpy(np.random.default_rng(1).normal(size=(9, 3)) + 0.5)
+    mask = torch.tensor(KEPT).to(dtype)
+    wanted = coral_in_numpy(samples, others.numpy(), form)
+    assert float(coral(values, others, mask, form=form)) == pytest.approx(wanted)
+    assert float(coral(others, values, None, mask, form=form)) == pytest.approx(wanted)
+    assert float(coral(values[mask.bool()], others, form=form)) == pytest.approx(wanted)
+
+
+@FORMS
+def test_coral_of_equal_batches_is_exactly_zero(form):
+    values, _ = batch(3)
+    mask = torch.tensor(KEPT)
+    elsewhere = torch.where(mask.unsqueeze(1), values, -values)
+    assert float(coral(values, values, form=form)) == 0
+    assert float(coral(values, elsewhere, mask, mask, form=form)) == 0
+
+
+@FORMS
+def test_coral_of_single_samples_compares_means_alone(form):
+    one, other = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[2.0, 4.0]])
+    found = coral(one, other, form=form)
+    found.backward()
+    assert found.item() == (2.5 if form == "domainbed" else 0.0)
+    assert one.grad.tolist() == [[-1.0, -2.0] if form == "domainbed" else [0.0, 0.0]]
+
+
+@FORMS
+def test_coral_of_stacked_batches(form):
+    draws = np.random.default_rng(2)
+    one, other = (torch.from_numpy(draws.normal(size=(4, 5, 3))) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).double()
+    together = vmap(lambda a, b, m: coral(a, b, m, m, form=form))(one, other, mask)
+    alone = [coral(*(rows[i][mask[i].bool()] for rows in (one, other)), form=form) for i in range(4)]
+    torch.testing.assert_close(together, torch.stack(alone))
+
+
+def test_an_unknown_form_of_coral_is_refused():
+    with pytest.raises(InputError, match="unknown form 'mmd' in coral"):
+        coral(torch.zeros(2, 1), torch.zeros(2, 1), form="mmd")
 
 
 @MASKS

@@ -14,6 +14,8 @@ WORDS = sorted(
     str(path.relative_to(PACKAGE))
     for pattern in (
         "method.py",
+        "task.py",
+        "tasks/*.py",
         "client.py",
         "masked.py",
         "tree.py",

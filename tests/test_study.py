@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from equipoise.cli import main
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
+from tests.tiny_clip import write_clip
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
 STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
@@ -81,9 +83,9 @@ def test_methods_by_settings_by_seeds():
     )
     assert [job.path.as_posix() for job in study.jobs] == [
         f"{setting}/{method}/seed{seed}"
+        for seed in (4, 5)
         for setting in ("even", "uneven")
         for method in ("fedavg", "strong")
-        for seed in (4, 5)
     ]
     last = study.jobs[-1].experiment
     expected = experiment_from(
@@ -188,6 +190,11 @@ def test_which_model_a_short_name_means():
     assert value_of(both, "groups.b") is None
     assert value_of(both, "bytes_up") == 7
     assert value_of(alone, "personal.mean") is None
+    # Local models are named, or not meant.
+    trained = {"results": {**alone["results"], "local": {"seen": {"mean": 0.6, "groups": {"a": 0.7}}}}}
+    assert (value_of(trained, "mean"), value_of(trained, "local.mean")) == (0.1, 0.6)
+    assert value_of(trained, "local.groups.a") == 0.7
+    assert value_of(trained, "local.unseen.mean") is value_of(alone, "local.mean") is None
 
 
 # ---- a part of a study -----------------------------------------------------------------------------------------------
@@ -207,7 +214,7 @@ def test_a_part_of_a_study_is_the_same_jobs():
     assert (study.settings, study.methods, study.seeds) == (("uneven",), ("strong", "local"), (5,))
     assert [job.path.as_posix() for job in study.jobs] == ["uneven/strong/seed5", "uneven/local/seed5"]
     assert all(job.experiment.plain() == whole[job.path] for job in study.jobs)
-    assert [job.seed for job in study_from(WIDE, methods=["local"], seeds=[7, 6]).jobs] == [7, 6] * 2
+    assert [job.seed for job in study_from(WIDE, methods=["local"], seeds=[7, 6]).jobs] == [7, 7, 6, 6]
 
 
 def test_overrides_have_the_last_word():
@@ -317,6 +324,19 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     assert plain["warnings"] == []
 
 
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_local_models_are_a_column(tmp_path, split):
+    base = {**BASE, "evaluation": {"local": True}}
+    study = {**STUDY, "base": base, "methods": ["fedavg"], "metrics": ["mean", "local.mean"], "split": split}
+    results, _ = outcomes(study_from(study), tmp_path)
+    for metric, model in (("mean", "global"), ("local.mean", "local")):
+        runs = [tmp_path / "base" / "fedavg" / f"seed{seed}" for seed in (0, 1)]
+        values = [score_by_hand(run, model=model, metric="mean", split=split) for run in runs]
+        assert list(results.values("base", "fedavg", metric).values()) == pytest.approx(values, abs=1e-12)
+    rows = {row["metric"]: row["model"] for row in results.plain()["results"]}
+    assert (rows["mean"], rows["local.mean"]) == ("global", "local")
+
+
 def test_one_seed_has_no_spread(tmp_path):
     results, _ = outcomes(study_from({**STUDY, "seeds": [3], "methods": ["fedavg"]}), tmp_path)
     value = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
@@ -373,6 +393,27 @@ def test_a_directory_of_another_experiment_is_refused_before_anything_runs(tmp_p
     assert (tmp_path / "other" / "fedavg" / "seed1" / "summary.json").exists()
 
 
+def test_names_of_classes_that_come_from_the_data_are_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "images"
+    for seed, place in enumerate(("photo/cat", "photo/dog", "art/cat", "art/dog")):
+        (root / place).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (16, 16), (40 * seed, 40 * number, 0)).save(root / place / f"{number}.png")
+    clip = {"name": "clip", "source": write_clip(tmp_path / "clip", longest=32)}
+    data = {"name": "imagefolder", "root": str(root), "size": 16}
+    study = {"base": {"data": data, "model": clip, "training": {"rounds": 0}}, "methods": ["fedavg"], "seeds": [0]}
+    outcomes(study_from(study), tmp_path / "runs")
+    config = yaml.safe_load((tmp_path / "runs" / "base" / "fedavg" / "seed0" / "config.yaml").read_text())
+    assert config["model"]["class_names"] == ["cat", "dog"]
+    before = snapshot(tmp_path / "runs" / "base")
+    outcomes(study_from(study), tmp_path / "runs")
+    assert snapshot(tmp_path / "runs" / "base") == before
+    study["base"]["model"] = {**clip, "class_names": ["cat", "mouse"]}
+    with pytest.raises(InputError, match="another experiment: model.class_names is .'cat', 'dog'. there and "):
+        study_from(study).run(tmp_path / "runs")
+
+
 def test_a_part_that_only_one_of_two_experiments_has_is_a_difference(tmp_path):
     small = {**STUDY, "methods": ["fedavg"], "seeds": [0]}
     outcomes(study_from(small), tmp_path)
@@ -405,9 +446,31 @@ def test_a_damaged_summary_is_named_and_the_others_run(tmp_path, damage):
     assert (results.failures, file.read_bytes()) == ({}, whole)
 
 
+def forget_validation(directory):
+    """Make a run's summary one of an earlier release, which said nothing of validation data."""
+    file = directory / "summary.json"
+    file.write_text(
+        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "validation"})
+    )
+
+
+def test_summaries_without_validation_are_completed_from_the_rows(tmp_path):
+    study = study_from({**STUDY, "methods": ["fedavg"], "metrics": ["mean", "val.mean", "val.unseen.mean"]})
+    first, _ = outcomes(study, tmp_path)
+    for seed in (0, 1):
+        forget_validation(tmp_path / "base" / "fedavg" / f"seed{seed}")
+    again, seen = outcomes(study, tmp_path)
+    assert [outcome for _, outcome in seen] == ["already there"] * 2
+    assert again.plain() == first.plain()
+    by_hand = score_by_hand(tmp_path / "base" / "fedavg" / "seed1", model="global", metric="mean", split="val")
+    assert again.values("base", "fedavg", "val.mean")[1] == pytest.approx(by_hand, abs=1e-12)
+    assert again.values("base", "fedavg", "val.unseen.mean") == {}
+
+
 def test_damaged_rows_are_named_and_the_others_run(tmp_path):
     study = study_from({**STUDY, "methods": ["fedavg"], "split": "val"})
     outcomes(study, tmp_path)
+    forget_validation(tmp_path / "base" / "fedavg" / "seed0")
     file = tmp_path / "base" / "fedavg" / "seed0" / "metrics.jsonl"
     file.write_text(file.read_text()[:-9])
     results, _ = outcomes(study, tmp_path)
@@ -766,6 +829,234 @@ def test_a_study_of_validation_data(tmp_path):
     assert again.plain() == results.plain()
 
 
+# ---- every group left out once ---------------------------------------------------------------------------------------
+
+FOLDS = {
+    **STUDY,
+    "base": {
+        **BASE,
+        "data": {"name": "digits", "splits": [0.8, 0.2, 0], "leave_out": ["plain", "rotated", "textured"]},
+    },
+    "methods": ["fedavg", {"name": "fedprox", "mu": 10}],
+    "metrics": ["global.unseen.mean", "val.mean"],
+}
+
+
+def test_a_list_of_groups_is_left_out_one_by_one():
+    study = study_from({**FOLDS, "seeds": [4, 5]})
+    groups = ("plain", "rotated", "textured")
+    assert (study.settings, study.folds, study.baseline) == (groups, {"base": groups}, "fedavg")
+    assert [job.path.as_posix() for job in study.jobs] == [
+        f"{group}/{method}/seed{seed}" for seed in (4, 5) for group in groups for method in ("fedavg", "fedprox")
+    ]
+    assert [job.experiment.data["leave_out"] for job in study.jobs[::2]] == [*groups, *groups]
+    assert study_from(FOLDS, settings=["base"]).settings == groups
+    part = study_from(FOLDS, settings=["textured", "plain"])
+    assert (part.settings, part.folds) == (("plain", "textured"), {"base": ("plain", "textured")})
+    one = study_from(FOLDS, overrides=["data.leave_out=rotated"])
+    assert (one.settings, one.folds, one.baseline) == (("base",), {}, None)
+    assert one.jobs[0].experiment.data["leave_out"] == "rotated"
+    none = study_from({**FOLDS, "settings": {"all": {"data": "digits"}}})
+    assert (none.settings, none.folds) == (("all",), {})
+
+
+def test_settings_have_folds_of_their_own():
+    settings = {"even": {"data.imbalance": 1, "data.leave_out": ["plain"]}, "uneven": None, "whole": {"data": "digits"}}
+    study = study_from({**FOLDS, "settings": settings})
+    assert study.settings == ("even-plain", "uneven-plain", "uneven-rotated", "uneven-textured", "whole")
+    assert study.whole_settings == ("even", "uneven", "whole")
+    assert study_from({**FOLDS, "settings": settings}, settings=["even", "uneven-rotated"]).folds == {
+        "even": ("even-plain",),
+        "uneven": ("uneven-rotated",),
+    }
+    first = study.jobs[0].experiment.data
+    assert (first["imbalance"], first["leave_out"]) == (1, "plain")
+    assert study.jobs[-1].experiment.data["leave_out"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"leave_out": []}, "base of s.yaml: data.leave_out must be a list of different names, got []"),
+        ({"leave_out": ["plain", "plain"]}, "data.leave_out must be a list of different names, got ['plain', 'plain']"),
+        ({"leave_out": [3]}, "data.leave_out must be a list of different names, got [3]"),
+        ({"leave_out": ["a/b"]}, "s.yaml: data.leave_out has the label 'a/b', which cannot name a directory"),
+    ],
+)
+def test_mistakes_in_what_is_left_out(changes, message):
+    base = {**BASE, "data": {"name": "digits", **changes}}
+    with pytest.raises(InputError) as caught:
+        study_from({**FOLDS, "base": base}, "s.yaml")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"baseline": "fedvag"}, "unknown method 'fedvag' in baseline of s.yaml; did you mean 'fedavg'?"),
+        ({"settings": {"a": {"data.leave_out": ["b"]}, "a-b": None}}, "s.yaml: two settings are called 'a-b'"),
+        ({"methods": [{"name": "fedavg", "set": 3}]}, "set of method 'fedavg' of s.yaml must hold keys with values"),
+        (
+            {"methods": [{"name": "fedavg", "set": {"seed": 3}}]},
+            "set of method 'fedavg' of s.yaml: seed has no meaning there",
+        ),
+        (
+            {"methods": [{"name": "fedavg", "set": {"training.epoch": 3}}]},
+            "unknown key 'training.epoch' in set of method 'fedavg' of s.yaml; did you mean 'training.epochs'?",
+        ),
+    ],
+)
+def test_mistakes_in_baselines_and_methods(changes, message):
+    with pytest.raises(InputError) as caught:
+        study_from({**STUDY, **changes}, "s.yaml")
+    assert message in str(caught.value)
+
+
+def test_a_method_can_have_settings_of_its_own():
+    longer = {"name": "fedavg", "label": "longer", "set": {"training": {"epochs": 2}, "model.hidden": [4]}}
+    settings = {"a": {"training.epochs": 3, "training.batch_size": 5}}
+    study = study_from({**STUDY, "methods": ["fedavg", longer], "settings": settings, "seeds": [0]})
+    plain, longer = (job.experiment for job in study.jobs)
+    assert (plain.training.epochs, longer.training.epochs) == (3, 2)
+    assert (plain.training.batch_size, longer.training.batch_size) == (5, 5)
+    assert (plain.model["hidden"], longer.model["hidden"]) == ([8], [4])
+    everywhere = study_from(
+        {**STUDY, "methods": [{"name": "qffl", "grid": {"q": [1]}, "set": {"training.epochs": 2}}]}, tune=True
+    )
+    assert {job.experiment.training.epochs for job in everywhere.jobs} == {2}
+
+
+def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_path):
+    results, _ = outcomes(study_from(FOLDS), tmp_path)
+    found = {}
+    for method in ("fedavg", "fedprox"):
+        for group in ("plain", "rotated", "textured"):
+            for seed in (0, 1):
+                directory = tmp_path / group / method / f"seed{seed}"
+                rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+                rows = [row for row in rows if row["round"] == 2]
+                unseen = [row["accuracy"] for row in rows if row["split"] == "test"]
+                assert {row["group"] for row in rows if row["split"] == "test"} == {group}
+                assert group not in {row["group"] for row in rows if row["split"] == "val"}
+                seen = [row["accuracy"] for row in rows if row["split"] == "val"]
+                found[method, group, seed] = {
+                    "global.unseen.mean": sum(unseen) / len(unseen),
+                    "val.mean": sum(seen) / len(seen),
+                }
+    for metric in FOLDS["metrics"]:
+        for method in ("fedavg", "fedprox"):
+            seeds = [
+                sum(found[method, group, seed][metric] for group in ("plain", "rotated", "textured")) / 3
+                for seed in (0, 1)
+            ]
+            assert list(results.values("base", method, metric).values()) == pytest.approx(seeds, abs=1e-12)
+            cell = f"{sum(seeds) / 2:.3f} ± {abs(seeds[0] - seeds[1]) / 2**0.5:.3f}"
+            assert results.cell("base", method, metric) == cell
+        pairs = [
+            found["fedprox", group, seed][metric] - found["fedavg", group, seed][metric]
+            for group in ("plain", "rotated", "textured")
+            for seed in (0, 1)
+        ]
+        difference = results.difference("base", "fedprox", metric)
+        deviation = statistics.stdev(pairs)
+        assert (difference.mean, difference.std, difference.standard_error, difference.pairs) == pytest.approx(
+            (sum(pairs) / 6, deviation, deviation / 6**0.5, 6), abs=1e-12
+        )
+    lines = results.markdown().splitlines()
+    assert "**plain left out: mean ± sample standard deviation (n - 1) over 2 seeds**" in lines
+    title = "**base: mean over left-out groups (plain, rotated, textured): mean ± sample standard deviation (n - 1) over 2 seeds**"
+    mean = lines.index(title)
+    assert lines[mean + 4] == f"| fedavg | {' | '.join(results.cell('base', 'fedavg', m) for m in FOLDS['metrics'])} |"
+    last = lines.index(f"**{results.about_differences('base')}**")
+    cells = " | ".join(results.difference("base", "fedprox", metric).cell for metric in FOLDS["metrics"])
+    assert lines[last + 2 : last + 5] == [
+        "| method | global.unseen.mean | val.mean |",
+        "|---|---|---|",
+        f"| fedprox | {cells} |",
+    ]
+    plain = results.plain()
+    assert {row["setting"] for row in plain["results"]} == {"plain", "rotated", "textured", "base"}
+    difference = results.difference("base", "fedprox", "val.mean")
+    assert plain["differences"][1] == {
+        "setting": "base",
+        "method": "fedprox",
+        "metric": "val.mean",
+        "baseline": "fedavg",
+        "mean": difference.mean,
+        "std": difference.std,
+        "standard_error": difference.standard_error,
+        "pairs": 6,
+    }
+    table = [line.split(",") for line in results.csv_differences().splitlines()]
+    assert table[0] == ["setting", "method", "baseline", "metric", "mean", "std", "standard_error", "pairs"]
+    assert table[2][:4] == ["base", "fedprox", "fedavg", "val.mean"]
+    assert float(table[2][4]) == difference.mean
+
+
+def said(score, *, validation=0.5):
+    """Make a summary with one score of unseen clients, and one of seen clients on validation data."""
+    of_seen = {"global": {"seen": {"mean": validation, "groups": {}}}}
+    return {
+        "score": "accuracy",
+        "results": {"global": {"unseen": {"mean": score, "groups": {}}}},
+        "validation": of_seen,
+    }
+
+
+def test_folds_that_are_missing_leave_a_seed_out_of_the_mean_but_not_of_the_pairs():
+    study = study_from({**FOLDS, "baseline": "fedprox"})
+    scores = {"plain": 0.5, "rotated": 0.7, "textured": 0.3}
+    higher = {"fedavg": 0.1, "fedprox": 0.0}
+    summaries = {job.path: said(scores[job.setting] + higher[job.method] + job.seed) for job in study.jobs}
+    lost = Path("rotated/fedavg/seed1")
+    del summaries[lost]
+    results = Results(study, summaries, {lost: "lost"})
+    assert results.values("base", "fedavg", "unseen.mean") == {0: pytest.approx(0.6)}
+    assert results.cell("base", "fedavg", "unseen.mean") == "0.600 (1 of 2)"
+    assert results.values("base", "fedprox", "unseen.mean") == {0: pytest.approx(0.5), 1: pytest.approx(1.5)}
+    difference = results.difference("base", "fedavg", "unseen.mean")
+    assert (difference.mean, difference.std, difference.pairs) == (pytest.approx(0.1), pytest.approx(0), 5)
+    assert results.difference("base", "fedavg", "personal.mean").cell == "–"
+    assert study.others == ("fedavg",)
+    nothing = Results(study, {}, {lost: "lost"})
+    assert (nothing.cell("base", "fedavg", "mean"), nothing.cell("base", "fedprox", "mean")) == ("failed", "–")
+
+
+def test_one_pair_has_no_standard_error():
+    study = study_from({**STUDY, "seeds": [3], "baseline": "local"})
+    results = results_of(study, ALONE, BOTH)
+    assert results.difference("base", "fedavg", "mean").cell == "-0.200 (1)"
+    assert "paired over seeds" in results.about_differences("base")
+
+
+def test_a_baseline_may_look_like_a_number():
+    methods = [{"name": "fedprox", "mu": mu, "label": mu} for mu in (0.1, 1)]
+    assert study_from({**STUDY, "methods": methods, "baseline": 1}).others == ("0.1",)
+
+
+def test_differences_need_the_baseline_and_are_not_shown_unless_wanted():
+    assert results_of(study_from(STUDY), ALONE, BOTH).compared == ()
+    assert "difference" not in results_of(study_from({**STUDY, "metrics": ["mean"]}), ALONE, BOTH).markdown()
+    assert study_from({**STUDY, "baseline": "fedavg"}, methods=["local"]).baseline is None
+    assert results_of(study_from({**STUDY, "baseline": "local"}), ALONE, BOTH).compared == ("base",)
+
+
+def test_values_are_chosen_over_all_folds(tmp_path):
+    mapping = {**FOLDS, "methods": ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]}
+    study = study_from(mapping, tune=True)
+    scores = {"fedavg": 0.5, "fedprox mu=0.1": 0.5, "fedprox mu=1": 0.6}
+    spread = {("plain", "fedprox mu=0.1"): 0.3, ("rotated", "fedprox mu=1"): 0.2}
+    summaries = {}
+    for job in study.jobs:
+        sigma = spread.get((job.setting, job.method), 0.1)
+        part = {"global": {"seen": {"mean": scores[job.method], "sigma_clients": sigma, "groups": {}}}}
+        summaries[job.path] = {"score": "accuracy", "results": part, "validation": part}
+    results = Results(study, summaries, {})
+    assert results.chosen("base") == {"fedprox": {"mu": 1}}
+    assert results.plain()["chosen"] == {"base": {"fedprox": {"mu": 1}}}
+    assert (results.undecided, study.baseline) == ([], None)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -797,6 +1088,21 @@ def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     assert json.loads(stdout) == {"directory": "runs/small", **results.plain()}
 
 
+def test_compare_shows_folds_and_differences(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("folds.yaml").write_text(yaml.safe_dump({**FOLDS, "seeds": [0]}))
+    code, stdout, _ = compare(monkeypatch, capsys, "folds.yaml", "--setting", "plain", "--csv", "t.csv")
+    results = load_study("folds.yaml", settings=["plain"]).run("runs/folds")
+    assert code == 0
+    words = " ".join(stdout.split())
+    assert results.about_differences("base") in words
+    assert "plain left out: mean ± sample standard deviation" in words
+    rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.splitlines()]
+    cells = [results.difference("base", "fedprox", metric).cell for metric in FOLDS["metrics"]]
+    assert ["fedprox", *cells] in rows
+    assert Path("t-differences.csv").read_text() == results.csv_differences()
+
+
 def test_compare_tunes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("grids.yaml").write_text(yaml.safe_dump(GRIDS))
@@ -822,7 +1128,7 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["fedavg"]}))
     assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md")[0] == 0
-    before = snapshot(tmp_path / "runs"), Path("s.md").read_text()
+    before = snapshot(tmp_path / "runs" / "base"), Path("s.md").read_text()
     message = (
         "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and 1 here; "
         "choose another directory with --out\n"

@@ -44,7 +44,9 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Import = Annotated[
     list[str] | None,
     typer.Option(
-        "--import", metavar="FILE", help="Python file or module of your own that registers methods, models or data."
+        "--import",
+        metavar="FILE",
+        help="Python file or module of your own that registers methods, models, data or tasks.",
     ),
 ]
 
@@ -198,7 +200,7 @@ def compare(
         Path | None, typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name")
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV, and each seed's values beside it.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
     ] = None,
@@ -222,8 +224,10 @@ def compare(
 ) -> None:
     """Run methods by settings by seeds, and show the tables.
 
-    Runs that are done are left alone, those broken off are gone on with. Every cell is the mean ± the sample standard
-    deviation over seeds. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
+    Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
+    deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
+    of the mean over groups and of paired differences from the baseline follow. To try a study in
+    small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
@@ -249,7 +253,8 @@ def compare(
             check_file(markdown, "choose another with --markdown")
         if csv:
             check_file(csv, "choose another with --csv")
-            check_file(_beside(csv), "choose another with --csv")
+            for what in ("seeds", "differences"):
+                check_file(_beside(csv, what), "choose another with --csv")
         try:
             with show.runs(len(planned.jobs)) as watch:
                 results = planned.run(directory, jobs=jobs, watch=watch)
@@ -266,7 +271,9 @@ def compare(
                 _write(markdown, results.markdown())
             if csv:
                 _write(csv, results.csv())
-                _write(_beside(csv), results.csv_seeds())
+                _write(_beside(csv, "seeds"), results.csv_seeds())
+                if results.compared:
+                    _write(_beside(csv, "differences"), results.csv_differences())
         if results.failures or results.undecided:
             raise typer.Exit(1)
 
@@ -301,9 +308,9 @@ def _fresh(directory: Path) -> Path:
     return candidate
 
 
-def _beside(csv: Path) -> Path:
-    """Name the file of each seed's values."""
-    return csv.with_name(f"{csv.stem}-seeds{csv.suffix}")
+def _beside(csv: Path, what: str) -> Path:
+    """Name a file that belongs to a table, such as that of each seed's values."""
+    return csv.with_name(f"{csv.stem}-{what}{csv.suffix}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -130,7 +130,7 @@ def run(run: Run) -> None:
         f"{summary['method']} on {summary['data']}, seed {summary['seed']}, round {summary['round']} "
         f"of {summary['rounds']} ({counted})"
     )
-    if summary["results"]:
+    if _parts(summary):
         console.print(_overall(summary))
         console.print(_groups(run))
     else:
@@ -145,11 +145,22 @@ def _why_nothing(config: dict[str, Any]) -> str:
     """Say why there are no results."""
     if config["evaluation"]["every"] == 0:
         return "nothing was evaluated (evaluation.every is 0)"
-    return f"no results: no client has test data (data.splits is {list(config['data']['splits'])})"
+    return f"no results: no client has test or validation data (data.splits is {list(config['data']['splits'])})"
 
 
 def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {f"{model}, {who}": part for model, whose in summary["results"].items() for who, part in whose.items()}
+    """Return the results by model and clients: on test data, and on validation data where seen clients have no others."""
+    tested, validated = (
+        {f"{model}, {who}": part for model, whose in summary.get(key, {}).items() for who, part in whose.items()}
+        for key in ("results", "validation")  # runs of earlier releases have the first only
+    )
+    if any(_of_seen(label) for label in tested):
+        return tested
+    return tested | {f"{label}, validation": part for label, part in validated.items() if _of_seen(label)}
+
+
+def _of_seen(label: str) -> bool:
+    return "seen" in label.split(", ")
 
 
 def _overall(summary: dict[str, Any]) -> Table:
@@ -158,13 +169,14 @@ def _overall(summary: dict[str, Any]) -> Table:
     table = _table(title, "metric", *parts, numbers=len(parts), last="what it is")
     for name, metric in METRICS.items():
         description = Text(metric.description, style="dim")
-        table.add_row(name, *(_number(part[name]) for part in parts.values()), description)
+        table.add_row(name, *(_number(part.get(name)) for part in parts.values()), description)
     return table
 
 
 def _groups(run: Run) -> Table:
     parts, federation = _parts(run.summary), run.trainer.federation
-    leading = next(part for part in reversed(parts) if part.endswith(", seen"))
+    # Clients end up with their personal models or the global one, not with local ones.
+    leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
     others = [part for part in parts if part != leading]
     table = _table(
         "\nwho is left behind: mean over the clients of each group",
@@ -275,7 +287,7 @@ def federation(federation: Federation, picture: Path | None) -> None:
     """Show a federation."""
     console, document = _console(), federation_document(federation, picture)
     columns = ("client", "name", "group", "", "train", "val", "test")
-    last = "labels" if federation.classes else ""
+    last = "labels" if federation.labelled else ""
     table = _table(f"clients of {federation.name}", *columns, numbers=3, last=last)
     for row in document["clients"]:
         sizes = (str(row[split]) for split in ("train", "val", "test"))
@@ -304,13 +316,15 @@ def _histogram(counts: list[int]) -> str:
 def results(results: Results, directory: Path) -> None:
     """Show a study's tables, what failed, and where the runs are."""
     console = _console()
-    for setting in results.study.settings:
+    for setting in results.tables:
         console.print(_metrics(results, setting))
         if groups := results.groups(setting):
             console.print(_left_behind(results, setting, groups))
-        for label, values in results.chosen(setting).items():
+        for label, values in results.chosen(setting).items() if setting in results.study.whole_settings else ():
             written = ", ".join(f"{name}: {value}" for name, value in values.items())
             console.print(f"chosen for {label}: {written}", soft_wrap=True)
+    for setting in results.compared:
+        console.print(_differences(results, setting))
     for message in results.warnings:
         console.print(f"\nwarning: {message}", style="yellow", soft_wrap=True)
     for path, message in results.failures.items():
@@ -324,6 +338,14 @@ def _metrics(results: Results, setting: str) -> Table:
     table = _table(f"\n{results.data(setting)}: mean ± {results.spread}", *header, *metrics, numbers=len(metrics))
     for label in results.study.methods:
         table.add_row(*first[label], *(results.cell(setting, label, metric) for metric in metrics))
+    return table
+
+
+def _differences(results: Results, setting: str) -> Table:
+    metrics = results.study.metrics
+    table = _table(f"\n{results.about_differences(setting)}", "method", *metrics, numbers=len(metrics))
+    for label in results.study.others:
+        table.add_row(label, *(results.difference(setting, label, metric).cell for metric in metrics))
     return table
 
 

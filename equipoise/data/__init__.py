@@ -62,6 +62,8 @@ SOURCES: Registry = {
     "shakespeare": "equipoise.data.shakespeare:recipe",
     "silos": "equipoise.data.silos:recipe",
     "imagefolder": "equipoise.data.imagefolder:recipe",
+    "ellipses": "equipoise.data.ellipses:recipe",
+    "prostate": "equipoise.data.prostate:recipe",
 }
 """What makes each source."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from equipoise.checks import count, name_and_options
 from equipoise.errors import InputError, unknown
 from equipoise.random import fold_tensor, uniform
+from equipoise.task import Task
 
 
 class Augmentation(Protocol):
@@ -20,6 +21,31 @@ class Augmentation(Protocol):
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
         """Change images ``[N, channels, height, width]`` with one key an image."""
+
+
+def moves_pixels(augmentation: Augmentation) -> bool | None:
+    """Say whether an augmentation moves pixels, so that a mask must be changed with its image.
+
+    An augmentation says so with its attribute ``moves_pixels``. If it does, it changes masks ``[N, 1, height, width]`` of
+    whole numbers in the same way as images for the same keys.
+
+    Parameters
+    ----------
+    augmentation : Augmentation
+        What changes images.
+
+    Returns
+    -------
+    bool or None
+        ``None`` if it does not say.
+
+    Examples
+    --------
+    >>> moves_pixels(Flip())
+    True
+    """
+    says: bool | None = getattr(augmentation, "moves_pixels", None)
+    return says
 
 
 @dataclass(frozen=True)
@@ -33,6 +59,8 @@ class Flip:
     [(0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 3.0, 2.0)]
     """
 
+    moves_pixels = True
+
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
         """Mirror some of the images."""
         mirrored = uniform(fold_tensor(keys, 0)) < 0.5
@@ -43,6 +71,8 @@ class Flip:
 class Crop:
     """Pad an image with zeros on all sides and cut the original size out at a random place.
 
+    In a mask, 0 is the background.
+
     Examples
     --------
     >>> Crop(padding=1)(torch.ones(3, 1, 4, 4), torch.arange(3)).shape
@@ -50,6 +80,7 @@ class Crop:
     """
 
     padding: int = 4
+    moves_pixels = True
 
     def __post_init__(self) -> None:
         """Refuse a padding that shifts nothing."""
@@ -124,8 +155,8 @@ def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
     return made
 
 
-def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...]) -> None:
-    """Refuse samples that are no images where one of the augmentations here is to change them.
+def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...], task: Task) -> None:
+    """Refuse samples that are no images, and augmentations that do not say whether masks move with images.
 
     Parameters
     ----------
@@ -133,11 +164,13 @@ def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...])
         What is applied to training batches; user-defined augmentations are not checked.
     shape : tuple of int
         The shape of one sample.
+    task : Task
+        What is learned.
 
     Examples
     --------
-    >>> check_augmentations((Flip(),), (3, 32, 32))
-    >>> check_augmentations((Flip(),), (64,))
+    >>> check_augmentations((Flip(),), (3, 32, 32), Task())
+    >>> check_augmentations((Flip(),), (64,), Task())
     Traceback (most recent call last):
     equipoise.errors.InputError: training.augment: Flip needs images (channels, height, width), got samples of shape (64,)
     """
@@ -146,4 +179,9 @@ def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...])
             raise InputError(
                 f"training.augment: {type(augmentation).__name__} needs images (channels, height, width), "
                 f"got samples of shape {tuple(shape)}"
+            )
+        if task.spatial and moves_pixels(augmentation) is None:
+            raise InputError(
+                f"training.augment: {type(augmentation).__name__} does not say whether it moves pixels, which decides "
+                f"whether the targets of a {task.name} change too; valid: a class attribute moves_pixels = True or False"
             )

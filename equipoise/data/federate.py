@@ -12,7 +12,7 @@ from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
 from equipoise.data.testing import assign_others, divide, tests_of_groups
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation
+from equipoise.federation import Federation, Split, ThreeSplits
 
 
 def federate(
@@ -38,7 +38,8 @@ def federate(
     unseen : int, float or sequence of int
         Clients to hold out of training: how many, or (below 1) what share of them, drawn at random; or which.
     leave_out : str, optional
-        A group whose clients are all unseen, on top of ``unseen``.
+        A group whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
+        ``splits`` says; other unseen clients keep their three splits.
     test : {"client", "group"}, optional
         Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
         share. The test samples of a group are drawn before the others are divided among clients. If the source says
@@ -60,16 +61,22 @@ def federate(
     >>> federation = federate(source, Iid(4), unseen=0.25)
     >>> federation.clients, len(federation.seen), federation.train.sizes.tolist()
     (4, 3, [7, 7, 7, 7])
+    >>> domains = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4, groups=np.arange(40) // 20, group_names=("a", "b"))
+    >>> federation = federate(domains, Iid(2), splits=(0.8, 0.2, 0.0), leave_out="b")
+    >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
+    [[16, 0], [4, 0], [0, 20]]
     """
     of_group = _check_test(source.test_of if test is None else test) == "group"
     tests = tests_of_groups(source, splits, seed) if of_group else None
     assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
+    held = Split.from_lists(assignment.clients)
+    divided = divide(source, assignment, keys, splits, seed, tests)
     return Federation(
         source.x,
         source.y,
-        *divide(source, assignment, keys, splits, seed, tests),
+        *(_only_for_tests(divided, held, left_out) if left_out.any() else divided),
         groups=np.array(assignment.groups, np.int64),
         group_names=assignment.group_names,
         unseen=left_out | _unseen(unseen, left_out, seed),
@@ -77,6 +84,7 @@ def federate(
         classes=source.classes,
         name=source.name,
         client_names=assignment.names,
+        class_names=source.class_names,
     )
 
 
@@ -92,6 +100,20 @@ def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:
     if group not in assignment.group_names:
         raise unknown("group", group, assignment.group_names, where="leave_out")
     return np.isin(assignment.groups, assignment.group_names.index(group))
+
+
+def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool_]) -> ThreeSplits:
+    """Move all samples of the clients that are left out to the test split."""
+    nothing = Split.from_lists([[]] * held.clients)
+    # Clients that share the test samples of their group hold these too.
+    everything = Split.from_lists(
+        [np.concatenate([held.of(k), np.setdiff1d(divided.test.of(k), held.of(k))]) for k in range(held.clients)]
+    )
+
+    def replaced(split: Split, instead: Split) -> Split:
+        return Split.from_lists([(instead if left_out[k] else split).of(k) for k in range(held.clients)])
+
+    return ThreeSplits(replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, everything))
 
 
 def _unseen(wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:

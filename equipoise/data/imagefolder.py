@@ -22,24 +22,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.checks import count, flag, several
+from equipoise.checks import count, flag
 from equipoise.data.cache import MappedArray, cached
-from equipoise.data.files import data_directory
+from equipoise.data.folders import LARGEST_IN_MEMORY, choose, cores, files_in, find_folder, refuse, subfolders
 from equipoise.data.partition import Natural
 from equipoise.data.progress import progress
 from equipoise.data.source import Source
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """How names of images end, in small or capital letters. Other files are ignored."""
 
-LARGEST_IN_MEMORY = 2 << 30
-"""Images that take fewer bytes than this are held in memory unless told otherwise."""
-
 # Part of every cache key; increased when decoding changes.
 _VERSION = 1
 _IMAGES_A_BLOCK = 256
-_NAMED_AT_MOST = 8
 
 
 class _Image(NamedTuple):
@@ -100,7 +96,7 @@ def imagefolder(
     size = count(size, "size of data 'imagefolder'")
     if mapped is not None:
         flag(mapped, "mapped of data 'imagefolder'")
-    folder = _find(root)
+    folder = find_folder(root, "imagefolder")
     group_names, class_names, images = _listed(folder, domains, classes)
     shape = (len(images), 3, size, size)
     stored = cached(_key(folder, images, size), shape, torch.uint8, lambda: _decoded(folder, images, size))
@@ -115,6 +111,7 @@ def imagefolder(
         groups=groups,
         group_names=group_names,
         ids=np.array(group_names)[groups],
+        class_names=class_names,
     )
 
 
@@ -150,32 +147,22 @@ def recipe(
     return imagefolder(root=root, size=size, classes=classes, domains=domains, mapped=mapped), Natural()
 
 
-def _find(root: str) -> Path:
-    """Return the folder of domains."""
-    places = [Path(root).expanduser().absolute(), data_directory()[0] / root]
-    for place in places:
-        if place.is_dir():
-            return place
-    looked = " and ".join(str(place) for place in dict.fromkeys(places))
-    raise InputError(f"root={str(root)!r} of data 'imagefolder' is no folder; looked for {looked}")
-
-
 def _listed(
     folder: Path, domains: Sequence[str] | None, classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], list[_Image]]:
     """Return the domains, the classes and the images, having checked that every domain has images of every class."""
-    found_domains = _subfolders(folder)
+    found_domains = subfolders(folder)
     if not found_domains:
         raise InputError(f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in each")
-    chosen_domains = _chosen(domains, "domains", "domain", found_domains, folder)
-    classes_of = {domain: _subfolders(folder / domain) for domain in chosen_domains}
-    _refuse(
+    chosen_domains = choose(domains, "imagefolder", found_domains, option="domains", kind="domain", where=folder)
+    classes_of = {domain: subfolders(folder / domain) for domain in chosen_domains}
+    refuse(
         [f"domain {domain!r}" for domain, found in classes_of.items() if not found],
         f"in {folder} each domain needs one folder a class; there is none in ",
     )
     every_class = sorted(set().union(*classes_of.values()))
-    chosen_classes = _chosen(classes, "classes", "class", every_class, folder)
-    _refuse(
+    chosen_classes = choose(classes, "imagefolder", every_class, option="classes", kind="class", where=folder)
+    refuse(
         [
             f"{name!r} is missing in {d!r}"
             for name in chosen_classes
@@ -188,50 +175,11 @@ def _listed(
     empty = []
     for domain, domain_name in enumerate(chosen_domains):
         for label, class_name in enumerate(chosen_classes):
-            names = _images_in(folder / domain_name / class_name)
+            names = files_in(folder / domain_name / class_name, ENDINGS)
             images += [_Image(f"{domain_name}/{class_name}/{name}", domain, label) for name in names]
             empty += [] if names else [f"{domain_name}/{class_name}"]
-    _refuse(empty, f"no images (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: ")
+    refuse(empty, f"no images (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: ")
     return chosen_domains, chosen_classes, images
-
-
-def _chosen(
-    wanted: Sequence[str] | None, option: str, kind: str, found: Sequence[str], folder: Path
-) -> tuple[str, ...]:
-    """Return the names asked for, each of which must exist, or all there are."""
-    if wanted is None:
-        return tuple(found)
-    names = several(wanted, f"{option} of data 'imagefolder'", _text)
-    for name in names:
-        if name not in found:
-            raise unknown(kind, name, found, where=str(folder))
-    if not names or len(set(names)) < len(names):
-        raise InputError(f"{option} of data 'imagefolder' must be different names, at least one, got {list(names)}")
-    return names
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{what} must be a name, got {value!r}")
-    return value
-
-
-def _refuse(wrong: Sequence[str], message: str) -> None:
-    """Raise an error that names what is wrong, if anything is."""
-    if wrong:
-        more = f" and {len(wrong) - _NAMED_AT_MOST} more" if len(wrong) > _NAMED_AT_MOST else ""
-        raise InputError(message + ", ".join(wrong[:_NAMED_AT_MOST]) + more)
-
-
-def _subfolders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _images_in(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
-    return sorted(name for name in names if name.lower().endswith(ENDINGS))
 
 
 def _key(folder: Path, images: Sequence[_Image], size: int) -> str:
@@ -261,12 +209,12 @@ def _decoded(folder: Path, images: Sequence[_Image], size: int) -> Iterator[Tens
             broken.append(f"{image.name} ({reason})")
             return np.zeros((3, size, size), np.uint8)
 
-    with ThreadPoolExecutor(_cores()) as pool, progress(f"decoding {folder.name}", len(images)) as advance:
+    with ThreadPoolExecutor(cores()) as pool, progress(f"decoding {folder.name}", len(images)) as advance:
         for first in range(0, len(images), _IMAGES_A_BLOCK):
             block = np.stack(list(pool.map(decode, images[first : first + _IMAGES_A_BLOCK])))
             advance(len(block))
             yield torch.from_numpy(block)
-    _refuse(sorted(broken), f"{len(broken)} of the {len(images)} images in {folder} cannot be read: ")
+    refuse(sorted(broken), f"{len(broken)} of the {len(images)} images in {folder} cannot be read: ")
 
 
 def _decode(path: Path, size: int) -> NDArray[np.uint8]:
@@ -286,8 +234,3 @@ def _decode(path: Path, size: int) -> NDArray[np.uint8]:
 def _require_pillow() -> None:
     if find_spec("PIL") is None:
         raise InputError("data 'imagefolder' needs Pillow: pip install 'equipoise[images]'")
-
-
-def _cores() -> int:
-    """Count the processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,15 +43,12 @@ def draw(federation: Federation, path: str | Path) -> Path:
     ...     draw(load("digits"), Path(folder) / "digits.png").stat().st_size > 10_000
     True
     """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise InputError(f"cannot draw to {str(path)!r}; its name must end in {', '.join(FORMATS)}")
-    from matplotlib import rc_context
+    path = checked_path(path)
     from matplotlib.figure import Figure
 
     sizes = np.sum([federation.split(name).sizes for name in SPLITS], axis=0)
     order = np.lexsort((sizes, federation.groups))
-    rows = federation.classes or 0
+    rows = (federation.classes or 0) if federation.labelled else 0
     label_height = min(6.0, 0.7 + 0.24 * rows) if rows else 0.0
     figure = Figure(figsize=(min(20.0, max(7.5, 3.0 + 0.16 * len(order))), 3.4 + label_height), layout="constrained")
     if rows:
@@ -62,8 +59,28 @@ def draw(federation: Federation, path: str | Path) -> Path:
     _draw_sizes(above, federation, order, sizes)
     _name_clients(below, order)
     _title_and_groups(figure, federation, sizes)
+    return save(figure, path)
+
+
+def checked_path(path: str | Path) -> Path:
+    """Refuse a path whose suffix names no format of pictures.
+
+    Examples
+    --------
+    >>> checked_path("runs/digits.png").suffix
+    '.png'
+    """
+    if Path(path).suffix.lower() not in FORMATS:
+        raise InputError(f"cannot draw to {str(path)!r}; its name must end in {', '.join(FORMATS)}")
+    return Path(path)
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure of matplotlib; the same figure gives the same file."""
+    from matplotlib import rc_context
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "equipoise"}):  # with no date either, the same federation gives the same file
+    with rc_context({"svg.hashsalt": "equipoise"}):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     return path
 
@@ -76,7 +93,7 @@ def _draw_sizes(axes: Any, federation: Federation, order: NDArray[np.int64], siz
     axes.set_ylabel("samples", color=INK)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
-    _quiet(axes)
+    quiet(axes)
 
 
 def _draw_labels(axes: Any, federation: Federation, order: NDArray[np.int64]) -> None:
@@ -95,7 +112,7 @@ def _draw_labels(axes: Any, federation: Federation, order: NDArray[np.int64]) ->
         axes.axhline(edge, color="white", linewidth=0.8 if len(shares) <= 20 else 0.3)
     for edge in np.arange(len(order) - 1) + 0.5:
         axes.axvline(edge, color="white", linewidth=0.8 if len(order) <= 80 else 0.3)
-    _quiet(axes)
+    quiet(axes)
 
 
 def _title_and_groups(figure: Any, federation: Federation, sizes: NDArray[np.int64]) -> None:
@@ -135,7 +152,8 @@ def _name_clients(axes: Any, order: NDArray[np.int64]) -> None:
     axes.set_xlabel("client", color=INK)
 
 
-def _quiet(axes: Any) -> None:
+def quiet(axes: Any) -> None:
+    """Remove frame and ticks of a panel."""
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelcolor=INK, labelsize=8)
     for side in axes.spines.values():

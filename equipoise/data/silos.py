@@ -20,6 +20,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
+from equipoise import tasks
 from equipoise.data.federate import federate
 from equipoise.data.files import VARIABLE
 from equipoise.data.partition import Natural
@@ -40,8 +41,8 @@ def silos(*, root: str | None = None, classes: int | None = None, task: str = "c
     classes : int, optional
         Number of classes; one more than the largest label by default. On Flower no client sees the others' labels, so
         there it must be said.
-    task : {"classification", "regression"}
-        What ``y`` means.
+    task : str
+        What ``y`` means: a name from :func:`equipoise.tasks.names`.
 
     Returns
     -------
@@ -146,6 +147,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
 
 
 def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    of = tasks.build(task)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]
@@ -154,7 +156,10 @@ def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
     if len(x) != len(y) or not len(x):
         raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
-    return x, y.astype(np.int64 if task == "classification" else np.float32)
+    if of.floating:
+        return x, y.astype(np.float32)
+    labels = y if y.dtype == np.uint8 else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
+    return x, of.targets(torch.from_numpy(labels)).numpy()
 
 
 def _group(directory: Path) -> str:

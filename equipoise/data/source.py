@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise import tasks
 from equipoise.errors import InputError
 from equipoise.samples import Samples
 
@@ -22,19 +23,25 @@ class Source:
     x : Tensor or Samples of shape [N, ...]
         The samples.
     y : Tensor
-        int64 labels [N] for classification; floating point targets [N] or [N, d] for regression.
-    task : {"classification", "regression"}
-        What ``y`` means.
+        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N, d] for regression,
+        masks [N, height, width] for segmentation.
+    task : str
+        What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
         Number of classes; one more than the largest label by default.
     name : str
         What to call data from here.
+    units : array of shape [N], optional
+        What samples belong together, such as the slices of a scan: a client has all of its samples of a unit
+        in one split.
     groups : int array of shape [N], optional
         Every sample's group, as a position in ``group_names``.
     group_names : tuple of str
         Names of the groups, the commonest first where that matters.
     ids : array of shape [N], optional
         The client each sample came from, where the data knows it.
+    class_names : tuple of str, optional
+        Names of the classes, where the data knows them.
     test : bool array of shape [N], optional
         Which samples were published for testing. Nobody trains on them, and no others are tested on.
     test_of : {"client", "group"}
@@ -52,15 +59,17 @@ class Source:
     task: str = "classification"
     classes: int | None = None
     name: str = "custom"
+    units: NDArray[Any] | None = None
     groups: NDArray[np.int64] | None = None
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
+    class_names: tuple[str, ...] | None = None
     test: NDArray[np.bool_] | None = None
     test_of: str = "client"
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
-        for part in ("y", "groups", "ids", "test"):
+        for part in ("y", "groups", "ids", "units", "test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")
@@ -73,5 +82,5 @@ class Source:
                 f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
                 f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"
             )
-        if self.classes is None and self.task == "classification":
-            object.__setattr__(self, "classes", int(self.y.max()) + 1)
+        if self.classes is None:
+            object.__setattr__(self, "classes", tasks.build(self.task).classes_in(self.y))

@@ -88,6 +88,7 @@ def assign_others(partition: Partition, source: Source, tests: Sequence[Ints], s
         y=source.y[torch.from_numpy(others)],
         groups=None if source.groups is None else source.groups[others],
         ids=None if source.ids is None else source.ids[others],
+        units=None if source.units is None else source.units[others],
         test=None,
     )
     assignment = partition.assign(some, seed)
@@ -145,7 +146,7 @@ def divide(
         own = [samples[source.test[samples]] for samples in held]
         held = [samples[~source.test[samples]] for samples in held]
     else:
-        return split_samples(Split.from_lists(held), keys, splits, seed)
+        return split_samples(Split.from_lists(held), keys, splits, seed, source.units)
     learned = splits[0] + splits[1]
     shares = (splits[0] / learned, splits[1] / learned, 0.0) if learned > 0 else splits
-    return split_samples(Split.from_lists(held), keys, shares, seed)._replace(test=Split.from_lists(own))
+    return split_samples(Split.from_lists(held), keys, shares, seed, source.units)._replace(test=Split.from_lists(own))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,46 @@ class Batches:
     def of_step(self, step: int) -> int | slice:
         """Say which batches a step looks at: one without an axis of its own, or several."""
         return step if self.a_step == 1 else slice(step * self.a_step, (step + 1) * self.a_step)
+
+    def split(self, parts: int) -> Batches:
+        """Cut every batch into parts, which are the batches of a step.
+
+        Part j of a batch of c samples holds samples ⌊j c / parts⌋ to ⌊(j + 1) c / parts⌋, the last of them left out, and at
+        least one: a batch with fewer samples than parts has parts that share a sample. Halves of a batch with an odd number
+        of samples differ by one, and the second is the larger. Every part has random numbers of its own.
+
+        Parameters
+        ----------
+        parts : int
+            How many parts a batch has.
+
+        Returns
+        -------
+        Batches
+            With as many steps, and ``parts`` batches a step.
+        """
+        edges = np.arange(parts + 1) * self.counts[..., None] // parts
+        first, end = edges[..., :-1], np.maximum(edges[..., 1:], edges[..., :-1] + 1)
+        clients, batches, width = self.positions.shape
+        slot = torch.from_numpy(first).to(self.positions.device).unsqueeze(-1) + torch.arange(
+            max(1, -(-width // parts)), device=self.positions.device
+        )
+        # Padding beyond the end of the batch repeats its first sample.
+        slot = torch.where(slot < width, slot, 0).view(clients, batches, -1)
+
+        def cut(rows: Tensor) -> Tensor:
+            return rows.gather(2, slot).view(clients, batches * parts, -1)
+
+        numbers = torch.arange(parts, device=self.keys.device)
+        keys = fold_tensor(self.keys.unsqueeze(-1), numbers).view(clients, batches * parts)
+        return replace(
+            self,
+            positions=cut(self.positions),
+            index=cut(self.index),
+            counts=(end - first).reshape(clients, batches * parts),
+            keys=keys,
+            a_step=parts,
+        )
 
     def samples(self) -> NDArray[np.int64]:
         """Count the samples each client sees, as often as it sees them; ``[clients]``."""

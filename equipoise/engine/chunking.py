@@ -46,14 +46,14 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
 
     Examples
     --------
-    >>> from equipoise.engine.task import Task
+    >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> mlp = Network(build("mlp", shape=(64,), classes=10), Task("classification"))
+    >>> mlp = Network(build("mlp", shape=(64,), classes=10), tasks.build("classification"))
     >>> chunk_by_rule(mlp, 10)
     415
     """
     parameters = max(1, sum(tensor.numel() for tensor in network.initial().values()))
-    activations = max(1, batch_size * network.activations)
+    activations = max(1, batch_size * network.activations + network.fixed_activations)
     if any(isinstance(layer, nn.RNNBase) for layer in network.module.modules()):
         # PyTorch's recurrent layers cannot be stacked; equipoise.models.recurrent.Lstm can.
         return 1
@@ -83,9 +83,9 @@ def samples_a_pass(network: Network, models: int) -> int:
 
     Examples
     --------
-    >>> from equipoise.engine.task import Task
+    >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> cnn = Network(build("cnn2", shape=(1, 8, 8), classes=10), Task("classification"))
+    >>> cnn = Network(build("cnn2", shape=(1, 8, 8), classes=10), tasks.build("classification"))
     >>> samples_a_pass(cnn, 1), samples_a_pass(cnn, 10)
     (64, 4096)
     """
@@ -99,9 +99,9 @@ def samples_an_encoding(network: Network) -> int:
 
     Examples
     --------
-    >>> from equipoise.engine.task import Task
+    >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> samples_an_encoding(Network(build("mlp", shape=(64,), classes=10), Task("classification")))
+    >>> samples_an_encoding(Network(build("mlp", shape=(64,), classes=10), tasks.build("classification")))
     4096
     """
     return min(_PASS, _within_memory(network, network.stem_activations))

@@ -34,7 +34,8 @@ class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
     ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far, ``delivers`` names what
-    clients hold for good once the round is over.
+    clients hold for good once the round is over. ``local_metrics`` holds loss and metrics of the models that clients have
+    trained, by split, if ``evaluates_local`` asked for them.
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class StackedCohort:
         self.rounds = engine.training.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.wanted_reports = set(method.aggregation.needs)
+        self.evaluates_local = False
+        self.local_metrics: dict[str, Measured] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
 
@@ -76,6 +80,8 @@ class StackedCohort:
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
         self._count_down(shared, each, layout)
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
 
         order = np.argsort(-self.sizes, kind="stable")
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
@@ -150,7 +156,7 @@ class StackedCohort:
             seen=seen if everyone else seen[where],
             round=torch.tensor(self.round, device=device),
         )
-        reports = self._losses("before", chunk, members)
+        reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members)
         losses, steps = engine.workshop.train(chunk, local, batches, paces)
@@ -159,7 +165,7 @@ class StackedCohort:
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= {"train_loss": losses, "steps": steps} | self._losses("after", chunk, members)
+        reports |= {"train_loss": losses, "steps": steps} | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if layout.kept:
@@ -176,16 +182,17 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                how = {
-                    "epochs": phase.epochs or training.epochs,
-                    "steps": phase.steps or (None if phase.epochs else training.steps),
-                    "a_step": phase.gradient.batches,
-                }
-                batches.append(
-                    self._draw(
-                        self.ids[members], index, batch_size=training.batch_size, shuffle=training.shuffle, **how
-                    )
+                steps = phase.steps or (None if phase.epochs else training.steps)
+                drawn = self._draw(
+                    self.ids[members],
+                    index,
+                    batch_size=training.batch_size,
+                    epochs=(phase.epochs or training.epochs) * phase.turns,
+                    steps=None if steps is None else steps * phase.turns,
+                    shuffle=training.shuffle,
+                    a_step=1 if phase.batch == "split" else phase.gradient.batches,
                 )
+                batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
             optimizer = self._optimizer(phase)
             lr: Column = optimizer.lr * training.schedule.factor(self.round, training.rounds)
             if "step_factor" in chunk.each:
@@ -279,6 +286,8 @@ class StackedCohort:
         engine = self.engine
         measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
         self.bytes_down += len(self.ids) * self._size_sent(params, Layout(self.method.local, params))
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids)
         answer = {name: torch.from_numpy(values) for name, values in measured.items()}
         self.bytes_up += size_in_bytes(answer)
         return answer
@@ -317,6 +326,7 @@ class StackedCohort:
             part = _part_of(chunk, here)
             asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
             answers.append(sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}"))
+        self.messages += len(self.ids)
         sent = 0 if model is None else self._size_sent(model, Layout(local, model))
         self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
         leaves = [tree_flatten(said) for said in answers]
@@ -332,22 +342,40 @@ class StackedCohort:
 
     # ---- reports and bytes -------------------------------------------------------------------------------------------
 
-    def _losses(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
+    def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
-        engine = self.engine
         reports: Reports = {}
+        evaluated: dict[str, Measured] = {}
+        if when == "after" and self.evaluates_local:
+            evaluated = self._evaluate_local(chunk, members)
         for split, prefix in (("train", ""), ("val", "val_")):
             metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": self.score}
             wanted = {name: metric for name, metric in metrics.items() if name in self.wanted_reports}
             if wanted:
-                samples, clients = self._reported(engine.view.split(split), self.ids[members])
-                shared = {n: t for n, t in chunk.params.items() if not n.startswith(PERSONAL)}
-                measured: Measured = evaluate_stacked(
-                    engine.network, engine.data, shared, chunk.still, samples, clients, len(members)
-                )
+                samples, clients = self._reported(self.engine.view.split(split), self.ids[members])
+                whole = self.engine.training.report_samples is None
+                known = evaluated.get(split) if whole else None
+                measured = known or self._measure(chunk, samples, clients)
                 nothing = np.full(len(members), np.nan)
                 reports |= {name: torch.from_numpy(measured.get(metric, nothing)) for name, metric in wanted.items()}
         return reports
+
+    def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
+        """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
+        evaluated = {
+            split: self._measure(chunk, self.engine.view.split(split), self.ids[members]) for split in ("val", "test")
+        }
+        for split, measured in evaluated.items():
+            columns = self.local_metrics.setdefault(split, {})
+            for name, values in measured.items():
+                columns.setdefault(name, np.full(len(self.ids), np.nan))[members] = values
+        return evaluated
+
+    def _measure(self, chunk: Chunk, samples: Split, clients: NDArray[np.int64]) -> Measured:
+        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``)."""
+        own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
+        network, data = self.engine.network, self.engine.data
+        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients))
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
         """Return the samples that clients' reports look at, and the clients' numbers in that split."""
@@ -373,6 +401,17 @@ class StackedCohort:
     def _size_sent(self, model: Tree, layout: Layout) -> int:
         travelling = layout.travelling(model, self.engine.network.initial())
         return size_in_bytes([model[name] for name in travelling])
+
+
+def evaluations_for(reports: Iterable[str]) -> int:
+    """Count the evaluations of a model on a split that some reports take; loss and score come from the same one.
+
+    Examples
+    --------
+    >>> evaluations_for(["val_loss_before", "val_loss_after", "val_score_after", "lr"])
+    2
+    """
+    return len({name.replace("score", "loss") for name in reports if name != "lr"})
 
 
 def refuse_second_training(trained: bool) -> None:

@@ -43,6 +43,9 @@ class RoundCohort(Cohort, Protocol):
     ----------
     wanted_reports : set of str
         Reports the round loop wants besides those the aggregation needs.
+    evaluates_local : bool
+        Whether clients evaluate the models they train in this round. Set by the round loop before
+        training.
     left_out : dict
         Clients that were asked but are left out of this round, with the reason. ``ids`` and the
         other attributes then contain the remaining clients only.
@@ -50,13 +53,30 @@ class RoundCohort(Cohort, Protocol):
         The bytes of tensors and reports that have crossed between server and clients so far.
     bytes_overhead : int
         The bytes of names, headers and settings around them, where messages are sent.
+    messages : int
+        The messages to clients so far; each has one answer.
+    evaluations : int
+        How often clients have evaluated a model on a split for the method: in questions, and for
+        the reports that the aggregation needs.
     """
 
     wanted_reports: set[str]
+    evaluates_local: bool
     left_out: dict[int, str]
     bytes_up: int
     bytes_down: int
     bytes_overhead: int
+    messages: int
+    evaluations: int
+
+    @property
+    def local_metrics(self) -> dict[str, Measured]:
+        """Loss and metrics of the clients' local models on ``val`` and ``test``, in the order of ``ids``.
+
+        A local model is the model of a client after its training in this round, before aggregation.
+        Empty unless ``evaluates_local`` was set. Methods do not see these values, and their bytes
+        are not counted: they are evaluation.
+        """
 
     def without(self, ids: Iterable[int]) -> RoundCohort:
         """Return the cohort less the clients that were lost after training."""
@@ -114,6 +134,12 @@ class Engine(Protocol):
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
+
+    def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
+        """Return what clients keep of the shared model, stacked in the order of ``clients``."""
+
+    def refuse_keeping_local(self, method: Method) -> None:
+        """Raise an error that gives the reason if the server cannot save the local models of clients."""
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""

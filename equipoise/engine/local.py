@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as tree_map_any
 
 from equipoise.client import Client, Finished
-from equipoise.data.augment import Augmentation
+from equipoise.data.augment import Augmentation, moves_pixels
 from equipoise.engine.batches import Batches
 from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
@@ -30,7 +31,7 @@ from equipoise.engine.replay import Replay
 from equipoise.engine.stack import first_rows, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
-from equipoise.method import LocalRule, Phase, Value
+from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
@@ -164,7 +165,8 @@ class PhaseRun:
             self._advance(inputs, step + 1)
         else:
             moves = None if self._frozen is None else self._frozen.moves
-            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves)
+            turn = step % self.phase.turns
+            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves, turn)
             self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
 
     def _inputs(self, step: int, active: int) -> StepInput:
@@ -185,8 +187,12 @@ class PhaseRun:
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
-        values = [self._value(batch, recorded) for batch in each_batch]
-        losses, gradients = self.phase.gradient(values, self._moving_rows)
+        losses_used = self.phase.losses_in(count - 1)
+        values = [self._value(batch, loss, recorded) for batch, loss in zip(each_batch, losses_used, strict=True)]
+        gradient = self.phase.gradient
+        if isinstance(gradient, FollowsRate):
+            gradient = gradient.at_rate(self._lr)
+        losses, gradients = gradient(values, self._moving_rows)
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
@@ -196,16 +202,17 @@ class PhaseRun:
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
             self.losses[:active] += losses.double() * samples
 
-    def _value(self, batch: StepInput, recorded: Tree) -> Value:
+    def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
         """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
         active = self._active
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
-            x = self._augmented(x, batch.keys)
+            x, y = self._augmented(x, y, batch.keys)
         x, y, where, key = (first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
         mask = None if batch.mask is None else first_rows(batch.mask, active)
         across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
-        of_all = self._of_one_client if active == 1 else vmap(self._of_one_client, in_dims=across)
+        of_one_client = partial(self._of_one_client, loss)
+        of_all = of_one_client if active == 1 else vmap(of_one_client, in_dims=across)
 
         def value(moving: list[Tensor]) -> Tensor:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
@@ -219,6 +226,7 @@ class PhaseRun:
 
     def _of_one_client(
         self,
+        loss: Loss,
         moving: list[Tensor],
         fixed: Tree,
         x: Tensor,
@@ -245,21 +253,25 @@ class PhaseRun:
             moving=self.moving,
         )
         recorded: Tree = {}
-        values = self.phase.loss(client.recording(recorded))
+        values = loss(client.recording(recorded))
         if values.shape != y.shape[:1]:
             raise InputError(
-                f"the loss {getattr(self.phase.loss, '__qualname__', self.phase.loss)} returned values of shape "
+                f"the loss {getattr(loss, '__qualname__', loss)} returned values of shape "
                 f"{tuple(values.shape)} for {len(y)} samples; valid: one value a sample, of shape ({len(y)},), so that "
                 "padding can be left out"
             )
         return masked_mean(values, mask), {n: value for n, value in recorded.items() if n in self.moving_buffers}
 
-    def _augmented(self, x: Tensor, keys: Tensor) -> Tensor:
+    def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Change the images of a batch, and their masks where pixels move."""
         samples = torch.arange(x.shape[1], device=x.device)
-        flat = x.flatten(0, 1)
+        images, targets = x.flatten(0, 1), y.flatten(0, 1)
         for index, augmentation in enumerate(self.chunk.augment):
-            flat = augmentation(flat, fold_tensor(keys.unsqueeze(1), Purpose.AUGMENT, index, samples).flatten())
-        return flat.view_as(x)
+            own_keys = fold_tensor(keys.unsqueeze(1), Purpose.AUGMENT, index, samples).flatten()
+            images = augmentation(images, own_keys)
+            if self.chunk.network.task.spatial and moves_pixels(augmentation):
+                targets = augmentation(targets.unsqueeze(1), own_keys).squeeze(1)
+        return images.view_as(x), targets.view_as(y)
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, unknown
-from equipoise.models.base import Model
+from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
+from equipoise.task import Task
 from equipoise.tree import Tree, digest, in_parts
 
 
@@ -109,6 +109,11 @@ def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> 
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
+_ALIGNED_ROWS = ("samples", "classes")
+# Stands for all parts of a model together.
+_EVERY_PART = "*"
+
+
 class Pass(NamedTuple):
     """What a forward pass leaves.
 
@@ -158,13 +163,15 @@ class Network:
     ----------
     encoded : bool
         Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
-    activations, stem_activations : int
-        How many numbers all layers together put out for one sample, and those of the stem; :meth:`try_out` counts.
+    activations, fixed_activations, stem_activations : int
+        How many numbers all layers together put out for each sample, how many for a batch whatever its size (prompts in
+        words), and those of the stem for each sample; :meth:`try_out` counts.
 
     Examples
     --------
+    >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> network = Network(build("logistic", shape=(2,), classes=3), Task("classification"))
+    >>> network = Network(build("logistic", shape=(2,), classes=3), tasks.build("classification"))
     >>> list(network.initial())
     ['head.weight', 'head.bias']
     """
@@ -192,7 +199,7 @@ class Network:
         self.autocast = autocast
         self.lowered = lowered
         self.encoded = False
-        self.activations = self.stem_activations = 0
+        self.activations = self.fixed_activations = self.stem_activations = 0
         if lowered is not None:
             _lower(self.module, lowered)
         every_slot = slots_of(self.module)
@@ -290,13 +297,44 @@ class Network:
         buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
         return Pass(output.to(self.dtype), z, buffers)
 
+    def aligned(self, params: Mapping[str, Tensor], z: Tensor, forward: Forward) -> Tensor:
+        """Return what the model says is to be aligned; see :meth:`equipoise.models.base.Model.aligned`.
+
+        Parameters
+        ----------
+        params : mapping of str to Tensor
+            Every parameter and buffer; other names are ignored.
+        z : Tensor
+            What the features made of a batch.
+        forward : Forward
+            What the layers must know.
+
+        Returns
+        -------
+        Tensor
+            ``[rows, d]``.
+        """
+        self._filled(params, _EVERY_PART)
+        with forward_pass(forward), self._arithmetic():
+            rows: Tensor = getattr(self.module, "aligned", pooled)(z)
+        return rows.to(self.dtype)
+
+    @property
+    def aligns_samples(self) -> bool:
+        """Whether the rows of :meth:`aligned` are the samples of the batch."""
+        rows = getattr(self.module, "aligned_rows", "samples")
+        if rows not in _ALIGNED_ROWS:
+            raise unknown("aligned_rows", rows, _ALIGNED_ROWS, where=f"model {type(self.module).__name__}")
+        return bool(rows == "samples")
+
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
             parts: tuple[str | None, ...] = (part,)
             if self.composed and part in (None, "features"):
                 parts = ("inputs", "features", "head") if part is None else ("inputs", "features")
-            chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]
+            every = parts == (None,) or part == _EVERY_PART
+            chosen = [slot for slot in self._slots if every or slot.part in parts]
             self._slots_of_part[part] = chosen
         try:
             for slot in self._slots_of_part[part]:
@@ -368,8 +406,10 @@ class Network:
             seen = self._encode_counted(x) if self.encoded else x
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
-            self.task.loss(output, y)
-            self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
+            self._check_metrics(output, y)
+            # Not in the first call: counting adds hooks, and ``composed`` is determined there.
+            with self._counting() as together:
+                self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
             drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
             changed = [
                 name
@@ -379,7 +419,10 @@ class Network:
             alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)])
             with self._counting() as counted:
                 first = self.apply(params, seen[:1], Forward(train=False)).output
-            self.activations, alone = counted[0], torch.cat([first, alone])
+            alone = torch.cat([first, alone])
+            others = len(seen) - 1
+            self.activations = (together[0] - counted[0]) // others if others else counted[0]
+            self.fixed_activations = counted[0] - self.activations
             itself = self._by_itself(params, x)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
@@ -431,15 +474,24 @@ class Network:
         return encoded
 
     def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
-        if self.task.kind == "classification":
-            fits, wanted = output.dim() == 2 and output.shape[1] >= outputs, f"{outputs} classes"
-        else:
-            fits, wanted = output.numel() == y.numel(), f"{outputs} targets a sample"
-        if not fits:
+        if wanted := self.task.misfit(output, y, outputs):
             raise InputError(
                 f"the model answers a sample with numbers of shape {tuple(output.shape[1:])}, "
                 f"but the federation has {wanted}"
             )
+
+    def _check_metrics(self, output: Tensor, y: Tensor) -> None:
+        measured = self.task.metrics(output, y)
+        if missing := {"loss", self.task.score} - set(measured):
+            raise InputError(
+                f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
+            )
+        for name, values in measured.items():
+            if values.shape != y.shape[:1]:
+                raise InputError(
+                    f"{name} of task {self.task.name!r} has shape {tuple(values.shape)} for {len(y)} samples; valid: one "
+                    f"value a sample, of shape ({len(y)},)"
+                )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call a copy of the original module, in evaluation mode, with the given tensors."""

@@ -31,7 +31,7 @@ class Training:
     Parameters
     ----------
     rounds : int
-        How many rounds the run lasts.
+        How many rounds the run lasts. With 0 the initial model is evaluated and nothing is trained.
     cohort : int or float
         How many clients take part in a round: a number of clients, or a fraction of those registered.
     epochs : int
@@ -74,7 +74,8 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
-        _check_counts(self, "training", ("rounds", "epochs", "batch_size", "steps", "report_samples"))
+        object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
+        _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):

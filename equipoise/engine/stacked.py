@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from equipoise import tasks
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.cohort import StackedCohort, repeated
@@ -21,7 +22,6 @@ from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import LocalRule, Method, mix_tree
@@ -73,7 +73,7 @@ class StackedEngine:
         self.view = view or federation
         device = machine.torch_device
         self.network = Network(
-            model, Task(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
+            model, tasks.build(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
         )
         self.data = open_data(self.network, self.view, training, machine)
         self.memory = MemoryStore()
@@ -118,9 +118,15 @@ class StackedEngine:
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
         clients = np.array(self.memory.clients, dtype=np.int64)
+        return mix_tree(self.kept_parts(method, model, clients), self.cohort(method, clients, 0).prior)
+
+    def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
+        """Return what clients keep of the shared model, stacked in the order of ``clients``."""
         memory, _ = self.memory.read(clients, self.first_memory(method.local, model), self.network.device)
-        own = {name: stack for name, stack in memory[KEPT].items() if not name.startswith(PERSONAL)}
-        return mix_tree(own, self.cohort(method, clients, 0).prior)
+        return {name: stack for name, stack in memory.get(KEPT, {}).items() if not name.startswith(PERSONAL)}
+
+    def refuse_keeping_local(self, method: Method) -> None:
+        """Refuse nothing: all models are in this process."""
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""

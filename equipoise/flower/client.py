@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
@@ -19,12 +19,13 @@ from torch import Tensor
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
+from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import KEPT
 from equipoise.errors import RunError
 from equipoise.flower.memory import Versions
 from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import OwnData, Silo, open_silo
-from equipoise.flower.wire import from_record, pack, settings_of, to_metrics, to_record, unpack
+from equipoise.flower.wire import EVALUATION, LOCAL, from_record, pack, settings_of, to_metrics, to_record, unpack
 from equipoise.method import Updates
 from equipoise.methods import make_part
 from equipoise.tree import PERSONAL, Tree, digest
@@ -92,6 +93,7 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
     memory = silo.memory(str(asked["run"]))
     cohort = _cohort(silo, content, memory)
     cohort.wanted_reports = set(json.loads(str(asked["reports"])))
+    cohort.evaluates_local = bool(settings_of(content, EVALUATION).get(LOCAL))
     local = make_part(json.loads(str(asked["local"])), "local") if "local" in asked else silo.experiment.method.local
     model = _model(silo, content)
     sent = {
@@ -114,7 +116,10 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
     if remembered := silo.engine.memory.export():
         memory.write(version, remembered)
     memory.prune(int(asked["oldest"]), version)
-    return _answer(silo, model, updates)
+    answer = _answer(silo, model, updates)
+    for split, measured in cohort.local_metrics.items():
+        answer[f"{LOCAL}.{split}"] = _metrics(measured)
+    return answer
 
 
 def evaluate(silo: Silo, content: RecordDict) -> RecordDict:
@@ -132,8 +137,7 @@ def evaluate_models(silo: Silo, content: RecordDict) -> RecordDict:
     for kind in str(asked["models"]).split():
         personal = _personal(silo, int(asked["round"])) if kind == "personal" else None
         for split, measured in silo.engine.evaluate(model, silo.ids, personal=personal).items():
-            values = {name: torch.from_numpy(numbers) for name, numbers in measured.items()}
-            reports[f"{kind}.{split}"] = to_metrics(values)
+            reports[f"{kind}.{split}"] = _metrics(measured)
     return RecordDict(reports)
 
 
@@ -209,6 +213,10 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
 
 def _on_device(silo: Silo, tree: Mapping[str, Tensor]) -> Tree:
     return {name: tensor.to(silo.engine.network.device) for name, tensor in tree.items()}
+
+
+def _metrics(measured: Measured) -> MetricRecord:
+    return to_metrics({name: torch.from_numpy(values) for name, values in measured.items()})
 
 
 def _personal(silo: Silo, round_: int) -> Personal:

@@ -16,18 +16,20 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.engine.cohort import check_rows, question_of, refuse_second_training
+from equipoise import tasks
+from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
 from equipoise.engine.contract import ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
 from equipoise.flower.wire import (
+    EVALUATION,
+    LOCAL,
     bytes_of,
     from_record,
     numbers_of,
@@ -36,6 +38,7 @@ from equipoise.flower.wire import (
     tensor_bytes_of,
     to_record,
     unpack,
+    without_evaluation,
 )
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.random import Purpose, fold
@@ -126,7 +129,7 @@ class FlowerEngine:
         self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
         self.settings = nodes.settings
-        self.network = Network(model, Task(roster.task), machine.torch_device, machine.dtype, machine.autocast)
+        self.network = Network(model, tasks.build(roster.task), machine.torch_device, machine.dtype, machine.autocast)
         self.layout = Layout(method.local, self.network.initial())
         self.ledger = Ledger(durable)
         self._finished = 0
@@ -155,17 +158,7 @@ class FlowerEngine:
         else:
             answers = self._ask_for_metrics(model, clients, personal)
         self._measured = (model, answers) if self.both and not personal else None
-        measured: dict[str, Measured] = {split: {} for split in SPLITS}
-        for position, client in enumerate(clients.tolist()):
-            if client not in answers.answered:
-                continue
-            for split in SPLITS:
-                for name, value in numbers_of(answers.answered[client], f"{kind}.{split}").items():
-                    column = measured[split].setdefault(name, np.full(len(clients), np.nan))
-                    column[position] = value
-        for columns in measured.values():
-            columns.setdefault("loss", np.full(len(clients), np.nan))
-        return measured
+        return _measured(answers.answered, clients, kind)
 
     def _ask_for_metrics(self, model: Tree, clients: NDArray[np.int64], personal: Personal | None) -> Answers:
         kinds = "personal" if personal else "global personal" if self.both else "global"
@@ -174,14 +167,8 @@ class FlowerEngine:
         requests = {client: ("evaluate.models", content) for client, content in contents.items()}
 
         def wrong(client: int, content: RecordDict) -> str | None:
-            for kind in kinds.split():
-                for split in SPLITS:
-                    loss = numbers_of(content, f"{kind}.{split}").get("loss")
-                    if loss is None:
-                        return "answered without metrics"
-                    if self.roster.known[client].sizes[split] and not np.isfinite(loss):
-                        return f"answered with {loss} as {split} loss of the {kind} model"
-            return None
+            problems = (_wrong_metrics(content, kind, self.roster.known[client].sizes) for kind in kinds.split())
+            return next((problem for problem in problems if problem), None)
 
         answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
         self.absent = dict(answers.failed)
@@ -210,6 +197,24 @@ class FlowerEngine:
             prior = self.cohort(method, np.array(ids), 0).prior
             self._averaged = dict(self.ledger.now), mix_tree(self.stacked([trees[c] for c in ids], names), prior)
         return self._averaged[1]
+
+    def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
+        """Return nothing: parts that clients keep do not leave them; see :meth:`refuse_keeping_local`."""
+        return {}
+
+    def refuse_keeping_local(self, method: Method) -> None:
+        """Refuse to save local models that are not what clients send anyway."""
+        kept = [name for name in self.layout.kept if not name.startswith(PERSONAL)]
+        if kept:
+            raise InputError(
+                f"evaluation.keep_local: clients of method {method.name!r} keep parts of the model ({kept[0]}), which "
+                "do not leave them on Flower; choose a method without such parts, or run it in one process"
+            )
+        if self.settings.privacy is not None:
+            raise InputError(
+                "evaluation.keep_local: with flower.privacy the server receives clipped or noisy updates, and not the "
+                "models that clients have trained; leave out one of them"
+            )
 
     def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
         """Return the model without personal parts: these stay with the clients; see :meth:`hand_out`."""
@@ -302,8 +307,9 @@ class FlowerEngine:
         return contents
 
     def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers) -> Moved:
-        """Count the bytes of an exchange."""
-        sent, came = [content for _, content in requests.values()], list(answers.answered.values())
+        """Count the bytes of an exchange, without what is for evaluation."""
+        sent = [without_evaluation(content) for _, content in requests.values()]
+        came = [without_evaluation(content) for content in answers.answered.values()]
         moved = Moved(down=sum(map(tensor_bytes_of, sent)), up=sum(map(tensor_bytes_of, came)))
         whole = sum(map(bytes_of, [*sent, *came]))
         return dataclasses.replace(moved, overhead=whole - moved.down - moved.up)
@@ -324,8 +330,11 @@ class FlowerCohort:
     def __init__(self, engine: FlowerEngine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
         self.engine, self.method, self.round = engine, method, round_
         self.wanted_reports = set(method.aggregation.needs)
+        self.evaluates_local = False
+        self._evaluated: dict[int, RecordDict] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
+        self.messages = self.evaluations = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
         self.rounds = engine.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
@@ -359,6 +368,8 @@ class FlowerCohort:
             held = {f"sent.{n}" for n, known in once.items() if not self.engine.delivered.missing(known, [client])}
             content.update({name: record for name, record in more.items() if name not in held})
             content["each"] = to_record({name: rows[row] for name, rows in each.items()})
+            if self.evaluates_local:
+                content[EVALUATION] = ConfigRecord({LOCAL: True})
         expected = {name: model[name] for name in Layout(local, model).shared}
         trees: dict[int, Tree] = {}
 
@@ -370,9 +381,11 @@ class FlowerCohort:
             return (
                 self._stale(client, content)
                 or self._unreported(client, content)
+                or self._unevaluated(client, content)
                 or _wrong_uploads(content, local.uploads)
             )
 
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
         answers = self._insist("train", contents, lambda client, said: None if _lacks(said) else wrong(client, said))
         lacking = {client: contents[client] for client, said in answers.answered.items() if _lacks(said)}
         if lacking:
@@ -394,6 +407,9 @@ class FlowerCohort:
             log.warning("round %d goes on without %s", self.round + 1, reasons(self.left_out))
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
+        if self.evaluates_local:
+            names = [f"{LOCAL}.{split}" for split in SPLITS]
+            self._evaluated = {c: RecordDict({name: said[name] for name in names}) for c, said in kept.items()}
         stack = self.engine.stacked([trees[client] for client in sorted(kept)], expected)
         buffers = self.engine.network.buffers
         return Updates(
@@ -413,6 +429,7 @@ class FlowerCohort:
             finite = np.isfinite(loss) or not self.engine.roster.known[client].sizes[split]
             return self._stale(client, content) or (None if finite else f"answered with {loss} as {split} loss")
 
+        self.evaluations += len(self.ids)
         contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
         return _reports(self._all("evaluate", contents, wrong))
 
@@ -469,6 +486,7 @@ class FlowerCohort:
     ) -> Answers:
         requests = {client: (kind, content) for client, content in contents.items()}
         answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough if enough is None else enough)
+        self.messages += len(requests)
         moved = self.engine.count(requests, answers)
         self.bytes_down += moved.down
         self.bytes_up += moved.up
@@ -521,6 +539,14 @@ class FlowerCohort:
                 return f"answered with {reports[name]} as {name}"
         return None
 
+    def _unevaluated(self, client: int, content: RecordDict) -> str | None:
+        return _wrong_metrics(content, LOCAL, self.engine.roster.known[client].sizes) if self.evaluates_local else None
+
+    @property
+    def local_metrics(self) -> dict[str, Measured]:
+        """Loss and metrics of the clients' local models; see :class:`equipoise.engine.contract.RoundCohort`."""
+        return _measured(self._evaluated, self.ids, LOCAL) if self._evaluated else {}
+
     def _uploads(self, rows: list[RecordDict], record: str) -> Tree:
         trees = [from_record(row.array_records[record]) for row in rows]
         return self.engine.stacked(trees, trees[0])
@@ -539,6 +565,29 @@ class FlowerCohort:
 def _reports(rows: list[RecordDict]) -> Reports:
     reports = [numbers_of(row) for row in rows]
     return {name: torch.tensor([report[name] for report in reports], dtype=torch.float64) for name in reports[0]}
+
+
+def _measured(answers: Mapping[int, RecordDict], clients: NDArray[np.int64], kind: str) -> dict[str, Measured]:
+    """Read the metrics of one kind of model by split; NaN for clients that did not answer."""
+    measured: dict[str, Measured] = {split: {"loss": np.full(len(clients), np.nan)} for split in SPLITS}
+    for position, client in enumerate(clients.tolist()):
+        if client not in answers:
+            continue
+        for split, columns in measured.items():
+            for name, value in numbers_of(answers[client], f"{kind}.{split}").items():
+                columns.setdefault(name, np.full(len(clients), np.nan))[position] = value
+    return measured
+
+
+def _wrong_metrics(content: RecordDict, kind: str, sizes: Mapping[str, int]) -> str | None:
+    """Say what is wrong with the metrics of one kind of model."""
+    for split in SPLITS:
+        loss = numbers_of(content, f"{kind}.{split}").get("loss")
+        if loss is None:
+            return f"answered without metrics of the {kind} model"
+        if sizes[split] and not np.isfinite(loss):
+            return f"answered with {loss} as {split} loss of the {kind} model"
+    return None
 
 
 class _Misfit(ValueError):

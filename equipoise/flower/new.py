@@ -57,7 +57,7 @@ serverapp = "app:server"
 clientapp = "app:client"
 
 [tool.flwr.app.config]
-# The run directory, on the machine of the SuperLink; one that holds this run is gone on with.
+# The run directory, on the machine of the SuperLink; if it holds this run, the run is resumed.
 out = "~/.equipoise/results/$name"
 # What to change of the experiment: flwr run . --run-config 'set="training.rounds=5; seed=1"'
 set = ""

@@ -34,7 +34,7 @@ class Description:
         Whether it is held out of training.
     sizes : dict
         How many samples each of its splits holds.
-    task, shape, outputs
+    task, shape, outputs, class_names
         What a model for its data must have; the same for all clients.
     home : str
         Identifies the disk of its memory, to distinguish a restarted SuperNode from another one with the same number.
@@ -50,6 +50,7 @@ class Description:
     shape: tuple[int, ...]
     outputs: int
     home: str = ""
+    class_names: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, federation: Federation, client: int, *, unseen: bool = False, home: str = "") -> Description:
@@ -72,6 +73,7 @@ class Description:
             shape=federation.shape,
             outputs=federation.outputs,
             home=home,
+            class_names=federation.class_names,
         )
 
     def text(self) -> str:
@@ -90,7 +92,8 @@ class Description:
         True
         """
         plain: dict[str, Any] = json.loads(text)
-        return cls(**{**plain, "shape": tuple(plain["shape"]), "group_names": tuple(plain["group_names"])})
+        sequences = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+        return cls(**{**plain, **sequences})
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class Roster:
         """
         for said in sorted(newcomers, key=lambda said: said.client):
             first = next(iter(self.known.values()), said)
-            for fact, hint in (("task", ""), ("shape", ""), ("outputs", "; say data.classes in the experiment")):
+            facts = {"task": "", "shape": "", "outputs": "; say data.classes in the experiment", "class_names": ""}
+            for fact, hint in facts.items():
                 mine, theirs = getattr(said, fact), getattr(first, fact)
                 if mine != theirs:
                     raise InputError(
@@ -193,6 +197,11 @@ class Roster:
     def outputs(self) -> int:
         """How many numbers a model must return for one sample."""
         return self._any.outputs
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes, if clients know them."""
+        return self._any.class_names
 
     @property
     def _any(self) -> Description:

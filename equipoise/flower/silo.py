@@ -171,7 +171,8 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
 
 def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
-    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model)
+    named = models.with_class_names(experiment.model, federation.class_names)
+    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
 
@@ -186,6 +187,11 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
         raise InputError(
             "data.test: group needs the test samples of other clients, which a client with data of its own cannot read; "
             "valid: a copy of the group's test samples in the file test.npz of every client's directory"
+        )
+    if experiment.data["leave_out"] is not None:
+        raise InputError(
+            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data that nodes have in directories of their "
+            "own; leave it out and set unseen=true for the nodes that must not train"
         )
     return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
 

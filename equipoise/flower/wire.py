@@ -31,6 +31,9 @@ _AS_WHOLE_NUMBERS = {
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMBERS}
 _NUMPY = "numpy.ndarray"
 
+# Records for evaluation in messages of training: what the server asks for, and metrics of local models by split.
+EVALUATION, LOCAL = "evaluation", "local"
+
 
 def to_record(tree: Mapping[str, Tensor]) -> ArrayRecord:
     """Write tensors of any type as an ``ArrayRecord``, without changing their bytes.
@@ -180,6 +183,18 @@ def tensor_bytes_of(content: RecordDict) -> int:
 
 def _itemsize(dtype: str) -> int:
     return _BY_NAME[dtype].itemsize if dtype in _BY_NAME else np.dtype(dtype).itemsize
+
+
+def without_evaluation(content: RecordDict) -> RecordDict:
+    """Leave out what a message holds for evaluation only, which is not counted among a method's bytes.
+
+    Examples
+    --------
+    >>> reply = RecordDict({"update": to_record({"w": torch.zeros(9)}), "local.val": MetricRecord({"loss": 0.5})})
+    >>> list(without_evaluation(reply))
+    ['update']
+    """
+    return RecordDict({n: r for n, r in content.items() if n != EVALUATION and not n.startswith(f"{LOCAL}.")})
 
 
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:

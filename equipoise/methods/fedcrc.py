@@ -102,8 +102,7 @@ class FedCRC(LocalRule, Aggregation):
     def taught_loss(self, client: Client) -> Tensor:
         """Add the divergence from what the personal head says to the head's loss."""
         task = client.network.task
-        if task.kind != "classification":
-            raise InputError(f"fedcrc compares class probabilities, but the task of this federation is {task.kind}")
+        task.require_labels("fedcrc compares class probabilities")
         z = client.features()
         scores = client.head(z)
         teacher, student = (F.log_softmax(s, 1) for s in (client.personal().head(z), scores))

@@ -49,11 +49,8 @@ class FedMgda(Aggregation):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Find the mixture and step along it."""
         gram = inner_products(state, updates)
-        length = gram.diagonal().sqrt()
-        inverse = torch.where(length > 0, 1 / length, 0.0)
-        normalised = gram * inverse.unsqueeze(0) * inverse.unsqueeze(1)
-        mixture = torch.from_numpy(shortest_mixture(normalised.numpy(), radius=self.epsilon))
-        step = self.lr * self.decay**state.round * mixture * inverse
+        mixture = torch.from_numpy(shortest_mixture(cosines(gram).numpy(), radius=self.epsilon))
+        step = self.lr * self.decay**state.round * mixture * _inverse_lengths(gram)
         return state.with_global(shift(state, updates, step, mixture))
 
 
@@ -69,3 +66,21 @@ def inner_products(state: State, updates: Updates) -> Tensor:
     """
     differences = (flat_rows(rows - state.model[name]).double() for name, rows in updates.params.items())
     return torch.stack([rows @ rows.T for rows in differences]).sum(0).cpu()
+
+
+def cosines(gram: Tensor) -> Tensor:
+    """Return the cosines of all pairs of vectors from their inner products; 0 where a vector is zero.
+
+    Examples
+    --------
+    >>> cosines(torch.tensor([[1.0, -2.0], [-2.0, 4.0]]))
+    tensor([[ 1., -1.],
+            [-1.,  1.]])
+    """
+    inverse = _inverse_lengths(gram)
+    return gram * inverse.unsqueeze(0) * inverse.unsqueeze(1)
+
+
+def _inverse_lengths(gram: Tensor) -> Tensor:
+    length = gram.diagonal().sqrt()
+    return torch.where(length > 0, 1 / length, 0.0)

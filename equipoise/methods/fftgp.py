@@ -1,4 +1,4 @@
-"""FFT-GP's server (FITEE 2024): weights under which all clients' generalization gaps are equal."""
+"""FFT-GP (FITEE 2024): weights under which all clients' generalization gaps are equal, and clients that train by BGP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from equipoise.checks import count, real
 from equipoise.method import Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
+from equipoise.methods.bgp import BalancedTraining
 from equipoise.methods.ga import GeneralizationAdjustment, generalization_adjustment
 
 
@@ -27,7 +28,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
     step, decay, centred, metric
         As in GA, which makes a′.
     every : int
-        Ask in every n-th round, and let GA adjust the weights in the rounds between, which costs no message (table 15).
+        Ask in the last of every n rounds, and let GA adjust the weights in the others, which costs no message (table 15).
     slope_limit : float, optional
         The largest K; by default there is none.
     """
@@ -38,26 +39,48 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         super().__post_init__()
-        count(self.every, "faa.every")
+        count(self.every, f"{self.name}.every")
         if self.slope_limit is not None:
-            real(self.slope_limit, "faa.slope_limit")
+            real(self.slope_limit, f"{self.name}.slope_limit")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Measure gaps under two sets of weights, and solve for those that equalise them."""
-        if state.round % self.every:
+        if (state.round + 1) % self.every:
             return super().combine(state, updates, cohort)
         a = self.weights(state, cohort)
         gap = self._measured(state, updates, cohort, a)
         nudged = generalization_adjustment(a, gap, self.step_in(state, cohort), self.centred)
-        slope = slopes(a, gap, nudged, self._measured(state, updates, cohort, nudged), self.slope_limit)
+        nudged_gap = self._measured(state, updates, cohort, nudged)
+        slope = slopes(a, gap, nudged, nudged_gap, self.slope_limit)
         fair = equal_gap_weights(a, gap, slope, nudged)
-        return self.finished(state, updates, cohort, fair).with_notes(weights=fair, gaps=gap, slopes=slope)
+        # Figure 2 shows one against the other: slopes alone do not say what was cut off at 0.
+        changes = {"weight_changes": nudged - a, "gap_changes": nudged_gap - gap}
+        return self.finished(state, updates, cohort, fair).with_notes(weights=fair, gaps=gap, slopes=slope, **changes)
 
     def _measured(self, state: State, updates: Updates, cohort: Cohort, weights: Tensor) -> Tensor:
         """Return the gaps of the average under some weights."""
         measured = cohort.evaluate({**state.model, **mix(updates, weights)}, "val")
         metric = cohort.score if self.metric == "score" else "loss"
         return self.gap(measured[metric], updates.reports[self.needs[1]], cohort)
+
+
+@register("fftgp", paper="FFT-GP, FITEE 2024", sees=Sees.SCALARS)
+@dataclass(frozen=True)
+class FFTGP(BalancedTraining, FairnessAwareAggregation):
+    """Let clients train by BGP (algorithm 2), and average their models with the weights of FAA (algorithm 1).
+
+    Parameters
+    ----------
+    align, alignment, restore, meta
+        As in BGP.
+    step, decay, centred, metric, every, slope_limit
+        As in FAA.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse what either part refuses."""
+        BalancedTraining.__post_init__(self)
+        FairnessAwareAggregation.__post_init__(self)
 
 
 def slopes(a: Tensor, gap: Tensor, nudged: Tensor, nudged_gap: Tensor, limit: float | None = None) -> Tensor:

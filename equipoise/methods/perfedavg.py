@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, Value, plain_gradient
 from equipoise.methods import register
-from equipoise.optimizers import Sgd
+from equipoise.optimizers import Column, Sgd, descended
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class MetaGradient:
     """The gradient of F(w) = f(w − α ∇f(w)), each f on a batch of its own.
 
     That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first order leaves the Hessian out; with δ its product with v
-    is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch.
+    is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch. In first order, both f may be different losses.
 
     Parameters
     ----------
-    alpha : float
-        α, the inner step.
+    alpha : float or Tensor, optional
+        α, the inner step: one number, or a column over clients. By default the learning rate of the training settings.
     delta : float, optional
         δ; without it the gradient is of first order.
 
@@ -39,8 +39,12 @@ class MetaGradient:
     (tensor(4.), [tensor(2.)])
     """
 
-    alpha: float
+    alpha: Column | None = None
     delta: float | None = None
+
+    def at_rate(self, lr: Column) -> MetaGradient:
+        """Return the rule with the learning rate for α, unless α is given."""
+        return replace(self, alpha=lr) if self.alpha is None else self
 
     @property
     def batches(self) -> int:
@@ -49,16 +53,16 @@ class MetaGradient:
 
     def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Take the gradient; the losses are those after the inner step."""
-
-        def gradient(batch: int, directions: list[Tensor], length: float) -> tuple[Tensor, list[Tensor]]:
-            return plain_gradient(values[batch], list(torch._foreach_add(params, directions, alpha=length)))
-
+        if self.alpha is None:
+            raise InputError("a MetaGradient without alpha follows the learning rate; call at_rate(lr) first")
         _, inner = plain_gradient(values[0], params)
-        losses, outer = gradient(1, inner, -self.alpha)
+        losses, outer = plain_gradient(values[1], descended(params, inner, self.alpha))
         if self.delta is not None:
-            (_, ahead), (_, behind) = (gradient(2, outer, sign * self.delta) for sign in (1, -1))
-            curved = torch._foreach_sub(ahead, behind)
-            outer = list(torch._foreach_sub(outer, curved, alpha=self.alpha / (2 * self.delta)))
+            ahead, behind = (
+                plain_gradient(values[2], descended(params, outer, -sign * self.delta))[1] for sign in (1, -1)
+            )
+            curved = list(torch._foreach_sub(ahead, behind))
+            outer = descended(outer, curved, self.alpha / (2 * self.delta))
         return losses, outer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from equipoise.checks import count, several
@@ -13,7 +13,7 @@ from equipoise.imports import Registry, enter, look_up
 if TYPE_CHECKING:
     from equipoise.models.base import Model
 
-__all__ = ["MODELS", "build", "defaults", "maker_of", "register"]
+__all__ = ["MODELS", "build", "defaults", "maker_of", "register", "with_class_names"]
 
 Maker = Callable[..., "Model"]
 M = TypeVar("M", bound=Maker)
@@ -27,9 +27,13 @@ MODELS: Registry = {
     "pflcnn": "equipoise.models.cnn:pflcnn",
     "resnet18": "equipoise.models.resnet:resnet18",
     "charlstm": "equipoise.models.recurrent:charlstm",
+    "unet": "equipoise.models.unet:unet",
     "vit": "equipoise.models.vit:vit",
     "vitprompts": "equipoise.models.vit:vitprompts",
     "pretrained": "equipoise.models.pretrained:pretrained",
+    "clip": "equipoise.models.clip:clip",
+    "clipadapter": "equipoise.models.clip:clipadapter",
+    "clipprompts": "equipoise.models.clip:clipprompts",
 }
 """What builds each model."""
 
@@ -123,6 +127,33 @@ def defaults(name: str) -> dict[str, Any]:
     {'hidden': (64,), 'dropout': 0.0}
     """
     return {option: p.default for option, p in _options(name).items() if p.default is not p.empty}
+
+
+def with_class_names(options: Mapping[str, Any], class_names: Sequence[str] | None) -> dict[str, Any]:
+    """Complete the name and options of a model with the names of the classes, if the model takes them and has none.
+
+    Parameters
+    ----------
+    options : mapping
+        ``name`` and the model's options.
+    class_names : sequence of str or None
+        What the federation calls its classes, if it says so.
+
+    Returns
+    -------
+    dict
+        The name and all options for :func:`build`.
+
+    Examples
+    --------
+    >>> with_class_names({"name": "mlp"}, ["cat", "dog"]), with_class_names({"name": "clip"}, ["cat", "dog"])
+    ({'name': 'mlp'}, {'name': 'clip', 'class_names': ['cat', 'dog']})
+    """
+    completed = dict(options)
+    takes = "class_names" in _options(completed["name"])
+    if takes and class_names is not None and completed.get("class_names") is None:
+        completed["class_names"] = list(class_names)
+    return completed
 
 
 def maker_of(name: str) -> Maker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,9 +28,13 @@ class Attention(nn.Module):
         differentiated twice. It is meant for the inside of a :class:`~equipoise.models.frozen.Frozen`, which takes care of
         both.
 
+    Attributes
+    ----------
+    causal : bool
+        Whether a token attends only to itself and to those before it, as in a text encoder; by default to all.
+
     Examples
     --------
-    >>> import torch
     >>> Attention(8, heads=2)(torch.zeros(5, 3, 8)).shape
     torch.Size([5, 3, 8])
     """
@@ -38,7 +43,7 @@ class Attention(nn.Module):
         super().__init__()
         if count(width, "width of attention") % count(heads, "heads of attention"):
             raise InputError(f"heads={heads} do not divide width={width} of attention")
-        self.heads, self.fused = heads, fused
+        self.heads, self.fused, self.causal = heads, fused, False
         self.qkv = Linear(nn.Linear(width, 3 * width))
         self.out = Linear(nn.Linear(width, width))
 
@@ -62,18 +67,21 @@ class Attention(nn.Module):
         parts = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k, v = (part.transpose(-2, -3) for part in parts)
         q = q[:, :, :1] if class_only else q
-        mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else attend(q, k, v)
+        mix = F.scaled_dot_product_attention if self.fused else attend
+        mixed = mix(q, k, v, is_causal=self.causal)
         made: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return made
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
     """Return softmax(q kᵀ / √d) v.
 
     Parameters
     ----------
     q, k, v : Tensor
         Queries, keys and values, ``[..., tokens, d]``.
+    is_causal : bool
+        Whether query i takes part of the values 0 to i only.
 
     Returns
     -------
@@ -82,11 +90,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Examples
     --------
-    >>> import torch
     >>> attend(torch.zeros(1, 4), torch.ones(2, 4), torch.tensor([[1.0], [3.0]]))
     tensor([[2.]])
     """
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
     return scores.softmax(-1) @ v
 
 
@@ -110,7 +120,6 @@ class Block(nn.Module):
 
     Examples
     --------
-    >>> import torch
     >>> Block(8, heads=2)(torch.zeros(5, 3, 8)).shape
     torch.Size([5, 3, 8])
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,11 @@ class Model(nn.Module):
     Methods may attach further parts with ``add_module``. ``forward`` does not call them, with one
     exception: ``inputs``, a module that changes samples before anything else sees them. Samples are then
     not encoded in advance.
+
+    Attributes
+    ----------
+    aligned_rows : {"samples", "classes"}
+        What the rows of :meth:`aligned` are. Padding is left out of samples; classes have none.
 
     Parameters
     ----------
@@ -42,6 +47,8 @@ class Model(nn.Module):
     >>> list(model.state_dict())
     ['head.weight', 'head.bias']
     """
+
+    aligned_rows: ClassVar[str] = "samples"
 
     def __init__(self, features: nn.Module, head: nn.Module, *, stem: nn.Module | None = None) -> None:
         super().__init__()
@@ -80,6 +87,41 @@ class Model(nn.Module):
             x = x if first is None else first(x)
         output: Tensor = self.head(self.features(x))
         return output
+
+    def aligned(self, z: Tensor) -> Tensor:
+        """Return what methods align between two models, such as BGP's local and received one: by default z, pooled.
+
+        A model that is better compared elsewhere overrides this. A model that learns prompts for text, for example, returns
+        its text features, one row a class, and sets ``aligned_rows = "classes"``.
+
+        Parameters
+        ----------
+        z : Tensor
+            What ``features`` makes of a batch.
+
+        Returns
+        -------
+        Tensor
+            ``[rows, d]``.
+
+        Examples
+        --------
+        >>> import torch
+        >>> Model(nn.Identity(), nn.Flatten()).aligned(torch.ones(5, 3, 2, 2)).shape
+        torch.Size([5, 3])
+        """
+        return pooled(z)
+
+
+def pooled(z: Tensor) -> Tensor:
+    """Return one vector a sample: z itself, or the mean of a map ``[samples, channels, ...]`` over its positions.
+
+    Examples
+    --------
+    >>> pooled(torch.arange(8.0).view(1, 2, 2, 2))
+    tensor([[1.5000, 5.5000]])
+    """
+    return z.flatten(2).mean(2) if z.dim() > 2 else z.reshape(len(z), -1)
 
 
 def pixels(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -73,6 +73,10 @@ class Frozen(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module.requires_grad_(False).eval()
+        for layer in module.modules():
+            # Some layers have a faster way to compute with weights that are never trained.
+            if hasattr(layer, "constant"):
+                layer.constant = True  # type: ignore[assignment]
         self.dtype = self._type_inside() or torch.get_default_dtype()
         self.training = False
 

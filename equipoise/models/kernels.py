@@ -307,7 +307,7 @@ def norm(
     given = (x, weight, bias, mask, running_mean, running_var)
     stacked = (None if tensor is None else tensor.unsqueeze(0) for tensor in given)
     y, new_mean, new_var, _ = StackedNorm.apply(*stacked, momentum, eps)
-    return y.squeeze(0), new_mean.squeeze(0), new_var.squeeze(0)
+    return _one_client(y), new_mean.squeeze(0), new_var.squeeze(0)
 
 
 class StackedNorm(torch.autograd.Function):
@@ -455,6 +455,16 @@ def _flat(x: Tensor) -> Tensor:
     return flat if flat.shape[-1] == 1 or flat.stride(-1) == 1 else flat.contiguous()
 
 
+def _one_client(stacked: Tensor) -> Tensor:
+    """Remove the axis of clients, of length 1.
+
+    Autograd does not take the result for a view. A view of a custom function's output must not be changed in place, and
+    models may do that: ``y += x`` after BatchNorm.
+    """
+    one: Tensor = torch.ops.aten._unsafe_view(stacked, stacked.shape[1:])
+    return one
+
+
 def _dense(tensor: Tensor | None) -> Tensor | None:
     """Lay a small tensor out the usual way."""
     return None if tensor is None else tensor.contiguous()
@@ -576,8 +586,7 @@ def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
         ``[samples, channels, height // window[0], width // window[1]]``.
     """
     y, _ = StackedMaxPool.apply(x.unsqueeze(0), window)
-    pooled: Tensor = y.squeeze(0)
-    return pooled
+    return _one_client(y)
 
 
 class StackedMaxPool(torch.autograd.Function):

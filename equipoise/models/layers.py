@@ -67,14 +67,18 @@ def _kernels(x: Tensor) -> Any:
     """Return the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
     if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
         return None
-    kernels = _triton_kernels()
-    return kernels if kernels is not None and kernels.work_on(x.device) else None
+    return _module_with_triton("kernels", x.device)
 
 
 @cache
-def _triton_kernels() -> Any:
-    """Import the kernels when they are first needed: Triton takes its time, and builds of PyTorch for CPUs lack it."""
-    return None if find_spec("triton") is None else import_module("equipoise.models.kernels")
+def _module_with_triton(name: str, device: torch.device) -> Any:
+    """Import a module of GPU kernels when it is first needed; ``None`` if Triton is missing or does not work.
+
+    Triton takes long to import, and builds of PyTorch for CPUs do not have it.
+    """
+    if find_spec("triton") is None or not import_module("equipoise.models.kernels").work_on(device):
+        return None
+    return import_module(f"equipoise.models.{name}")
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -300,6 +304,8 @@ class Linear(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         _adopt(self, layer)
+        # Set by Frozen: weights and bias are never trained.
+        self.constant = False
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
@@ -309,8 +315,24 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the last axis of a tensor by the weights."""
         if x.dim() < 3:
+            return self._product(x)
+        return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+    def _product(self, x: Tensor) -> Tensor:
+        products = _split_products(x) if self.constant else None
+        if products is None:
             return super().forward(x)
-        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
+        return made
+
+
+def _split_products(x: Tensor) -> Any:
+    """Return the module of split products if they can serve a matrix and are faster than float32 products."""
+    in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+    if not in_float32 or x.dim() != 2 or torch.backends.cuda.matmul.allow_tf32 or transforms():
+        return None
+    products = _module_with_triton("products", x.device)
+    return products if products is not None and products.pay_on(x.device) else None
 
 
 class Convolution(nn.Conv2d):

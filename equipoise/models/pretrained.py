@@ -25,6 +25,7 @@ from equipoise.checks import flag, image
 from equipoise.errors import InputError, unknown
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
+from equipoise.models.clip import Parts, TextEncoder
 from equipoise.models.frozen import Frozen, digest_of
 from equipoise.models.layers import LayerNorm
 from equipoise.models.resnet import ImageMean
@@ -184,6 +185,62 @@ def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool)
     return cast(ClassToken, _backbone(read, shape, frozen=True, fused=fused)[0])
 
 
+def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) -> Parts:
+    """Load a pretrained CLIP with its text encoder and its tokenizer.
+
+    Parameters
+    ----------
+    source : str
+        As in :func:`pretrained`.
+    shape : tuple of int
+        Channels, height and width of one image.
+    model : str
+        The name of the model it is for, for messages.
+    fused : bool
+        Whether to use fused attention.
+
+    Returns
+    -------
+    Parts
+        Its encoders, tokenizer and scale.
+
+    Examples
+    --------
+    >>> clip_parts("./nowhere", (3, 32, 32), model="clipadapter", fused=True)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: source './nowhere' of model 'clipadapter' is no directory; valid: a directory with
+    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    """
+    image(shape, model, smallest=1)
+    read = _Source.of(source, f"model {model!r}")
+    if read.kind != "clip":
+        where = f"config.json of source {source!r} of model {model!r}, which needs an image and a text encoder"
+        raise unknown("model type", read.kind, ("clip",), where=where)
+    tokenizer = read.tokenizer()
+    backbone, width = _backbone(read, shape, frozen=True, fused=fused)
+    whole = read.load("CLIPModel", **_SDPA)
+    text = whole.text_model
+    blocks = [merged(layer, text.config, fused) for layer in _layers(text)]
+    if any(block is None for block in blocks):
+        raise InputError(f"the text encoder of source {source!r} of model {model!r} has an unknown structure")
+    encoder = TextEncoder(
+        text.embeddings.position_embedding.weight.detach().clone(),
+        cast(list[Block], blocks),
+        LayerNorm(text.final_layer_norm),
+        whole.text_projection,
+    )
+    table, end = text.embeddings.token_embedding.weight.detach(), text.config.eos_token_id
+
+    def embed(words: str) -> Tensor:
+        with _quiet(_library("a tokenizer")):
+            tokens = torch.tensor(tokenizer(words)["input_ids"])
+        # Files written before version 4.31 name another token; transformers then takes the one with the highest number.
+        last = tokens.argmax() if end == 2 else (tokens == end).int().argmax()
+        return table[tokens[: int(last) + 1]]
+
+    return Parts(Frozen(backbone), Frozen(encoder), embed, whole.logit_scale.item(), width)
+
+
 @dataclass(frozen=True)
 class _Source:
     """A pretrained model as its files describe it.
@@ -290,6 +347,24 @@ class _Source:
                 f"{name}; valid: {_VALID}"
             )
         return model.float()
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer that lies beside the weights."""
+        library = _library(f"source {self.name!r} of {self.user}")
+        folder = Path(self.place)
+        valid = (
+            "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
+        )
+        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            raise InputError(f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}")
+        with _quiet(library):
+            try:
+                return library.AutoTokenizer.from_pretrained(self.place, local_files_only=folder.is_dir())
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise InputError(
+                    f"the tokenizer of source {self.name!r} of {self.user} cannot be loaded: {reason}; valid: {valid}"
+                ) from error
 
 
 _VALID = "a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'"
@@ -548,10 +623,15 @@ def _tokens(
 
 
 def _blocks(model: Any, norm: nn.Module, frozen: bool, fused: bool) -> Encoder:
-    """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
-    layers = [Layer(layer) for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))]
+    """Make an encoder of the layers of a model."""
+    layers = _layers(model)
     blocks = [merged(layer, model.config, fused) if frozen else None for layer in layers]
     return Encoder([block or layer for block, layer in zip(blocks, layers, strict=True)], norm, fused=fused)
+
+
+def _layers(model: Any) -> list[Layer]:
+    """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
+    return [Layer(layer) for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ def vitprompts(
     ['features.prompts', 'head.weight', 'head.bias']
     """
     number = count(prompts, "prompts of model 'vitprompts'")
-    small = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
+    small: dict[str, Any] = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
     tower = tokens_of(source, shape, fused=flag(fused, "fused of model 'vitprompts'"), **small)
     return Model(Prompted(tower.encoder, number, tower.width), nn.Linear(tower.width, classes), stem=tower.stem)
 
@@ -137,11 +137,13 @@ class Tower(NamedTuple):
     width: int
 
 
-# What the transformer of model ``vit`` has where nothing else is said.
-_SMALL: dict[str, Any] = {"patch": 2, "width": 64, "depth": 2, "heads": 4, "mlp_ratio": 2.0}
+SMALL: Mapping[str, Any] = {"patch": 2, "width": 64, "depth": 2, "heads": 4, "mlp_ratio": 2.0}
+"""What the transformer of model ``vit`` has where nothing else is said."""
 
 
-def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True, **small: Any) -> Tower:
+def tokens_of(
+    source: str | None, shape: tuple[int, ...], *, model: str = "vitprompts", fused: bool = True, **small: Any
+) -> Tower:
     """Return a frozen vision transformer in two parts, between which tokens can be changed or added.
 
     Parameters
@@ -150,6 +152,8 @@ def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True,
         As in :func:`vitprompts`.
     shape : tuple of int
         Channels, height and width of one image.
+    model : str
+        The name of the model it is for, for messages.
     fused : bool
         Whether to use fused attention.
     **small
@@ -166,20 +170,33 @@ def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True,
     >>> tower.encoder(tower.stem(torch.zeros(5, 1, 8, 8))).shape
     torch.Size([5, 16])
     """
-    options = {**_SMALL, **small}
+    options = {**SMALL, **small}
     if source is None:
-        tokens, encoder = _small(shape, "vitprompts", **options, fused=fused)
+        tokens, encoder = _small(shape, model, **options, fused=fused)
         return Tower(Frozen(tokens), Frozen(encoder), options["width"])
-    if changed := [name for name, value in options.items() if value != _SMALL[name]]:
-        raise InputError(
-            f"{changed[0]}={options[changed[0]]} of model 'vitprompts' has no meaning beside source={source!r}, which has a "
-            "shape of its own; valid: one of the two"
-        )
+    refuse_beside(source, options, model)
     # A pretrained model needs transformers, the rest of this module does not.
     from equipoise.models.pretrained import transformer
 
-    whole = transformer(source, shape, model="vitprompts", fused=fused)
+    whole = transformer(source, shape, model=model, fused=fused)
     return Tower(Frozen(whole.tokens), Frozen(whole.encoder), whole.tokens.width)
+
+
+def refuse_beside(source: str, small: Mapping[str, Any], model: str) -> None:
+    """Refuse options of a small transformer that are not the defaults where a source gives another one.
+
+    Examples
+    --------
+    >>> refuse_beside("clip", {"depth": 3}, "vitprompts")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: depth=3 of model 'vitprompts' has no meaning beside source='clip', which has a shape of
+    its own; valid: one of the two
+    """
+    if changed := [name for name, value in small.items() if value != SMALL[name]]:
+        raise InputError(
+            f"{changed[0]}={small[changed[0]]} of model {model!r} has no meaning beside source={source!r}, which has a "
+            "shape of its own; valid: one of the two"
+        )
 
 
 def _small(

@@ -29,7 +29,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
-from equipoise.run.checkpoint import CHECKPOINT, refuse_another_version
+from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
@@ -78,6 +78,23 @@ class Run:
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
         number = _number(client, federation.client_names)
         return _module(blank, selected, federation.clients, number, whole=self.trainer.has_global)
+
+    def local_model(self, client: int | str) -> nn.Module:
+        """Return a client's local model: as it was after its training in the last round, before aggregation.
+
+        Parameters
+        ----------
+        client : int or str
+            Whose, by number or name. It must have taken part in the last round, and the run must have been made with
+            ``evaluation.keep_local``.
+
+        Returns
+        -------
+        nn.Module
+            In evaluation mode, on the CPU.
+        """
+        blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
+        return _filled(blank, _local(self.trainer.local_models(), _number(client, federation.client_names)))
 
 
 def train(
@@ -135,7 +152,8 @@ def train(
     on_round : callable, optional
         Called with the :class:`~equipoise.run.trainer.Progress` after every round.
     **settings
-        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``.
+        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``. With
+        ``rounds=0`` the initial model is evaluated and nothing is trained.
 
     Returns
     -------
@@ -161,7 +179,7 @@ def train(
         # Copied, because the method's parts may be added to it.
         module, model_config = copy.deepcopy(model), {"name": f"custom:{type(model).__name__}"}
     else:
-        model_config = _named(model or made.usual_model, "model")
+        model_config = models.with_class_names(_named(model or made.usual_model, "model"), federation.class_names)
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
@@ -192,7 +210,8 @@ def train(
             trainer.restore_checkpoint()
         trainer.begin()
         if chosen is None:
-            measured = trainer.measure_chunk() if machine.chunk == "measure" else trainer.engine.chunk
+            measures = machine.chunk == "measure" and training.rounds > 0
+            measured = trainer.measure_chunk() if measures else trainer.engine.chunk
             config["resolved"]["chunk"] = measured
             if directory:
                 if not there:
@@ -225,7 +244,9 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
     return Run(summary, config, directory, trainer)
 
 
-def load(run: str | Path, client: int | str | None = None, *, module: nn.Module | None = None) -> nn.Module:
+def load(
+    run: str | Path, client: int | str | None = None, *, local: bool = False, module: nn.Module | None = None
+) -> nn.Module:
     """Return a trained model from a run directory.
 
     Methods whose clients keep parts of the shared model for themselves, such as FedPer's head, leave no global model
@@ -238,6 +259,9 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
     client : int or str, optional
         Whose personal model, by number or, where clients have names, by name: the one it was evaluated with, which clients held
         out of training have made of the global one. The global model by default.
+    local : bool
+        Whether to return the client's local model instead: as it was after its training in the last round, before
+        aggregation, the parts it keeps included. The run must have been made with ``evaluation.keep_local``.
     module : nn.Module, optional
         The model's architecture, needed only if the run was made with a module of its own and not a named model.
 
@@ -259,12 +283,6 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
     directory = Path(run)
     config = read_config(directory)
     import_own(config.get("imports", []), beside=directory)
-    shared, note = load_tensors(directory / GLOBAL)
-    own: Tree = {}
-    clients: list[int] = []
-    if (directory / PERSONAL).exists():
-        own, held = load_tensors(directory / PERSONAL)
-        clients = held["clients"]
     if module is None:
         name = config["model"]["name"]
         if name.startswith("custom:"):
@@ -283,9 +301,17 @@ def load(run: str | Path, client: int | str | None = None, *, module: nn.Module 
             f"the frozen tensors of the model differ from those of the run in {directory}: their hash is {here}, the "
             f"run's {recorded}; the run's model is {config['model']}"
         )
-    chosen = Models(note["round"], shared, clients, own)
     named = (directory / NAMES).exists()
     number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
+    if local:
+        return _filled(convert(module), _local(read_local(directory), number))
+    shared, note = load_tensors(directory / GLOBAL)
+    own: Tree = {}
+    clients: list[int] = []
+    if (directory / PERSONAL).exists():
+        own, held = load_tensors(directory / PERSONAL)
+        clients = held["clients"]
+    chosen = Models(note["round"], shared, clients, own)
     return _module(convert(module), chosen, config["resolved"]["clients"], number, whole=note["whole"])
 
 
@@ -329,6 +355,18 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
     return numbers[0]
 
 
+def _local(models: Models, client: int | None) -> Tree:
+    """Return the tensors of a client's local model."""
+    if client is None or client not in models.clients:
+        asked = "local models belong to clients" if client is None else f"client {client} has no local model"
+        raise InputError(
+            f"{asked}; valid: client= one of those that trained in round {models.round}: "
+            f"{', '.join(map(str, models.clients))}"
+        )
+    row = models.clients.index(client)
+    return {**models.shared, **{name: stack[row] for name, stack in models.own.items()}}
+
+
 def _module(module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool) -> nn.Module:
     """Fill a module with the global model, or with a client's own if ``client`` is given.
 
@@ -351,7 +389,13 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
         if client in chosen.clients:
             row = chosen.clients.index(client)
             tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
-    dtype = next(iter(tensors.values())).dtype
+    return _filled(module, tensors)
+
+
+def _filled(module: nn.Module, tensors: Tree) -> nn.Module:
+    """Copy tensors into a module, which must have the same ones."""
+    # A model without trained tensors keeps its type.
+    dtype = next((tensor.dtype for tensor in tensors.values()), None)
     # Runs of older versions hold frozen tensors too.
     slots = [s for s in slots_of(module.to(dtype=dtype, device="cpu")) if not s.frozen or s.name in tensors]
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

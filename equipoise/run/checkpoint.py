@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from equipoise.errors import RunError
+from equipoise.errors import InputError, RunError
 from equipoise.method import State
 from equipoise.run.evaluation import Models
 from equipoise.run.files import load_tensors, save_tensors
 from equipoise.tree import Tree, tree_map
 
 CHECKPOINT = "checkpoint.safetensors"
-BEST = "best.safetensors"
+BEST, LOCAL = "best.safetensors", "local.safetensors"
 # Raised whenever an older checkpoint would be misread.
 VERSION = 2
 
@@ -117,15 +117,32 @@ def _of_this_version(path: Path) -> tuple[Tree, dict[str, Any]]:
     return tensors, note
 
 
-def save_best(directory: Path, best: Models) -> None:
-    """Write the models of the best round so far."""
-    tensors = {f"global/{n}": t for n, t in best.shared.items()} | {f"own/{n}": t for n, t in best.own.items()}
-    save_tensors(directory / BEST, tensors, {"round": best.round, "clients": best.clients})
+def save_models(path: Path, models: Models) -> None:
+    """Write the models of a round, atomically.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / LOCAL
+    >>> save_models(path, Models(3, {"head.bias": torch.zeros(2)}, [5], {"head.weight": torch.ones(1, 2)}))
+    >>> read_models(path).clients
+    [5]
+    """
+    tensors = {f"global/{n}": t for n, t in models.shared.items()} | {f"own/{n}": t for n, t in models.own.items()}
+    save_tensors(path, tensors, {"round": models.round, "clients": models.clients})
 
 
-def read_best(directory: Path) -> Models:
-    """Read what :func:`save_best` wrote."""
-    tensors, note = load_tensors(directory / BEST)
+def read_local(directory: Path) -> Models:
+    """Read the local models that a run with ``evaluation.keep_local`` has left in its directory."""
+    path = directory / LOCAL
+    if not path.exists():
+        raise InputError(f"{directory} has no {LOCAL}; train with evaluation.keep_local: true to keep local models")
+    return read_models(path)
+
+
+def read_models(path: Path) -> Models:
+    """Read what :func:`save_models` wrote."""
+    tensors, note = load_tensors(path)
     shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
     own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
     return Models(note["round"], shared, note["clients"], own)

@@ -36,6 +36,11 @@ class Evaluation:
         Stop when the validation loss has not improved for so many evaluations.
     fine_tune : FineTune, optional
         Local steps every client makes from its model, or its personal model, before its personal model is evaluated.
+    local : bool
+        Whether to evaluate the clients' local models too: the model of each client of the round's cohort after its
+        training, before aggregation. This costs a pass over the cohort's validation and test data, and no message.
+    keep_local : bool
+        Whether to keep the local models of the last round; see :func:`equipoise.load`.
     average_kept : bool
         For a method whose clients keep parts of the shared model for themselves: whether to evaluate a global model
         in which those parts are the mean of the clients' own. Without it there is no global model to evaluate.
@@ -51,6 +56,8 @@ class Evaluation:
     patience: int | None = None
     fine_tune: FineTune | None = None
     average_kept: bool = False
+    local: bool = False
+    keep_local: bool = False
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -61,6 +68,8 @@ class Evaluation:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
             raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+        if self.every == 0 and self.local:
+            raise InputError("evaluation.local needs evaluation.every of at least 1")
 
     def due(self, round_: int, *, last: bool) -> bool:
         """Say whether to evaluate after a round (counted from 1)."""
@@ -69,7 +78,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Models:
-    """The models of one round: the global one, and the own parts of every client that has taken part, stacked."""
+    """The models of one round: what all clients share, and the own parts of every client that has some, stacked."""
 
     round: int
     shared: Tree
@@ -145,15 +154,18 @@ class Evaluator:
         layout = Layout(method.local, initial)
         keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
-        self.has_global = bool(layout.shared) and (not keeps_shared or evaluation.average_kept)
+        # A model without trained tensors is the same for all.
+        self.has_global = not initial or (bool(layout.shared) and (not keeps_shared or evaluation.average_kept))
         self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
         # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
         adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
         self._adapts = bool([Layout(rule, initial) for rule in adaptations])
         self.has_personal = method.personal or self._adapts
+        if evaluation.keep_local:
+            engine.refuse_keeping_local(method)
 
-    def evaluate(self, state: State, updates: Updates, cohort: RoundCohort) -> list[Row]:
-        """Return a row for each client, model and split."""
+    def evaluate(self, state: State, updates: Updates | None, cohort: RoundCohort | None) -> list[Row]:
+        """Return a row for each client, model and split; before round 1 there are no updates and no cohort."""
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
 
@@ -166,17 +178,30 @@ class Evaluator:
             add(everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"]))
             add(everyone, measured, "global", "test")
         if self.has_personal:
-            # Without a way to make a model its own, a client held out of training has the global one and no other.
-            clients = everyone if self._adapts else self.federation.seen
+            clients = self._with_personal_models
             measured = self.engine.evaluate(self._handed_out(state), clients, personal=self._personal(state))
             for split in ("val", "test"):
                 add(clients, measured, "personal", split)
-        return [row for row in rows if row["client"] not in self.engine.absent]
+        rows = [row for row in rows if row["client"] not in self.engine.absent]
+        if cohort is not None:
+            # Clients report on their local models with their updates, so all of the cohort have done so.
+            for split in cohort.local_metrics:
+                add(cohort.ids, cohort.local_metrics, "local", split)
+        return rows
+
+    @property
+    def _with_personal_models(self) -> NDArray[np.int64]:
+        """All seen clients, and those held out of training that can adapt the global model."""
+        if not self._adapts:
+            return self.federation.seen
+        return np.flatnonzero(~self.federation.unseen | (self.federation.split("train").sizes > 0))
 
     def follow(self, round_: int, rows: list[Row]) -> bool:
         """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
         shown = "personal" if self.has_personal else "global"
-        if summary := summarize_rows(rows, self.engine.network.task).get(shown, {}).get("seen"):
+        of_split = (summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val"))
+        # Seen clients may have validation data only.
+        if summary := next(filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
         losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
@@ -223,6 +248,13 @@ class Evaluator:
         own = self.personal_models(state, np.array(clients))[1] if clients else {}
         return Models(state.round, dict(self.global_model(state)), clients, own)
 
+    def local_models(self, sent: Tree, updates: Updates, cohort: RoundCohort, round_: int) -> Models:
+        """Return the models that clients have trained in a round, with the parts that they keep."""
+        kept = self.engine.kept_parts(self.method, sent, cohort.ids)
+        own = {**updates.params, **updates.buffers, **kept}
+        still = {name: tensor for name, tensor in sent.items() if name not in own}
+        return Models(round_, still, cohort.ids.tolist(), own)
+
     def _personal(self, state: State) -> Personal:
         return Personal(self.method, self._fine_tune, state.round)
 
@@ -236,9 +268,9 @@ def diverged(number: int, what: str, client: int, federation: Federation, saved_
     )
 
 
-def _gaps(updates: Updates, cohort: RoundCohort, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
-    local = updates.reports.get("val_loss_after")
-    if local is None:
+def _gaps(updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
+    local = updates.reports.get("val_loss_after") if updates else None
+    if local is None or cohort is None:
         return {}
     gaps = global_loss[cohort.ids] - local.numpy()
     return {int(c): float(gap) for c, gap in zip(cohort.ids, gaps, strict=True) if np.isfinite(gap)}

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise import fairness
+from equipoise import fairness, tasks
 from equipoise.engine.evaluation import Measured
-from equipoise.engine.task import Task
 from equipoise.federation import Federation
+from equipoise.task import Task
 
 Row = dict[str, Any]
+MODELS = ("global", "personal", "local")
 
 
 def client_rows(
@@ -38,7 +39,7 @@ def client_rows(
         Loss and metrics, one value a client.
     round_ : int
         Rounds finished.
-    model : {"global", "personal"}
+    model : {"global", "personal", "local"}
         Which model was evaluated.
     split : str
         On which of the clients' splits.
@@ -71,6 +72,18 @@ def client_rows(
     return rows
 
 
+def task_of(summary: Mapping[str, Any]) -> Task:
+    """Return the task of a run from its summary; summaries of older versions name its score only.
+
+    Examples
+    --------
+    >>> task_of({"score": "accuracy"}).name, task_of({"score": "dice", "task": "segmentation"}).higher_is_better
+    ('classification', True)
+    """
+    older = "regression" if summary["score"] == "loss" else "classification"
+    return tasks.build(summary.get("task", older))
+
+
 def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> dict[str, Any]:
     """Summarise one round's rows, separately for each model and for seen and unseen clients.
 
@@ -86,14 +99,14 @@ def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> d
     Returns
     -------
     dict
-        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ...}``, holding only what was evaluated. Each inner
+        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding only what was evaluated. Each inner
         dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
         every group), ``loss`` (the mean loss over clients), and the names of the worst client and group.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
     result: dict[str, Any] = {}
-    for model in ("global", "personal"):
+    for model in MODELS:
         for who, unseen in (("seen", False), ("unseen", True)):
             chosen = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)]
             if chosen:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equipoise import tasks
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import fastest
@@ -25,7 +26,7 @@ from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.random import Purpose, fold
-from equipoise.run.checkpoint import Checkpoint, read_best, read_checkpoint, save_best
+from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
@@ -120,11 +121,15 @@ class Trainer:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
-        check_augmentations(training.augment, federation.shape)
+        check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
         self.engine = engine(federation, model, training, machine.carrying_out(method), seed, self.view)
-        if self.view is not federation and evaluation.fine_tune:
-            raise InputError(f"evaluation.fine_tune needs clients that train; method {method.name!r} pools their data")
+        for setting in ("fine_tune", "keep_local"):
+            if self.view is not federation and getattr(evaluation, setting):
+                raise InputError(
+                    f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
+                )
         self._register()
+        self._refuse_to_train_nothing()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
         self.state = State(0, self.engine.network.initial())
         # A mask may hold −∞ from the start; only what training has made so is a fault.
@@ -136,6 +141,7 @@ class Trainer:
         self.bytes = dict.fromkeys(BYTES, 0)
         self._saved_round = 0
         self._best_models: Models | None = None
+        self._local_models: Models | None = None
 
     def _register(self) -> None:
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
@@ -144,12 +150,24 @@ class Trainer:
         self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
         self._train_sizes = self.view.split("train").sizes[registered]
 
+    def _refuse_to_train_nothing(self) -> None:
+        local = self.method.local
+        trains = self.training.rounds or local.keeps or local.adapt() or self.evaluation.fine_tune
+        if trains and not self.engine.network.initial():
+            raise InputError(
+                "the model has no parameter that can be trained, so it can only be evaluated: with training.rounds of 0 "
+                f"and a method without personal models, such as fedavg; got {self.training.rounds} rounds of "
+                f"{self.method.name!r}"
+            )
+
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, on_round: Callable[[Progress], None] | None = None) -> None:
-        """Train until the last round, or until validation says to stop."""
+        """Train until the last round, or until validation says to stop; with 0 rounds, evaluate the initial model."""
         self.begin()
         with exact_arithmetic(self.engine.machine):
+            if not self.training.rounds:
+                self._only_evaluate()
             while self.state.round < self.training.rounds and not self.evaluator.out_of_patience:
                 progress = self._round()
                 if on_round:
@@ -161,7 +179,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""
-        if self.state.round or self._everyone or not self._that_need_everyone:
+        if self.state.round or self._everyone or not self._that_need_everyone or not self.training.rounds:
             return
         self._everyone = self.engine.cohort(self.method, self._registered, 0)
         with exact_arithmetic(self.engine.machine):
@@ -189,8 +207,10 @@ class Trainer:
         cohort, asked = self._select()
         if due and self.view is self.federation and self.evaluator.has_global:
             cohort.wanted_reports.add("val_loss_after")
+        # Where the data are pooled, there are no clients that train.
+        cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
-        updates = self._train(prepared, cohort, number)
+        sent, updates = self._train(prepared, cohort, number)
         clock.lap("train")
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
@@ -208,11 +228,28 @@ class Trainer:
             clock.lap("evaluate")
             if self.engine.absent:
                 row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+        row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
         self.rounds.append([row | _counted(moved) | _written(self.state, cohort)])
         self.timings.append([{"round": number, **clock.laps}])
-        if self.directory and (last or number % self.checkpoint_every == 0 or self.evaluator.out_of_patience):
+        ends = last or self.evaluator.out_of_patience
+        if ends and self.evaluation.keep_local:
+            self._local_models = self.evaluator.local_models(sent, updates, cohort, number)
+            if self.directory:
+                # Before the checkpoint: a run that is resumed after its last round cannot make them again.
+                save_models(self.directory / LOCAL, self._local_models)
+        if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
         return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
+
+    def _only_evaluate(self) -> None:
+        # A run that was interrupted after its checkpoint has its metrics already.
+        if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
+            return
+        clock = _Clock(self.engine.network.device)
+        self._evaluate()
+        clock.lap("evaluate")
+        self.timings.append([{"round": 0, **clock.laps}])
+        self.save_checkpoint()
 
     def _select(self) -> tuple[RoundCohort, list[RoundCohort]]:
         """Gather the cohort of the next round, and return the cohorts that the sampler asked before it chose."""
@@ -258,11 +295,12 @@ class Trainer:
             except ClientsLost as lost:
                 cohort = cohort.without(lost.ids)
 
-    def _train(self, prepared: State, cohort: RoundCohort, number: int) -> Updates:
+    def _train(self, prepared: State, cohort: RoundCohort, number: int) -> tuple[Tree, Updates]:
+        """Return the model that was sent to the clients, and their updates."""
         shared, each = self.method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, self.method.local)
         self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
-        return updates
+        return shared["model"], updates
 
     def _aggregate(
         self, prepared: State, updates: Updates, cohort: RoundCohort, number: int
@@ -293,7 +331,7 @@ class Trainer:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Updates, cohort: RoundCohort) -> None:
+    def _evaluate(self, updates: Updates | None = None, cohort: RoundCohort | None = None) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
             if not np.isfinite(row["loss"]):
@@ -304,7 +342,7 @@ class Trainer:
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
             if self.directory:
-                save_best(self.directory, self._best_models)
+                save_models(self.directory / BEST, self._best_models)
 
     @property
     def has_global(self) -> bool:
@@ -325,16 +363,24 @@ class Trainer:
         if self.evaluator.selected_round(self.state.round) == self.state.round:
             return self.evaluator.models(self.state)
         if self._best_models is None and self.directory:
-            self._best_models = read_best(self.directory)
+            self._best_models = read_models(self.directory / BEST)
         return self._best_models or self.evaluator.models(self.state)
+
+    def local_models(self) -> Models:
+        """Return the local models of the last round, which ``evaluation.keep_local`` has kept."""
+        if self._local_models is None:
+            if self.directory is None:
+                raise InputError("the run has kept no local models; train it with evaluation.keep_local: true")
+            self._local_models = read_local(self.directory)
+        return self._local_models
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
         task = self.engine.network.task
-        results = summarize_rows(rows, task)
-        for part in (part for of_model in results.values() for part in of_model.values()):
+        results, validation = (summarize_rows(rows, task, split=split) for split in ("test", "val"))
+        for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             # A number says nothing to those who do not hold the data.
             part["worst_client_name"] = self.federation.client_name(part["worst_client_id"])
         return {
@@ -344,8 +390,10 @@ class Trainer:
             "rounds": self.state.round,
             "round": number,
             "select": self.evaluation.select,
+            "task": task.name,
             "score": task.score,
             "results": results,
+            "validation": validation,
             **_counted(self.bytes),
         }
 

@@ -1,4 +1,4 @@
-"""Metrics by name, as studies ask for them: ``[model.][who.]name``, looked up in a run's summary."""
+"""Metrics by name, as studies ask for them: ``[val.][model.][who.]name``, looked up in a run's summary."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from equipoise.errors import unknown
 from equipoise.fairness import METRICS, Better
+from equipoise.run.records import MODELS
 
-MODELS, WHO = ("global", "personal"), ("seen", "unseen")
+WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
 BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
@@ -17,6 +18,7 @@ BETTER: dict[str, Better] = {
     "bytes_up": "low",
     "bytes_down": "low",
 }
+VALIDATION = "val."
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -45,8 +47,9 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     if model is None:
         return None
     _, who, name = apart(metric)
-    part, group = summary["results"][model][who], group_of(metric)
-    found = part["groups"].get(group) if group else part[name]
+    part, group = _results(summary, metric)[model][who], group_of(metric)
+    # Runs of earlier releases do not have all metrics.
+    found = part["groups"].get(group) if group else part.get(name)
     return None if found is None else float(found)
 
 
@@ -63,7 +66,7 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     Returns
     -------
     str or None
-        ``global`` or ``personal``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
+        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
 
     Examples
     --------
@@ -75,18 +78,34 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
         return None
     model, who, _ = apart(metric)
     candidates = (model,) if model else ("personal", "global")
-    return next((name for name in candidates if summary["results"].get(name, {}).get(who)), None)
+    return next((name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None)
 
 
-def apart(metric: str) -> tuple[str | None, str, str]:
-    """Take ``[model.][who.]name`` apart.
+def of_validation(metric: str) -> bool:
+    """Say whether a metric asks for validation data, whatever the split of the study.
 
     Examples
     --------
-    >>> apart("personal.unseen.groups.north")
+    >>> of_validation("val.global.mean"), of_validation("global.mean")
+    (True, False)
+    """
+    return metric.startswith(VALIDATION)
+
+
+def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
+    results: Mapping[str, Any] = summary["validation" if of_validation(metric) else "results"]
+    return results
+
+
+def apart(metric: str) -> tuple[str | None, str, str]:
+    """Take ``[val.][model.][who.]name`` apart into model, who and name.
+
+    Examples
+    --------
+    >>> apart("val.personal.unseen.groups.north")
     ('personal', 'unseen', 'groups.north')
     """
-    parts = metric.split(".")
+    parts = metric.removeprefix(VALIDATION).split(".")
     model = parts.pop(0) if parts[0] in MODELS else None
     who = parts.pop(0) if parts and parts[0] in WHO else "seen"
     return model, who, ".".join(parts)

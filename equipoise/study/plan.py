@@ -11,7 +11,7 @@ from typing import Any
 from equipoise.config import Experiment
 from equipoise.errors import RunError, unknown
 from equipoise.run.files import write_atomically
-from equipoise.study.metrics import group_of, should_be_high
+from equipoise.study.metrics import group_of, of_validation, should_be_high
 from equipoise.study.results import Results
 from equipoise.study.runs import Watch, carry_out, check_directories, finished
 
@@ -84,7 +84,9 @@ class Study:
     """What to run, checked, and which metrics of which split to show.
 
     ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
-    its variants, and how to choose between them. ``origins`` says where each metric came from.
+    its variants, and how to choose between them. ``origins`` says where each metric came from. ``folds`` are the
+    settings that each leave out one group, by the label of the setting they were made from. ``baseline`` is the method
+    that the others are compared with pair by pair, if any.
 
     Examples
     --------
@@ -103,6 +105,19 @@ class Study:
     tuning: Tuning = Tuning()
     tried: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    folds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    baseline: str | None = None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """All methods but the baseline."""
+        return tuple(method for method in self.methods if method != self.baseline)
+
+    @property
+    def whole_settings(self) -> tuple[str, ...]:
+        """The settings, with one label in place of all folds that were made from it."""
+        origin = {fold: label for label, folds in self.folds.items() for fold in folds}
+        return tuple(dict.fromkeys(origin.get(setting, setting) for setting in self.settings))
 
     def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
         """Run what is missing; if a run fails, the others still run.
@@ -139,7 +154,7 @@ class Study:
         check_directories(self.jobs, out)
         for job in self.jobs:
             try:
-                summary = finished(out / job.path, self.split)
+                summary = finished(out / job.path, self.split, validation=any(map(of_validation, self.metrics)))
             except RunError as error:
                 failures[job.path] = str(error)
                 tell(job, f"failed: {error}")

@@ -15,11 +15,12 @@ from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
 
-KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "tuning")
+KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
 SPLITS = ("test", "val")
 # Of a file or directory, in bytes, on the usual file systems.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
+LEAVE_OUT = "data.leave_out"
 # Keys that cannot be set for all runs of a study, and what to use instead.
 INSTEAD = {
     **dict.fromkeys(("method", "methods"), "change the methods in the study, or choose among them with --method"),
@@ -119,18 +120,28 @@ def study_from(
     Parameters
     ----------
     mapping : mapping
-        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds``, ``metrics``, ``split``
-        (``test`` or ``val``) and ``tuning`` (the fields of :class:`Tuning`, and under ``set`` what else changes).
+        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds``,
+        ``metrics``, ``split`` (``test`` or ``val``), ``baseline`` (the method that all others are
+        compared with, pair by pair) and ``tuning`` (the fields of :class:`Tuning`, and under
+        ``set`` what else changes). A method is a name, or a mapping with its name and
+        hyper-parameters, and if wanted ``label``, ``grid`` and ``set`` (settings that are
+        different for this method).
+
+        If ``data.leave_out`` is a list, each of its groups is left out once. These settings are
+        called folds. The label of a fold is the name of the group, after the label of the setting
+        and a hyphen if there are settings. The baseline is then by default the first method. A
+        metric with ``val.`` before its name is of validation data, whatever ``split`` says.
     where : str
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.`` or ``personal.`` before them (otherwise
-        the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.``, ``personal.`` or ``local.`` before them
+        (otherwise the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
-        The labels of those to keep; by default all. A study that is tuned keeps its first method beside them.
+        The labels of those to keep; by default all. The label of a setting also stands for all its folds. A study that is
+        tuned keeps its first method beside them.
     seeds : sequence of int, optional
         Seeds in place of the mapping's; to tune, one.
     overrides : sequence of str
@@ -150,6 +161,9 @@ def study_from(
     ['even/strong/seed0', 'uneven/strong/seed0']
     >>> [str(job.path) for job in study_from(mapping, settings=["even"], seeds=[7], overrides=["training.rounds=2"]).jobs]
     ['even/strong/seed7']
+    >>> folds = {"base": {"data": {"name": "digits", "leave_out": ["plain", "rotated"]}}, "methods": ["fedavg", "ga"]}
+    >>> study_from(folds).folds, study_from(folds).baseline
+    ({'base': ('plain', 'rotated')}, 'fedavg')
     >>> tried = study_from({"base": base, "methods": ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]}, tune=True)
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
@@ -173,46 +187,83 @@ def study_from(
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
         drawn = [tuning.seed]
-    kept, part = _kept(described, methods, "method"), _kept(changed, settings, "setting")
-    made, tried = _to_tune(described, kept, where) if tune else ({label: kept[label].options for label in kept}, {})
     for_all = _for_all(overrides)
+    divided = {
+        label: _folds(
+            base, label, own, [*(changes if tune else ()), *for_all], where, named=mapping.get("settings") is not None
+        )
+        for label, own in changed.items()
+    }
+    kept, part = _kept(described, methods, "method"), _kept_settings(divided, settings, where)
+    folds = {label: tuple(fold for fold in own if fold in part) for label, own in divided.items() if label not in own}
+    made, tried = _to_tune(described, kept, where) if tune else (kept, {})
     drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
 
-    def experiment(method: Mapping[str, Any], setting: str, seed: int, *, tuned: bool) -> Experiment:
-        named = Override("method", method, f"methods of {where}")
-        between = [*part[setting], *(changes if tuned else ()), Override("seed", seed, drawn_by)]
-        return experiment_from(base, f"base of {where}", [named, *between, *for_all])
+    def experiment(method: _Method, setting: str, seed: int, *, tuned: bool) -> Experiment:
+        named = Override("method", method.options, f"methods of {where}")
+        tuned_with = changes if tuned else []
+        between = [*part[setting].changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
+        return experiment_from(base, f"base of {where}", [named, *between, *for_all, *part[setting].left_out])
 
+    # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
     jobs = [
         Job(setting, label, seed, experiment(method, setting, seed, tuned=tune))
+        for seed in drawn
         for setting in part
         for label, method in made.items()
-        for seed in drawn
     ]
     if not tune:
         # Errors in a grid are found now, not when the study is tuned.
         for described_as in kept.values():
             for values in described_as.variants.values():
-                experiment(described_as.options | values, next(iter(part)), drawn[0], tuned=True)
+                experiment(described_as.with_values(values), next(iter(part)), drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
     for metric, origin in origins.items():
         check_metric(metric, origin)
-    if len(part) < len(changed) and not metrics:
+    if len(part) < sum(map(len, divided.values())) and not metrics:
         # A column may be of a group that only the other settings have.
         origins = {}
     if tune:
         origins[tuning.by] = f"tuning of {where}"
-    return Study(tuple(part), tuple(made), tuple(drawn), tuple(shown), tuple(jobs), split, tuning, tried, origins)
+    baseline = None if tune else _baseline(mapping.get("baseline"), described, made, where, divided=bool(folds))
+    return Study(
+        settings=tuple(part),
+        methods=tuple(made),
+        seeds=tuple(drawn),
+        metrics=tuple(shown),
+        jobs=tuple(jobs),
+        split=split,
+        tuning=tuning,
+        tried=tried,
+        origins=origins,
+        folds={label: own for label, own in folds.items() if own},
+        baseline=baseline,
+    )
 
 
 @dataclass(frozen=True)
 class _Method:
-    """A method as a study describes it: its options, and the values its grid stands for by the labels of its variants."""
+    """A method as a study describes it.
+
+    Attributes
+    ----------
+    options : dict
+        Its name and hyper-parameters.
+    variants : dict
+        The values its grid stands for, by the labels of its variants.
+    changes : list of Override
+        What else is different when it runs, such as the number of epochs.
+    """
 
     options: dict[str, Any]
     variants: dict[str, dict[str, Any]]
+    changes: list[Override]
+
+    def with_values(self, values: Mapping[str, Any]) -> _Method:
+        """Return a variant."""
+        return replace(self, options=self.options | dict(values))
 
 
 def _methods(given: Any, where: str) -> dict[str, _Method]:
@@ -225,7 +276,14 @@ def _methods(given: Any, where: str) -> dict[str, _Method]:
         label = _label(options.pop("label", options.get("name")), "methods", where)
         if label in methods:
             raise _called_alike(label, where)
-        methods[label] = _Method(options, _variants(options.pop("grid", {}), label, where))
+        variants, changes = _variants(options.pop("grid", {}), label, where), options.pop("set", {})
+        origin = f"set of method {label!r} of {where}"
+        if not isinstance(changes, Mapping):
+            raise InputError(f"{origin} must hold keys with values, got {changes!r}")
+        overrides = [Override(key, value, origin) for key, value in flat(changes)]
+        if strays := [override.key for override in overrides if override.key.partition(".")[0] in INSTEAD]:
+            raise InputError(f"{origin}: {strays[0]} has no meaning there")
+        methods[label] = _Method(options, variants, overrides)
     return methods
 
 
@@ -235,19 +293,19 @@ def _called_alike(label: str, where: str) -> InputError:
 
 def _to_tune(
     described: Mapping[str, _Method], kept: Mapping[str, _Method], where: str
-) -> tuple[dict[str, dict[str, Any]], Tried]:
+) -> tuple[dict[str, _Method], Tried]:
     """Return the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
     tried = {label: method.variants for label, method in kept.items() if method.variants}
     if not tried:
         raise InputError(f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}")
     first, method = next(iter(described.items()))
     reference = dict(itertools.islice(method.variants.items(), 1)) or {first: {}}
-    made: dict[str, dict[str, Any]] = {}
+    made: dict[str, _Method] = {}
     for label, variants in ({first: reference} | tried).items():
         for variant, values in variants.items():
             if variant in made:
                 raise _called_alike(variant, where)
-            made[variant] = described[label].options | values
+            made[variant] = described[label].with_values(values)
     return made, tried
 
 
@@ -273,6 +331,63 @@ def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> di
         if label not in there:
             raise unknown(kind, label, there, where=f"--{kind}")
     return {label: value for label, value in there.items() if not chosen or label in chosen}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a setting changes, and as a fold which group it leaves out, whatever else is set."""
+
+    changes: list[Override]
+    left_out: tuple[Override, ...] = ()
+
+
+def _folds(
+    base: Mapping[str, Any], label: str, changes: list[Override], later: list[Override], where: str, *, named: bool
+) -> dict[str, _Setting]:
+    """Return one setting for each group that is left out, by its label; the setting itself if ``leave_out`` is no list."""
+    data = base.get("data")
+    given, origin = (data.get("leave_out") if isinstance(data, Mapping) else None), f"base of {where}"
+    for override in (*changes, *later):
+        if override.key in ("data", LEAVE_OUT):
+            given, origin = (override.value if override.key == LEAVE_OUT else None), override.origin
+    if not isinstance(given, list):
+        return {label: _Setting(changes)}
+    groups = _list(given, f"{origin}: {LEAVE_OUT}", str)
+    return {
+        _label(f"{label}-{group}" if named else group, LEAVE_OUT, where): _Setting(
+            changes, (Override(LEAVE_OUT, group, origin),)
+        )
+        for group in groups
+    }
+
+
+def _kept_settings(
+    divided: Mapping[str, Mapping[str, _Setting]], chosen: Sequence[str] | None, where: str
+) -> dict[str, _Setting]:
+    """Return the settings and folds that were chosen by their own label or by that of the setting."""
+    every: dict[str, _Setting] = {}
+    for label, own in divided.items():
+        for fold, setting in own.items():
+            if fold in every or (fold != label and fold in divided):
+                raise InputError(
+                    f"{where}: two settings are called {fold!r}, one of them after a group that is left out"
+                )
+            every[fold] = setting
+    folds = {label: list(own) for label, own in divided.items()} | {fold: [fold] for fold in every}
+    wanted = {fold for own in _kept(folds, chosen, "setting").values() for fold in own}
+    return {label: setting for label, setting in every.items() if label in wanted}
+
+
+def _baseline(
+    given: Any, described: Mapping[str, Any], made: Mapping[str, Any], where: str, *, divided: bool
+) -> str | None:
+    """Return the method to compare with: the one named, or the first one if groups are left out in turn."""
+    if given is not None and str(given) not in described:
+        raise unknown("method", str(given), described, where=f"baseline of {where}")
+    usual = next(iter(described)) if divided else None
+    baseline = usual if given is None else str(given)
+    # Without its runs there is nothing to compare with.
+    return baseline if baseline in made else None
 
 
 def _for_all(given: Sequence[str | Override]) -> list[Override]:

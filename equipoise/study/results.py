@@ -7,10 +7,11 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from equipoise.run.records import task_of
 from equipoise.study.metrics import TOTALS, apart, model_of, value_of
 
 if TYPE_CHECKING:
@@ -41,20 +42,61 @@ class Results:
         count = len(self.study.seeds)
         return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The labels that have a table: the settings, then what stands for the mean over folds."""
+        return (*self.study.settings, *self.study.folds)
+
     def data(self, setting: str) -> str:
-        """Say what numbers of a setting were measured on, if it is not the test split."""
+        """Say what numbers of a setting were measured on."""
+        folds = self.study.folds
+        if setting in folds:
+            setting = f"{setting}: mean over left-out groups ({', '.join(folds[setting])})"
+        elif any(setting in labels for labels in folds.values()):
+            setting = f"{setting} left out"
         return setting if self.study.split == "test" else f"{setting}, validation data"
 
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
-        """Return a metric's value by seed; seeds whose run failed or has no such value are left out."""
-        found = {job.seed: value_of(summary, metric) for job, summary in self._runs(setting, method)}
-        return {seed: value for seed, value in found.items() if value is not None}
+        """Return a metric's value by seed; seeds whose run failed or has no such value are left out.
+
+        For the label of folds, it is the mean over the folds, of the seeds for which all folds have a value.
+        """
+        found = self._by_fold(setting, method, metric)
+        folds = self.study.folds.get(setting, (setting,))
+        complete = [seed for seed in self.study.seeds if all((fold, seed) in found for fold in folds)]
+        return {seed: statistics.fmean(found[fold, seed] for fold in folds) for seed in complete}
+
+    def _by_fold(self, setting: str, method: str, metric: str) -> dict[tuple[str, int], float]:
+        """Return a metric's value by fold and seed; a setting that is not divided is a fold of its own."""
+        found = {(job.setting, job.seed): value_of(summary, metric) for job, summary in self._runs(setting, method)}
+        return {which: value for which, value in found.items() if value is not None}
+
+    def difference(self, setting: str, method: str, metric: str) -> Difference:
+        """Compare a method with the baseline, in all folds and seeds for which both have a value."""
+        baseline = self.study.baseline
+        theirs = self._by_fold(setting, baseline, metric) if baseline else {}
+        ours = self._by_fold(setting, method, metric)
+        return Difference.of([ours[which] - theirs[which] for which in ours if which in theirs])
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The settings in which methods are compared with the baseline; folds together are one."""
+        return self.study.whole_settings if self.study.baseline and self.study.others else ()
+
+    def about_differences(self, setting: str) -> str:
+        """Return the title of a table of differences."""
+        over = "left-out groups and seeds" if setting in self.study.folds else "seeds"
+        return (
+            f"{setting}: difference from {self.study.baseline}, paired over {over}: "
+            "mean ± standard error (standard deviation; number of pairs)"
+        )
 
     def cell(self, setting: str, method: str, metric: str) -> str:
         """Write mean ± standard deviation over seeds."""
-        mean, spread, count = _statistics(self.values(setting, method, metric))
+        mean, spread, count = _statistics(self.values(setting, method, metric).values())
         if mean is None:
-            lost = any(path.parts[:2] == (setting, method) for path in self.failures)
+            folds = self.study.folds.get(setting, (setting,))
+            lost = any(path.parts[0] in folds and path.parts[1] == method for path in self.failures)
             return "failed" if lost else "–"
         text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
         return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
@@ -77,8 +119,9 @@ class Results:
         return next((model for model in models if model), None)
 
     def _runs(self, setting: str, method: str) -> Iterator[tuple[Job, Mapping[str, Any]]]:
+        folds = self.study.folds.get(setting, (setting,))
         for job in self.study.jobs:
-            if (job.setting, job.method) == (setting, method) and job.path in self.summaries:
+            if job.setting in folds and job.method == method and job.path in self.summaries:
                 yield job, self.summaries[job.path]
 
     def groups(self, setting: str) -> list[str]:
@@ -93,23 +136,24 @@ class Results:
     def worst_group(self, setting: str, method: str) -> str | None:
         """Name the group a method serves worst, on average over seeds."""
         means = {
-            group: _statistics(self.values(setting, method, f"groups.{group}"))[0] for group in self.groups(setting)
+            group: _statistics(self.values(setting, method, f"groups.{group}").values())[0]
+            for group in self.groups(setting)
         }
         scores = {group: mean for group, mean in means.items() if mean is not None}
         if not scores:
             return None
-        return max(scores, key=scores.__getitem__) if self._of_losses else min(scores, key=scores.__getitem__)
+        return max(scores, key=scores.__getitem__) if self._lower_is_better else min(scores, key=scores.__getitem__)
 
     @property
-    def _of_losses(self) -> bool:
-        return any(summary["score"] == "loss" for summary in self.summaries.values())
+    def _lower_is_better(self) -> bool:
+        return any(not task_of(summary).higher_is_better for summary in self.summaries.values())
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
         """Return the best values of every method with a grid, as far as a run of it succeeded."""
         tuning, best = self.study.tuning, {}
         reference = self._tuned(setting, self.study.methods[0], "mean")
         if reference is None:
-            reference = math.inf if self._of_losses else -math.inf
+            reference = math.inf if self._lower_is_better else -math.inf
         for method, variants in self.study.tried.items():
             measured = {}
             for label in variants:
@@ -117,7 +161,7 @@ class Results:
                 if mean is not None and by is not None:
                     measured[label] = (mean, by)
             if measured:
-                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._of_losses)]
+                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._lower_is_better)]
         return best
 
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:
@@ -126,7 +170,7 @@ class Results:
     @property
     def undecided(self) -> list[tuple[str, str]]:
         """List the settings and methods with a grid for which nothing could be chosen."""
-        settings, tried = self.study.settings, self.study.tried
+        settings, tried = self.study.whole_settings, self.study.tried
         return [(setting, method) for setting in settings for method in tried if method not in self.chosen(setting)]
 
     @property
@@ -135,7 +179,7 @@ class Results:
         summaries, by = self.summaries.values(), self.study.tuning.by
         empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
         found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
-        for setting in self.study.settings:
+        for setting in self.study.whole_settings:
             first, chosen = self.study.methods[0], self.chosen(setting)
             if chosen and self._tuned(setting, first, "mean") is None:
                 found.append(f"{setting}: chosen whatever the mean, because {first} has none to compare with")
@@ -155,13 +199,19 @@ class Results:
         ]
         failures = {path.as_posix(): message for path, message in self.failures.items()}
         plain = {"metrics": list(self.study.metrics), "split": self.study.split, "std": self.spread, "results": rows}
-        chosen = {setting: self.chosen(setting) for setting in self.study.settings} if self.study.tried else None
+        if self.compared:
+            named = ("setting", "method", "metric")
+            plain["differences"] = [
+                {**dict(zip(named, which, strict=True)), "baseline": self.study.baseline, **asdict(difference)}
+                for *which, difference in self._differences()
+            ]
+        chosen = {setting: self.chosen(setting) for setting in self.study.whole_settings} if self.study.tried else None
         return plain | {"failures": failures, "warnings": self.warnings} | ({"chosen": chosen} if chosen else {})
 
     def markdown(self) -> str:
         """Write the tables as Markdown."""
         lines = []
-        for setting in self.study.settings:
+        for setting in self.tables:
             tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
             if groups := self.groups(setting):
                 tables[f"{setting}: mean over the clients of each group"] = {
@@ -170,11 +220,17 @@ class Results:
             for title, columns in tables.items():
                 models = self.models(setting, columns.values())
                 header = ["method", *(["model"] if models else []), *columns]
-                lines += [f"**{title}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+                rows = []
                 for method in self.study.methods:
                     cells = (self.cell(setting, method, metric) for metric in columns.values())
-                    lines.append(f"| {' | '.join([method, *([models[method]] if models else []), *cells])} |")
-                lines.append("")
+                    rows.append([method, *([models[method]] if models else []), *cells])
+                lines += _table(title, header, rows)
+        for setting in self.compared:
+            rows = [
+                [method, *(self.difference(setting, method, metric).cell for metric in self.study.metrics)]
+                for method in self.study.others
+            ]
+            lines += _table(self.about_differences(setting), ["method", *self.study.metrics], rows)
         lines += [f"Warning: {message}\n" for message in self.warnings]
         lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
         return "\n".join(lines)
@@ -189,21 +245,85 @@ class Results:
         rows = ([*which, seed, value] for *which, _, seeds in self._rows() for seed, value in seeds.items())
         return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
+    def csv_differences(self) -> str:
+        """Write one row a setting, method and metric: how the method differs from the baseline."""
+        rows = (
+            [setting, method, self.study.baseline, metric, *asdict(difference).values()]
+            for setting, method, metric, difference in self._differences()
+        )
+        return _csv(["setting", "method", "baseline", "metric", *(item.name for item in fields(Difference))], rows)
+
+    def _differences(self) -> Iterator[tuple[str, str, str, Difference]]:
+        for setting in self.compared:
+            for method in self.study.others:
+                for metric in self.study.metrics:
+                    yield setting, method, metric, self.difference(setting, method, metric)
+
     def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, dict[int, float]]]:
-        for setting in self.study.settings:
+        for setting in self.tables:
             metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
             for method in self.study.methods:
                 for metric in metrics:
                     seeds = self.values(setting, method, metric)
-                    yield setting, method, self._model(setting, method, metric), metric, _statistics(seeds), seeds
+                    yield (
+                        setting,
+                        method,
+                        self._model(setting, method, metric),
+                        metric,
+                        _statistics(seeds.values()),
+                        seeds,
+                    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a method differs from another, from pairs of runs that differ in nothing else.
+
+    Attributes
+    ----------
+    mean : float or None
+        The mean difference; None without pairs.
+    std : float or None
+        The sample standard deviation (n - 1) of the differences; None for fewer than two pairs.
+    standard_error : float or None
+        ``std`` divided by √n.
+    pairs : int
+        The number n of pairs.
+
+    Examples
+    --------
+    >>> Difference.of([0.03, 0.01, 0.02, 0.02]).cell
+    '+0.020 ± 0.004 (0.008; 4)'
+    """
+
+    mean: float | None
+    std: float | None
+    standard_error: float | None
+    pairs: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Difference:
+        """Summarize the differences of all pairs."""
+        mean, std, pairs = _statistics(differences)
+        return cls(mean, std, None if std is None else std / math.sqrt(pairs), pairs)
+
+    @property
+    def cell(self) -> str:
+        """The difference as a cell of a table."""
+        if self.mean is None:
+            return "–"
+        mean = f"+{_number(self.mean)}" if self.mean >= 0 else _number(self.mean)
+        if self.std is None or self.standard_error is None:
+            return f"{mean} ({self.pairs})"
+        return f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs})"
 
 
 _Statistics = tuple[float | None, float | None, int]
 
 
-def _statistics(values: Mapping[int, float]) -> _Statistics:
+def _statistics(values: Iterable[float]) -> _Statistics:
     """Return mean, sample standard deviation and number of values, as far as they are defined."""
-    numbers = list(values.values())
+    numbers = list(values)
     mean = statistics.fmean(numbers) if numbers else None
     return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)
 
@@ -217,6 +337,12 @@ def _said(models: Mapping[str, str]) -> str:
     if len(set(models.values())) > 1:
         return ", ".join(f"{who} {model}" for who, model in models.items())
     return next(iter(models.values()), "–")
+
+
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown, with its title before and an empty line after it."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    return [f"**{title}**", "", lines[0], "|---" * len(header) + "|", *lines[1:], ""]
 
 
 def _csv(header: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from equipoise.engine.task import Task
 from equipoise.errors import InputError, RunError
+from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
-from equipoise.run.records import summarize_rows
+from equipoise.run.records import summarize_rows, task_of
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
@@ -35,6 +35,8 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
             continue
         found, wanted = read_config(directory), job.experiment.plain()
         del found["resolved"]
+        # The experiment may leave the names of classes to the data.
+        wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
         # Runs in one process have no Flower settings in their configuration.
         wanted.pop("flower", None)
         if difference := first_difference(found, wanted):
@@ -56,8 +58,8 @@ def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield f"{before}{key}", value
 
 
-def finished(directory: Path, split: str) -> dict[str, Any] | None:
-    """Return the summary of a split if the run is done."""
+def finished(directory: Path, split: str, *, validation: bool = False) -> dict[str, Any] | None:
+    """Return the summary of a split if the run is done; ``validation``: whether that of validation data is needed."""
     path = directory / SUMMARY
     if not path.exists() or not (directory / CONFIG).exists():
         return None
@@ -68,18 +70,21 @@ def finished(directory: Path, split: str) -> dict[str, Any] | None:
         raise RunError(f"cannot read {path}: {error}; {_AGAIN}") from error
     if missing:
         raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}; {_AGAIN}")
-    return _on_split(summary, directory, split)
+    if "validation" not in summary and (validation or split == "val"):
+        summary["validation"] = _validated(summary, directory)
+    return _on_split(summary, split)
 
 
-def _on_split(summary: dict[str, Any], directory: Path, split: str) -> dict[str, Any]:
-    """Return the summary with the results of another split than the test split, worked out from the run's rows."""
-    if split == "test":
-        return summary
+def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
+    return summary if split == "test" else {**summary, "results": summary["validation"]}
+
+
+def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Compute the results on validation data of a run of an earlier release, whose summary has none."""
     journal = Journal(directory / "metrics.jsonl")
-    task = Task("regression" if summary["score"] == "loss" else "classification")
     try:
         rows = [row for row in journal if row["round"] == summary["round"]]
-        return {**summary, "results": summarize_rows(rows, task, split=split)}
+        return summarize_rows(rows, task_of(summary), split="val")
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"cannot read {journal.path}: {type(error).__name__}: {error}") from error
 
@@ -117,7 +122,7 @@ def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] 
         recorded = read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
         with _threads(recorded):
             summary = job.experiment.run(directory, resume=broken_off).summary
-        return _on_split(summary, directory, split)
+        return _on_split(summary, split)
     except (InputError, RunError) as error:
         return str(error)
     except Exception as error:

@@ -32,3 +32,7 @@ def test_every_source_is_named():
 
 def test_every_option_of_image_folders_is_named():
     assert first_column("## Image folders") == set(signature(recipe_of("imagefolder")).parameters) - {"seed"}
+
+
+def test_every_option_of_prostate_volumes_is_named():
+    assert first_column("## Prostate volumes") == set(signature(recipe_of("prostate")).parameters) - {"seed"}

@@ -11,7 +11,7 @@ import torch
 
 from equipoise.data import Assignment, ByGroup, Iid, Natural, Source, federate
 from equipoise.errors import InputError
-from equipoise.federation import Federation
+from equipoise.federation import SPLITS, Federation
 
 SOURCE = Source(
     x=torch.arange(300.0)[:, None],
@@ -61,6 +61,26 @@ def test_left_out_group_is_unseen_on_top() -> None:
     assert federation.unseen[~in_b].sum() == 2
 
 
+@pytest.mark.parametrize("splits", [(0.7, 0.1, 0.2), (0.8, 0.2, 0.0)])
+def test_a_left_out_group_is_test_data_as_a_whole(splits: tuple[float, float, float]) -> None:
+    whole, federation = (
+        federate(SOURCE, Iid(12), splits=splits),
+        federate(SOURCE, Iid(12), splits=splits, leave_out="b"),
+    )
+    assert sorted(federation.test.indices[np.isin(federation.test.holders, np.flatnonzero(federation.unseen))]) == list(
+        range(100, 200)
+    )
+    for client in range(12):
+        if federation.unseen[client]:
+            assert not federation.train.of(client).size
+            assert not federation.val.of(client).size
+            held = [whole.split(name).of(client) for name in ("train", "val", "test")]
+            assert sorted(federation.test.of(client)) == sorted(np.concatenate(held))
+        else:
+            for name in ("train", "val", "test"):
+                assert np.array_equal(federation.split(name).of(client), whole.split(name).of(client))
+
+
 def test_unseen_clients_keep_their_splits() -> None:
     seen, held_out = federate(SOURCE, Iid(6)), federate(SOURCE, Iid(6), unseen=[2])
     for split in ("train", "val", "test"):
@@ -93,6 +113,25 @@ def test_natural_clients_equal_those_of_from_arrays() -> None:
     x, y = torch.rand(22, 2), torch.arange(22) % 2
     natural = federate(Source(x=x, y=y, ids=ids), Natural(), seed=4)
     assert natural.fingerprint() == Federation.from_arrays(x, y, clients=ids, seed=4).fingerprint()
+
+
+def test_units_are_never_divided() -> None:
+    """Units of very unequal sizes: shares are of units, and each unit of a client lies in one split."""
+    sizes = [1, 7, 2, 9, 4, 3, 1, 8, 5, 6] * 2
+    units = np.repeat(np.arange(20), sizes)
+    ids = np.repeat(["north", "south"], len(units) // 2)
+    source = Source(x=torch.arange(len(units)).view(-1, 1), y=torch.zeros(len(units)).long(), ids=ids, units=units)
+    federation = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=3)
+    held = {name: [set(units[federation.split(name).of(client)].tolist()) for client in range(2)] for name in SPLITS}
+    for client in range(2):
+        assert [len(held[name][client]) for name in SPLITS] == [6, 2, 2]
+        assert set().union(*(held[name][client] for name in SPLITS)) == set(range(10 * client, 10 * client + 10))
+    everything = np.concatenate([federation.split(name).indices for name in SPLITS])
+    assert sorted(everything.tolist()) == list(range(len(units)))
+    other = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=4)
+    assert other.train.indices.tolist() != federation.train.indices.tolist()
+    with pytest.raises(InputError, match="units of source 'custom' has 3 rows, x has 5"):
+        Source(x=torch.zeros(5, 1), y=torch.zeros(5).long(), units=np.arange(3))
 
 
 # ---- test samples of groups ------------------------------------------------------------------------------------------
@@ -149,6 +188,13 @@ def test_shared_test_samples_stay_with_unseen_clients_and_pooled_data() -> None:
     federation = federate(published(), ByGroup(1), test="group", unseen=[0])
     assert federation.test.sizes.tolist() == [20] * 6
     assert federation.pooled().test.sizes.tolist() == [60]
+
+
+def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
+    federation = federate(published(), ByGroup(1), splits=(1.0, 0.0, 0.0), test="group", leave_out="b")
+    assert federation.train.sizes.tolist() == [20, 60, 0, 0, 20, 60]
+    assert federation.test.sizes.tolist() == [20, 20, 40, 80, 20, 20]
+    assert set(federation.test.of(2)) & set(federation.test.of(3)) == set(range(100, 200, 5))
 
 
 @pytest.mark.parametrize(

@@ -348,3 +348,10 @@ def test_real_pacs(monkeypatch):
     # Sketches are black on white.
     whiteness = [float(source.x[source.groups == group].float().mean()) for group in range(4)]
     assert whiteness[3] > 230 > max(whiteness[:3])
+
+
+def test_the_federation_knows_the_names_of_the_classes(tmp_path):
+    write(tmp_path / "animals", classes=("dog", "cat", "big_mouse"))
+    root = str(tmp_path / "animals")
+    assert load("imagefolder", root=root, size=8).class_names == ("big_mouse", "cat", "dog")
+    assert load("imagefolder", root=root, size=8, classes=("dog", "cat")).class_names == ("dog", "cat")

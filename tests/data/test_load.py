@@ -80,8 +80,17 @@ def test_load_with_another_partition() -> None:
 def test_every_registered_name_resolves() -> None:
     ours = {name for name, place in SOURCES.items() if isinstance(place, str)}
     assert ours == {
-        *("digits", "mnist", "emnist", "digitfive", "cifar"),
-        *("leaf", "shakespeare", "silos", "imagefolder"),
+        "digits",
+        "mnist",
+        "emnist",
+        "digitfive",
+        "cifar",
+        "leaf",
+        "shakespeare",
+        "silos",
+        "imagefolder",
+        "prostate",
+        "ellipses",
     }
     assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
     assert all(callable(recipe_of(name)) for name in SOURCES)

@@ -65,6 +65,32 @@ def test_numbers_as_targets(tmp_path):
     assert source.classes is None
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, ">i4", np.float32])
+def test_labels_of_any_type(tmp_path, kind):
+    folder = write(tmp_path, "c0", 6)
+    np.savez(folder / "data.npz", x=np.zeros((6, 2)), y=(np.arange(6) % 3).astype(kind))
+    source = silos(root=str(tmp_path))
+    assert source.y.dtype == torch.int64
+    assert source.y.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_labels_that_are_not_whole_numbers_are_refused(tmp_path):
+    folder = write(tmp_path, "c0", 6)
+    np.savez(folder / "data.npz", x=np.zeros((6, 2)), y=np.arange(6) / 2)
+    with pytest.raises(InputError, match="sample 1 has label 0.5 in y; labels must be whole numbers"):
+        silos(root=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int32])
+def test_masks_as_targets(tmp_path, kind):
+    folder = write(tmp_path, "c0", 6)
+    masks = np.random.default_rng(0).integers(0, 2, (6, 4, 5))
+    np.savez(folder / "data.npz", x=np.zeros((6, 1, 4, 5)), y=masks.astype(kind))
+    source = silos(root=str(tmp_path), task="segmentation")
+    assert (source.y.dtype, source.classes) == (torch.uint8, 2)
+    assert np.array_equal(source.y.numpy(), masks)
+
+
 def test_the_data_directory_is_the_usual_one(tmp_path, monkeypatch):
     write(tmp_path / "silos", "c0", 6)
     monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))

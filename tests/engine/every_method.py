@@ -1,4 +1,4 @@
-"""Short training runs of every method, with images, with text and with prompts in a frozen transformer."""
+"""Short training runs of every method, with images, with text, and with prompts or adapters in frozen transformers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from equipoise.methods import build, names
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
-from tests.engine.federations import images, text
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer
+from tests.engine.federations import images, masks, text
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer, unet
 
 pictures = partial(images, shape=(1, 8, 8))
 SETTINGS = {
@@ -21,11 +21,30 @@ SETTINGS = {
     "prompts": (pictures, lambda: transformer(depth=2), 0.1),
     "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
     "vit": (pictures, lambda: transformer("vit"), 0.05),
+    "clip adapter": (pictures, lambda: transformer("clipadapter"), 0.5),
+    "clip prompts": (pictures, lambda: transformer("clipprompts", context=3), 0.5),
+    "clip prompts, plain attention": (pictures, lambda: transformer("clipprompts", context=3, fused=False), 0.5),
 }
 # What is not the name of a method itself.
-VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
+VARIANTS = {
+    "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
+    "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
+}
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
-OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
+OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
+# These have something to train in one part only; methods that treat the parts apart refuse them.
+OF_CLIP = (
+    "fedavg",
+    "fedprox",
+    "ditto",
+    "perfedavg",
+    "perfedavg, hessian",
+    "ga",
+    "faa",
+    "grace",
+    "fftgp",
+    "fedclip, contrastive",
+)
 
 
 def fits(method, what):
@@ -34,7 +53,7 @@ def fits(method, what):
         return False
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
         return False
-    return method in OF_VIT or what != "vit"
+    return (method in OF_VIT or what != "vit") and (method in OF_CLIP or not what.startswith("clip"))
 
 
 PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)]
@@ -64,3 +83,8 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
 def skipped(models, what):
     """Name the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
     return {name for name in models if what != "text" and name.split()[1] in WITHOUT_GRADIENT}
+
+
+# Masks need a U-Net, which is slow: with first and with second derivatives.
+SETTINGS["segmentation"] = (masks, unet, 0.1)
+PAIRS += [("fedavg", "segmentation"), ("perfedavg, hessian", "segmentation")]

@@ -11,15 +11,27 @@ SIZES = [1, 3, 7, 20, 53, 8, 2, 16, 9, 31]
 THREE_COHORTS = [np.arange(10), np.array([0, 2, 4, 5, 9]), np.array([1, 3, 4, 6, 7, 8])]
 
 
-def images(seed=0, sizes=SIZES, shape=(2, 5, 5)):
-    """Ten clients of very unequal sizes; each holds its samples in train, one more in test."""
+def images(seed=0, sizes=SIZES, shape=(2, 5, 5), splits=(1.0, 0.0, 0.0)):
+    """Ten clients of very unequal sizes; by default each holds all its samples in train."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(sizes)
     x = torch.randn(total, *shape, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (total,), generator=generator)
     y[:4] = torch.arange(4)
     clients = np.repeat(np.arange(len(sizes)), sizes)
-    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), classes=4)
+    return Federation.from_arrays(x, y, clients=clients, splits=splits, classes=4)
+
+
+def masks(seed=0, sizes=SIZES, shape=(2, 9, 11)):
+    """Ten clients of very unequal sizes; pixels of two kinds of objects are brighter in one of two channels."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(sizes)
+    y = torch.randint(0, 3, (total, *shape[1:]), generator=generator)
+    x = torch.randn(total, *shape, generator=generator, dtype=torch.float64)
+    x[:, 0] += (y == 1).double()
+    x[:, 1] += (y == 2).double()
+    clients = np.repeat(np.arange(len(sizes)), sizes)
+    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), task="segmentation")
 
 
 def text(seed=0, sizes=SIZES):

@@ -41,9 +41,14 @@ def lstm():
 
 
 def transformer(name="vitprompts", **options):
-    """A vision transformer for images of shape (1, 8, 8); ``vitprompts`` is frozen but for its prompts."""
+    """A transformer for images of shape (1, 8, 8); all but ``vit`` are frozen except for prompts or an adapter."""
     small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, **options}
     return build(name, shape=(1, 8, 8), classes=4, seed=5, **small).double()
+
+
+def unet(norm="instance"):
+    """A U-Net for images of shape (2, 9, 11) and three classes."""
+    return build("unet", shape=(2, 9, 11), classes=3, seed=6, width=2, depth=2, norm=norm).double()
 
 
 class Tempered(nn.Module):

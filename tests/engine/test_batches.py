@@ -167,6 +167,52 @@ def test_without_shuffling_epochs_repeat():
     assert steps == [[100, 101, 102, 103, 104], [105, 106]] * 2
 
 
+# ---- parts of batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 12])
+def test_halves_are_the_halves_of_each_batch(batch_size):
+    """The second half is the larger one, and both halves of a single sample are that sample."""
+    whole = drawn(batch_size=batch_size, epochs=2)
+    halves = whole.split(2)
+    assert halves.steps.tolist() == whole.steps.tolist()
+    assert halves.a_step == 2
+    for row in range(len(ORDERED)):
+        for step, samples in enumerate(samples_of(whole, row)):
+            half = len(samples) // 2
+            for batch, wanted in ((2 * step, samples[: max(1, half)]), (2 * step + 1, samples[half:])):
+                count = halves.counts[row, batch]
+                assert halves.positions[row, batch, :count].tolist() == wanted
+                assert torch.equal(halves.held[halves.index[row, batch]], halves.positions[row, batch])
+
+
+def test_parts_by_hand():
+    """Client 2 holds 12 samples, in batches of 5, 5 and 2; client 3 holds one."""
+    parts = drawn(batch_size=5, epochs=1).split(3)
+    assert parts.counts[0].tolist() == [1, 2, 2, 1, 2, 2, 1, 1, 1]
+    assert parts.counts[3, :3].tolist() == [1, 1, 1]
+    assert parts.samples().tolist() == [13, 5 + 3, 5 + 3, 3]
+    assert parts.of_step(1) == slice(3, 6)
+
+
+def test_padding_of_parts_repeats_samples_of_the_client():
+    halves = drawn(batch_size=5).split(2)
+    for row, client in enumerate(ORDERED):
+        assert set(halves.positions[row].flatten().tolist()) <= set(HELD[client])
+
+
+def test_parts_have_random_numbers_of_their_own_whatever_their_chunk_mates():
+    halves = drawn(batch_size=3).split(2)
+    assert len(halves.keys.unique()) == halves.keys.numel()
+    for row, client in enumerate(ORDERED):
+        alone = drawn(np.array([client]), batch_size=3).split(2)
+        assert torch.equal(alone.keys[0], halves.keys[row, : alone.keys.shape[1]])
+        for batch in range(2 * int(alone.steps[0])):
+            count = alone.counts[0, batch]
+            assert count == halves.counts[row, batch]
+            assert torch.equal(alone.positions[0, batch, :count], halves.positions[row, batch, :count])
+
+
 # ---- batches larger than clients -------------------------------------------------------------------------------------
 
 

@@ -99,3 +99,24 @@ def test_stems_encode_as_many_samples_as_their_own_activations_allow():
     assert samples_a_pass(network, 1) == 4096
     plain = engine_of(Model(nn.Linear(8192, 8), nn.Linear(8, 4), stem=stem), encode=False).network
     assert plain.activations == stem_activations + 8 + 4
+
+
+class Constant(nn.Module):
+    """A head that makes scores of weights which a frozen layer makes of fixed inputs, whatever the batch."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.inputs = nn.Parameter(torch.ones(rows, 64))
+        self.layer = Frozen(nn.Linear(64, 64))
+
+    def forward(self, z):
+        return z @ self.layer(self.inputs)[:4].T
+
+
+def test_what_does_not_grow_with_the_batch_counts_once():
+    rows = 2**14
+    engine = engine_of(Model(nn.Flatten(), Constant(rows)), batch_size=1000)
+    # Features and scores of each sample; the frozen layer and the one inside it for the batch.
+    assert (engine.network.activations, engine.network.fixed_activations) == (64 + 4, 2 * 64 * rows)
+    assert engine.chunk == min(PARAMETERS // (64 * rows), STEP // (1000 * 68 + 2 * 64 * rows)) == 1
+    assert samples_a_pass(engine.network, 1) == 4096

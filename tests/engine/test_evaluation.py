@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise import tasks
 from equipoise.engine import chunking
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.federation import Federation, Split
 from equipoise.models.base import Model
 
@@ -50,7 +50,7 @@ def module(outputs=3, running=True):
 
 def setting(task="classification", outputs=3, targets=None, running=True):
     data = federation(task, targets)
-    network = Network(module(outputs, running), Task(task), dtype=torch.float64)
+    network = Network(module(outputs, running), tasks.build(task), dtype=torch.float64)
     return network, DeviceData(data, torch.device("cpu"), torch.float64), data
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Phase, personal_model, plain_gradient
+from equipoise.method import LocalRule, Phase, personal_loss, personal_model, plain_gradient, task_loss
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models.base import Model
@@ -516,6 +516,128 @@ def test_phases_on_the_same_batches_look_at_the_same_number_of_them():
 
     with pytest.raises(InputError, match="looks at 2 batches a step, and the phase before at 1"):
         rounds_by_engine(Uneven(), mlp(), [[0]], chunk=1)
+
+
+# ---- several losses --------------------------------------------------------------------------------------------------
+
+
+def doubled(client):
+    return 2 * client.task_loss()
+
+
+def by_hand_with_turns(client, factors, *, batches, epochs):
+    """Losses that take turns batch by batch; the batches of a step are added up."""
+    own = normalised().train()
+    norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    x, y = held_by(images(sizes=SIZES), client)
+    stream = enumerate(hand_batches(len(x), fold(fold(SEED, 0), client), 0))
+    for _ in range(-(-epochs * -(-len(x) // BATCH) // batches)):
+        value = 0
+        for index, (number, batch) in enumerate(itertools.islice(stream, batches)):
+            for norm in norms:
+                norm.momentum = 0.0 if index else 0.1
+            value = value + factors[number % len(factors)] * F.cross_entropy(own(x[batch]), y[batch])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    return tensors(own)
+
+
+@CHUNKS
+@pytest.mark.parametrize("batches", [1, 2])
+def test_losses_take_turns_batch_by_batch(batches, chunk):
+    """Two losses and steps of one batch last twice as long; with steps of two batches each batch has its loss."""
+
+    @dataclass(frozen=True)
+    class TwoLosses(LocalRule):
+        def phases(self):
+            gradient = Weighted((1.0,) * batches)
+            return (Phase(loss=(task_loss, doubled), gradient=gradient),)
+
+    found = rounds_by_engine(TwoLosses(), normalised(), [EVERYONE], chunk=chunk, epochs=2)
+    epochs = 4 if batches == 1 else 2
+    wanted = [by_hand_with_turns(client, (1, 2), batches=batches, epochs=epochs) for client in EVERYONE]
+    assert distance(found.model, average(wanted, SIZES), NOISE) <= 1e-9
+    steps = [-(-epochs * -(-size // BATCH) // batches) for size in SIZES]
+    assert found.updates[0].reports["steps"].tolist() == steps
+
+
+def test_which_loss_a_step_uses():
+    three = Phase(loss=(task_loss, doubled, personal_loss))
+    assert (three.turns, [three.losses_in(step) for step in (0, 1, 5)]) == (
+        3,
+        [(task_loss,), (doubled,), (personal_loss,)],
+    )
+    four = Phase(loss=(task_loss, doubled, doubled, personal_loss), gradient=Weighted())
+    assert (four.turns, four.losses_in(3)) == (2, (doubled, personal_loss))
+    one = Phase(gradient=Weighted((1.0, 1.0, 1.0)))
+    assert (one.turns, one.losses_in(7)) == (1, (task_loss,) * 3)
+
+
+@pytest.mark.parametrize("losses", [(), (task_loss,) * 3], ids=["none", "three"])
+def test_losses_that_do_not_fit_the_batches_of_a_step_are_refused(losses):
+    with pytest.raises(InputError, match=f"{len(losses)} losses for the 2 batches of its gradient"):
+        Phase(loss=losses, gradient=Weighted())
+
+
+@dataclass(frozen=True)
+class Halves(LocalRule):
+    weights: tuple = (1.0, 0.5)
+
+    def phases(self):
+        return (Phase(gradient=Weighted(self.weights), batch="split"),)
+
+
+@CHUNKS
+def test_a_step_on_parts_of_one_batch(chunk):
+    federation, wanted, losses = images(sizes=SIZES), [], []
+    for client in EVERYONE:
+        own = mlp().train()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        x, y = held_by(federation, client)
+        total, samples = 0.0, 0
+        for batch in hand_batches(len(x), fold(fold(SEED, 0), client), 0, 2):
+            half = len(batch) // 2
+            first, second = batch[: max(1, half)], batch[half:]
+            value = F.cross_entropy(own(x[first]), y[first]) + 0.5 * F.cross_entropy(own(x[second]), y[second])
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            seen = len(first) + len(second)
+            total, samples = total + value.item() * seen, samples + seen
+        wanted.append(tensors(own))
+        losses.append(total / samples)
+    found = rounds_by_engine(Halves(), mlp(), [EVERYONE], chunk=chunk, epochs=2)
+    assert distance(found.model, average(wanted, SIZES)) <= 1e-9
+    assert found.updates[0].reports["train_loss"].tolist() == pytest.approx(losses, abs=1e-10)
+    assert found.updates[0].reports["steps"].tolist() == [2 * -(-size // BATCH) for size in SIZES]
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
+    """The second phase moves the head on the same halves: with weights 0 and 1 on the second one alone."""
+
+    @dataclass(frozen=True)
+    class Shares(LocalRule):
+        interleaved = True
+
+        def phases(self):
+            return (
+                Phase(move="features", gradient=Weighted((1.0, 0.0)), batch="split"),
+                Phase(move="head", gradient=Weighted((0.0, 1.0)), batch="same"),
+            )
+
+    found = rounds_by_engine(Shares(), mlp(), [[2]], chunk=chunk)
+    own = mlp()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (own.features, own.head)]
+    x, y = held_by(images(sizes=SIZES), 2)
+    for batch in hand_batches(len(x), fold(fold(SEED, 0), 2), 0, 1):
+        for optimizer, half in zip(optimizers, (batch[: len(batch) // 2], batch[len(batch) // 2 :]), strict=True):
+            own.zero_grad()
+            F.cross_entropy(own(x[half]), y[half]).backward()
+            optimizer.step()
+    assert distance(found.model, tensors(own)) <= 1e-9
 
 
 # ---- steps of different length ---------------------------------------------------------------------------------------

@@ -14,11 +14,17 @@ from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 
 
-@pytest.mark.parametrize("name", ["rounds", "epochs", "batch_size", "steps"])
+@pytest.mark.parametrize("name", ["epochs", "batch_size", "steps"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_lengths_are_whole_numbers_of_at_least_one(name, value):
     with pytest.raises(InputError, match=f"training.{name} must be a whole number of at least 1, got {value!r}"):
         Training(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
+def test_rounds_are_a_whole_number(value):
+    with pytest.raises(InputError, match=f"training.rounds must be a whole number of at least 0, got {value!r}"):
+        Training(rounds=value)
 
 
 def test_steps_may_be_left_open():

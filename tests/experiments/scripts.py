@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 
@@ -9,5 +10,7 @@ def load_script(path):
     """Import a script by its path."""
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

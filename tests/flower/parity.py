@@ -14,7 +14,7 @@ from equipoise.run.files import load_tensors
 from tests.flower.loop import own_nodes, run_on_loop
 
 TOLERANCE = 1e-9
-METRICS = ("loss", "accuracy", "gap")
+METRICS = ("loss", "accuracy", "dice", "gap")
 
 
 def with_clients():
@@ -58,6 +58,7 @@ def compare(path, folder, tolerance=TOLERANCE):
         assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=tolerance)
         assert (one["bytes_up"], one["bytes_down"]) == (other["bytes_up"], other["bytes_down"])
+        assert (one["messages"], one["evaluations"]) == (other["messages"], other["evaluations"])
         assert one.get("clients") == other.get("clients")
         assert_same_notes(one.get("notes", {}), other.get("notes", {}))
     for client in range(4):

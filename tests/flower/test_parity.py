@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from equipoise import methods
+from equipoise.data import load
 from tests.flower import own_methods as their_methods
 from tests.flower.loop import write_experiment, write_silos
 from tests.flower.parity import compare, with_clients
@@ -63,6 +64,30 @@ def test_test_samples_in_a_file_of_their_own_are_the_same(tmp_path):
         np.savez(where, x=rng.random((5, 1, 8, 8)), y=np.arange(5))
     alone, _, _ = compare(write_experiment(tmp_path, training={"rounds": 2}), tmp_path)
     assert alone.trainer.federation.test.sizes.tolist() == [5] * 4
+
+
+def test_masks_are_the_same(tmp_path):
+    sites = load("ellipses", images=8, size=12, empty=0.2)
+    for client in range(4):
+        rows = np.concatenate([sites.split(split).of(client) for split in ("train", "val", "test")])
+        folder = tmp_path / "silos" / f"client-{client}"
+        folder.mkdir(parents=True)
+        np.savez(folder / "data.npz", x=sites.x[rows].numpy(), y=sites.y[rows].numpy())
+    path = write_experiment(
+        tmp_path,
+        data={"classes": 2, "task": "segmentation"},
+        method="ditto",
+        model={"name": "unet", "width": 2, "depth": 1},
+        training={
+            "rounds": 2,
+            "cohort": 3,
+            "batch_size": 3,
+            "optimizer": {"name": "adam", "lr": 0.01},
+            "augment": ["flip"],
+        },
+    )
+    alone, _, _ = compare(path, tmp_path)
+    assert alone.summary["score"] == "dice"
 
 
 OWN = {

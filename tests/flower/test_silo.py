@@ -13,6 +13,7 @@ from equipoise.federation import Federation
 from equipoise.flower.roster import Description, Roster, read_roster
 from equipoise.flower.silo import client_number, open_silo, placed
 from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.parity import assert_same_rows
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,24 @@ def test_a_directory_needs_an_experiment_on_silos(tmp_path, folder):
 def test_test_samples_of_other_clients_are_not_there(folder, tmp_path):
     path = write_experiment(tmp_path, data={"root": str(folder / "silos"), "test": "group"})
     with pytest.raises(InputError, match="data.test: group needs the test samples of other clients"):
+        open_silo(path, {}, own_nodes(folder)[0])
+
+
+def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(folder):
+    path = write_experiment(
+        folder, data={"splits": [0.8, 0.2, 0.0], "leave_out": "plain"}, method="perfedavg", training={"rounds": 2}
+    )
+    alone = load_experiment(path).run()
+    nodes = [{"client": c, "memory": str(folder / "memory" / f"left-out-{c}")} for c in range(4)]
+    run, _ = run_on_loop(path, nodes)
+    assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics))
+    assert {row["group"] for row in run.trainer.metrics if row["split"] == "test"} == {"plain"}
+    assert set(run.summary["results"]) == {"global"}
+
+
+def test_leaving_out_a_group_of_directories_is_refused(folder):
+    path = write_experiment(folder, data={"leave_out": "plain"})
+    with pytest.raises(InputError, match="data.leave_out='plain' is not applied to data that nodes have"):
         open_silo(path, {}, own_nodes(folder)[0])
 
 

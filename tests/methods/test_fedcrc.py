@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise import tasks
 from equipoise.client import Client
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build
@@ -130,7 +130,7 @@ def test_a_new_client_makes_a_personal_head_from_the_global_one():
 def two_heads(shared, own):
     """A client whose features are the input, with two classes, a head that says ``shared`` and one that says ``own``."""
     features, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)
-    network = Network(Model(features, head).double(), Task("classification"), dtype=torch.float64)
+    network = Network(Model(features, head).double(), tasks.build("classification"), dtype=torch.float64)
     column = {"head.weight": shared, "personal.head.weight": own}
     params = {name: torch.tensor(value, dtype=torch.float64).view(2, 1).log() for name, value in column.items()}
     return Client(

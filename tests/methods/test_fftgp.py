@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.method import mix
-from equipoise.methods import build
+from equipoise.methods import build, options_of
 from equipoise.methods.fftgp import equal_gap_weights, slopes
 from equipoise.methods.ga import generalization_adjustment
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.small_models import normalised
 from tests.methods.domains import TRAINING, adjusted_by_hand, first_weights, local_step, loss, regression
 from tests.rounds import linear, play
 
@@ -87,7 +90,7 @@ def test_always_on_the_simplex(clients):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_rounds_by_hand(every):
-    """Gaps are measured in rounds 1, 1 + n, ...; between, GA adjusts the weights by those of the round before."""
+    """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the round before."""
     world = regression()
     played = play(build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING)
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
@@ -101,16 +104,17 @@ def test_rounds_by_hand(every):
             mixed = sum(s * trained[k] for s, k in zip(weights, cohort, strict=True))
             return np.array([loss(world, k, mixed, "val") for k in cohort]) - mine
 
-        if (number - 1) % every == 0:
+        if number % every == 0:
             gap = gaps(share)
             nudged = adjusted_by_hand(share, gap, 0.1)
             slope = np.maximum((nudged - share) / (gap - gaps(nudged)), 0)
             fair = np.clip(share + slope * (gap - (slope * gap).sum() / slope.sum()), 0, 1)
             share = fair / fair.sum()
         else:
-            known = took_part[here] == number - 1
+            known = (took_part[here] == number - 1) & np.isfinite(own[here])
             before = np.array([loss(world, k, w, "val") for k in cohort])
-            share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
+            if known.any():
+                share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
         a[here] = share * a[here].sum()
         own[here], took_part[here] = mine, number
         w = sum(s * trained[k] for s, k in zip(share, cohort, strict=True))
@@ -120,8 +124,37 @@ def test_rounds_by_hand(every):
 
 
 def test_a_round_sends_three_models_down():
-    ours, plain = (play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts for n in ("faa", "fedavg"))
-    assert [cohort.bytes_down for cohort in ours] == [3 * cohort.bytes_down for cohort in plain]
+    faa, fftgp, plain = (
+        [cohort.bytes_down for cohort in play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts]
+        for n in ("faa", "fftgp", "fedavg")
+    )
+    assert faa == fftgp == [3 * bytes_down for bytes_down in plain]
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_fftgp_is_both_parts_with_the_options_of_both(restore):
+    of_clients = {"align": 0.5, "alignment": "deepcoral", "restore": restore}
+    of_server = {"step": 0.1, "decay": False, "centred": False, "every": 2, "slope_limit": 5.0}
+    federation = images(sizes=[9, 6, 14], splits=(0.6, 0.4, 0.0))
+    how = {"batch_size": 4, "epochs": 2, "optimizer": Sgd(lr=0.1)}
+    one, two = (
+        play(method, federation, normalised(), [[0, 1, 2]] * 3, **how)
+        for method in (
+            build("fftgp", **of_clients, **of_server),
+            build("bgp", **of_clients, aggregation={"name": "faa", **of_server}),
+        )
+    )
+    assert distance(one.model, two.model) == 0
+    assert [state.notes["weights"].tolist() for state in one.states[1:]] == [
+        state.notes["weights"].tolist() for state in two.states[1:]
+    ]
+
+
+def test_fftgp_by_default_is_bgp_and_faa():
+    bgp, faa, fftgp = (options_of(name) for name in ("bgp", "faa", "fftgp"))
+    assert fftgp == {**faa, **bgp}
+    method = build("fftgp")
+    assert method.local is method.aggregation
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -159,6 +192,30 @@ def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
     assert faa < 0.5 * fedavg
 
 
+def test_fftgp_narrows_the_gaps_of_bgp_on_digits():
+    """Tables 11 and 12 combine both parts: the clients' models are as good, and the gaps differ less."""
+    digits = load(
+        "digits",
+        imbalance=1,
+        partition={"name": "group", "imbalance": 1, "clients_per_group": [1] * 5},
+        splits=(0.6, 0.4, 0.0),
+        leave_out="textured",
+    )
+    module, found = build_model("mlp", shape=digits.shape, classes=10, seed=0), {}
+    for name in ("bgp", "fftgp"):
+        how = {"precision": "float32", "batch_size": 16, "optimizer": Sgd(lr=0.1)}
+        reports = ("val_loss_after", "val_score_after")
+        played = play(build(name), digits, module, [digits.seen] * 12, reports=reports, **how)
+        variances = [
+            float((cohort.evaluate(state.model, "val")["loss"] - updates.reports["val_loss_after"]).var())
+            for cohort, state, updates in zip(played.cohorts, played.states[1:], played.updates, strict=True)
+        ]
+        scores = [float(updates.reports["val_score_after"].mean()) for updates in played.updates]
+        found[name] = np.median(variances), np.mean(scores)
+    assert found["fftgp"][0] < 0.5 * found["bgp"][0]
+    assert found["fftgp"][1] > found["bgp"][1] - 0.05
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -170,3 +227,16 @@ def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
 def test_refusals(options, message):
     with pytest.raises(InputError, match=message):
         build("faa", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "fftgp.every must be a whole number of at least 1, got 0"),
+        ({"align": -1.0}, "fftgp.align must be a finite number of at least 0"),
+        ({"mu": 1.0}, "unknown hyper-parameter of fftgp 'mu'"),
+    ],
+)
+def test_refusals_of_both_parts(options, message):
+    with pytest.raises(InputError, match=message):
+        build("fftgp", **options)

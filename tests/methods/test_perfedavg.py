@@ -193,6 +193,20 @@ def test_the_global_model_settles_where_one_step_later_is_best(hessian, power):
     assert weight(found.model) == pytest.approx(float((shares * centres).sum() / shares.sum()), abs=1e-9)
 
 
+def test_without_alpha_the_inner_step_follows_the_learning_rate():
+    def square(params):
+        return params[0].square().sum(1)
+
+    params = [torch.tensor([[4.0], [2.0]])]
+    losses, gradients = MetaGradient().at_rate(torch.tensor([0.25, 0.5]).double())([square, square], params)
+    # After the inner step w is 4 − 0.25 · 8 = 2 and 2 − 0.5 · 4 = 0.
+    assert losses.tolist() == [4.0, 0.0]
+    assert gradients[0].tolist() == [[4.0], [0.0]]
+    assert MetaGradient(0.1).at_rate(0.5) == MetaGradient(0.1)
+    with pytest.raises(InputError, match="follows the learning rate"):
+        MetaGradient()([square, square], params)
+
+
 # ---- personal models -------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equipoise import tasks
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
-from equipoise.models.attention import Attention, Block
+from equipoise.models.attention import Attention, Block, attend
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
 from equipoise.models.layers import Forward
@@ -43,6 +43,22 @@ def by_pytorch(attention: Attention) -> nn.MultiheadAttention:
     state = attention.state_dict()
     wanted.load_state_dict({theirs: state[ours] for theirs, ours in names.items()})
     return wanted
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_causal_attention_leaves_later_tokens_out(fused):
+    attention, x = filled(Attention(WIDTH, HEADS, fused)), normal(SAMPLES, TOKENS, WIDTH)
+    attention.causal = True
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    wanted, _ = by_pytorch(attention)(x, x, x, need_weights=False, attn_mask=later)
+    torch.testing.assert_close(attention(x), wanted, rtol=0, atol=1e-13)
+    # What a token makes of itself and those before it does not depend on how many follow.
+    torch.testing.assert_close(attention(x[:, :2]), wanted[:, :2], rtol=0, atol=1e-13)
+
+
+def test_causal_attention_of_a_single_query_sees_the_first_token():
+    q, k, v = (normal(2, tokens, 4, seed=tokens) for tokens in (1, 3, 3))
+    torch.testing.assert_close(attend(q, k, v, is_causal=True), v[:, :1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -134,7 +150,7 @@ def test_fused_attention_inside_a_frozen_module_matches_the_plain_one():
 
 def test_dropout_is_the_engines():
     model = Model(nn.Sequential(Block(WIDTH, HEADS, dropout=0.5), nn.Flatten()), nn.Linear(TOKENS * WIDTH, 2))
-    network = Network(model.double(), Task("classification"), dtype=torch.float64)
+    network = Network(model.double(), tasks.build("classification"), dtype=torch.float64)
     x = normal(SAMPLES, TOKENS, WIDTH)
     network.try_out(x, torch.tensor([0, 1, 0, 1]), 2)
     keys = torch.tensor([1, 1, 2])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from equipoise.errors import InputError
-from equipoise.models.base import Model, width_of
+from equipoise.models.base import Model, pooled, width_of
 
 
 def still(module: nn.Module) -> nn.Module:
@@ -49,3 +49,14 @@ def test_forward_ignores_parts_that_were_attached() -> None:
 def test_the_width_of_z_is_known_whatever_the_type(dtype: torch.dtype) -> None:
     model = Model(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), nn.Linear(3, 2)).to(dtype)
     assert width_of(model, (2, 2)) == 3
+
+
+def test_vectors_are_aligned_as_they_are_and_maps_by_their_means() -> None:
+    model = Model(nn.Identity(), nn.Identity())
+    draws = torch.Generator().manual_seed(0)
+    vectors, images, sequences = (torch.rand(5, 3, *s, generator=draws) for s in ((), (4, 2), (7,)))
+    assert model.aligned_rows == "samples"
+    assert torch.equal(model.aligned(vectors), vectors)
+    torch.testing.assert_close(model.aligned(images), images.mean((2, 3)))
+    torch.testing.assert_close(model.aligned(sequences), sequences.mean(2))
+    assert pooled(torch.rand(5, generator=draws)).shape == (5, 1)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
 
+from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.task import Task
 from equipoise.methods import build as method_named
 from equipoise.models import build, layers
 from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
@@ -301,6 +301,22 @@ def test_gradients_of_max_pool_can_be_differentiated():
         torch.testing.assert_close(own, other)
 
 
+def test_results_may_be_changed_in_place():
+    x, weight = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4).requires_grad_(), normal(CLIENTS, CHANNELS, seed=1)
+
+    def of_one_client(in_place):
+        def value(x, weight):
+            y, *_ = kernels.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
+            y = y.add_(x) if in_place else y + x
+            pooled = kernels.max_pool(y, (2, 2))
+            return (pooled.mul_(2) if in_place else pooled * 2).square().sum()
+
+        return value
+
+    changed, kept = (torch.autograd.grad(vmap(of_one_client(way))(x, weight).sum(), x)[0] for way in (True, False))
+    assert torch.equal(changed, kept)
+
+
 def test_kernels_work_where_these_tests_run():
     assert vmap(lambda x: x + kernels.work_on(x.device))(torch.zeros(2, device=DEVICE)).tolist() == [1, 1]
 
@@ -376,7 +392,7 @@ def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, ever
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], device=DEVICE).float() if masked else None
 
     def step(dtype):
-        network = Network(module, Task("classification"), torch.device(DEVICE), dtype)
+        network = Network(module, tasks.build("classification"), torch.device(DEVICE), dtype)
         initial = network.initial()
         stacked = {
             n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype) for i, (n, t) in enumerate(initial.items())

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
 
+from equipoise import tasks
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models.base import Model
 from equipoise.models.layers import (
@@ -170,7 +170,7 @@ def test_a_single_value_without_running_statistics_is_its_own_mean(masked):
 
 def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
     features = nn.Sequential(nn.Conv2d(2, CHANNELS, 2), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten())
-    network = Network(Model(features, nn.Linear(CHANNELS * 4, 2)), Task("classification"), dtype=torch.float64)
+    network = Network(Model(features, nn.Linear(CHANNELS * 4, 2)), tasks.build("classification"), dtype=torch.float64)
     clients, rows = 4, 6
     x = normal(clients, rows, 2, 3, 3)
     counts = [6, 1, 3, 5]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from equipoise import tasks
 from equipoise.config import experiment_from
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.models.attention import Block
@@ -183,7 +183,7 @@ def test_everything_moves_or_only_the_head(saved, name):
 def test_the_engine_takes_it_as_it_is(saved, name, freeze):
     """Without dropout of its own, samples beside each other, or tensors the engine would not find."""
     model = made(name, saved[name], freeze=freeze)
-    Network(model, Task("classification")).try_out(images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4)
+    Network(model, tasks.build("classification")).try_out(images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4)
 
 
 @NAMES
@@ -214,7 +214,7 @@ def test_stacked_clients_match_one_by_one(saved, name):
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_batch_norm_is_the_engines_and_moves_as_that_of_pytorch_would(saved, name):
     model = made(name, saved[name]).double()
-    network = Network(model, Task("classification"), dtype=torch.float64)
+    network = Network(model, tasks.build("classification"), dtype=torch.float64)
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     assert sum(isinstance(layer, BatchNorm) for layer in network.module.modules()) == len(norms) > 5
     x = uniform(6, 3, 32, 32)

@@ -10,9 +10,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from equipoise import tasks
 from equipoise.config import experiment_from
 from equipoise.engine.network import Network
-from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build as build_method
@@ -216,7 +216,7 @@ def test_experiments_take_the_options(name):
     experiment = experiment_from({"data": "digits", "model": {"name": name, "width": 8, "heads": 2, "mlp_ratio": 2}})
     assert experiment.model == {"name": name, **defaults(name), "width": 8, "heads": 2, "mlp_ratio": 2}
     model = build(shape=(1, 8, 8), classes=10, **experiment.model)
-    Network(model, Task("classification")).try_out(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), 10)
+    Network(model, tasks.build("classification")).try_out(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), 10)
 
 
 def test_prompts_and_head_learn_digits():

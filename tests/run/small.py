@@ -14,7 +14,14 @@ from equipoise import Federation, Training, train
 from equipoise.optimizers import optimizer_named
 
 # What a run promises byte for byte; timings.jsonl is what may differ.
-PROMISED = ("model.safetensors", "personal.safetensors", "metrics.jsonl", "rounds.jsonl", "summary.json")
+PROMISED = (
+    "model.safetensors",
+    "personal.safetensors",
+    "local.safetensors",
+    "metrics.jsonl",
+    "rounds.jsonl",
+    "summary.json",
+)
 MODEL = {"name": "mlp", "hidden": [12], "dropout": 0.2}
 TRAINING = Training(rounds=7, cohort=4, batch_size=8, epochs=2, optimizer=optimizer_named("sgd", lr=0.2, momentum=0.5))
 

@@ -309,8 +309,8 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rounds": 0}, "training.rounds must be a whole number of at least 1, got 0"),
-        ({"rounds": 2.5}, "training.rounds must be a whole number of at least 1, got 2.5"),
+        ({"rounds": -1}, "training.rounds must be a whole number of at least 0, got -1"),
+        ({"rounds": 2.5}, "training.rounds must be a whole number of at least 0, got 2.5"),
         ({"epochs": 0}, "training.epochs must be a whole number of at least 1, got 0"),
         ({"batch_size": 0}, "training.batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": True}, "training.batch_size must be a whole number of at least 1, got True"),

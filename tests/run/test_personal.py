@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise import train
 from equipoise.data import load
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
@@ -147,6 +148,18 @@ def test_unseen_clients_have_personal_rows_only_if_they_can_adapt():
     assert ("personal", True) not in rows(trained(None, method="local"))
     assert rows(trained(None)) == {("global", False), ("global", True)}
     assert ("personal", True) in rows(trained(None, fine_tune=FineTune()))
+
+
+def test_a_client_without_training_data_has_no_personal_model():
+    data = load("digits", splits=(0.8, 0.2, 0.0), leave_out="plain")
+    for method in ("perfedavg", "fedbabu"):
+        run = train(data, method=method, rounds=1)
+        assert set(run.summary["results"]) == {"global"}
+        assert set(run.summary["results"]["global"]) == {"unseen"}
+        assert {model: set(who) for model, who in run.summary["validation"].items()} == {
+            "global": {"seen"},
+            "personal": {"seen"},
+        }
 
 
 def test_fine_tuning_follows_any_method_and_starts_from_the_personal_model():

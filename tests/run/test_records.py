@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise import Federation, fairness, train
-from equipoise.engine.task import Task
+from equipoise import Federation, fairness, tasks, train
 from equipoise.federation import Split
 from equipoise.run.records import client_rows, summarize_rows
 
-TASK = Task("classification")
+TASK = tasks.build("classification")
 
 
 def four_clients():

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise import tasks
 from equipoise.checks import count
 from equipoise.data.draws import generator
 from equipoise.data.source import Source
@@ -244,7 +245,7 @@ def members_by_group(source: Source) -> list[Ints]:
 
 
 def labels_of(source: Source, partition: str) -> Ints:
-    """Return the labels of a source, which must be a classification.
+    """Return the labels of a source, whose samples must have one label each.
 
     Parameters
     ----------
@@ -264,8 +265,10 @@ def labels_of(source: Source, partition: str) -> Ints:
     >>> labels_of(Source(x=torch.zeros(2, 1), y=torch.tensor([3, 1])), "dirichlet").tolist()
     [3, 1]
     """
-    if source.task != "classification":
-        raise InputError(f"the {partition} partition needs labels, but source {source.name!r} is a {source.task}")
+    if not tasks.build(source.task).labels:
+        raise InputError(
+            f"the {partition} partition needs one label a sample, but source {source.name!r} is a {source.task}"
+        )
     return source.y.cpu().numpy()
 
 

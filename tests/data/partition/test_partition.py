@@ -337,7 +337,7 @@ MIXED = Source(
         (Dirichlet(5, 0), plain(), "beta must be a finite number above 0, got 0"),
         (Dirichlet(5, float("nan")), plain(), "beta must be a finite number above 0, got nan"),
         (Dirichlet(5, "much"), plain(), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
-        (Dirichlet(5, 1.0), REGRESSION, "needs labels"),
+        (Dirichlet(5, 1.0), REGRESSION, "needs one label a sample"),
         (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),

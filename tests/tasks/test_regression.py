@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from equipoise import Federation, Machine, train
-from equipoise.engine.task import Task
+from equipoise import Federation, Machine, tasks, train
 from equipoise.errors import InputError
 from equipoise.models.base import Model
 
-REGRESSION = Task("regression")
+REGRESSION = tasks.build("regression")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,181 @@
+"""Run directories opened to evaluate their models again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from equipoise.data import SOURCES
+from equipoise.data import load as load_data
+from equipoise.engine.arithmetic import exact_arithmetic
+from equipoise.engine.evaluation import evaluate_shared
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
+from equipoise.errors import InputError
+from equipoise.federation import Federation
+from equipoise.imports import import_own
+from equipoise.run.api import GLOBAL, NAMES, load, read_config
+from equipoise.run.checkpoint import read_local
+from equipoise.run.evaluation import Models
+from equipoise.run.files import load_tensors
+from equipoise.tree import Tree
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A finished run whose models can be evaluated.
+
+    Parameters
+    ----------
+    directory : Path
+        The run directory.
+    federation : Federation
+        Its data.
+    engine : StackedEngine
+        An engine on these data with the model of the run.
+
+    Attributes
+    ----------
+    local : Models
+        The local models of the last round, which ``evaluation.keep_local`` has kept.
+    shared : Tree
+        The global model.
+    """
+
+    directory: Path
+    federation: Federation
+    engine: StackedEngine
+
+    @cached_property
+    def local(self) -> Models:
+        """The local models of the last round."""
+        return read_local(self.directory)
+
+    @cached_property
+    def shared(self) -> Tree:
+        """The global model."""
+        tensors, note = load_tensors(self.directory / GLOBAL)
+        if not note["whole"]:
+            raise InputError(f"the run in {self.directory} has no global model: its clients keep parts of the model")
+        return self.on_device(tensors)
+
+    @property
+    def shared_round(self) -> int:
+        """The round of the global model."""
+        return int(load_tensors(self.directory / GLOBAL)[1]["round"])
+
+    def on_device(self, tree: Tree) -> Tree:
+        """Move tensors to the device of the engine."""
+        network = self.engine.network
+        return {name: tensor.to(network.device, network.dtype) for name, tensor in tree.items()}
+
+    def mixed(self, clients: Sequence[int], factors: NDArray[np.float64]) -> Tree:
+        """Return Σ_k f_k w_k over the local models of some clients, for factors that sum to one.
+
+        Buffers, such as the variances of BatchNorm, are mixed with the factors clipped at 0 and scaled, because a
+        combination outside the convex hull of the models may make them negative.
+        """
+        rows = [self.local.clients.index(client) for client in clients]
+        inside = np.clip(factors, 0, None)
+        buffers = self.engine.network.buffers
+        mixture: Tree = dict(self.local.shared)
+        for name, stack in self.local.own.items():
+            weights = torch.from_numpy(inside / inside.sum() if name in buffers else factors)
+            mixture[name] = torch.tensordot(weights, stack[rows].double(), dims=1)
+        return self.on_device(mixture)
+
+    def losses(self, params: Tree, split: str, clients: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the loss of a model on each client's own samples of a split."""
+        engine = self.engine
+        with exact_arithmetic(engine.machine):
+            return evaluate_shared(engine.network, engine.data, params, self.federation.split(split), clients)["loss"]
+
+
+def open_run(
+    run: str | Path,
+    *,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    device: str = "auto",
+    local: bool = False,
+) -> OpenedRun:
+    """Open a run directory to evaluate its models.
+
+    Parameters
+    ----------
+    run : path
+        The run directory.
+    federation : Federation, optional
+        Its data; by default those that its configuration names.
+    module : nn.Module, optional
+        The model's architecture, needed only if the run was made with a module of its own.
+    device : str
+        ``auto``, ``cpu`` or ``cuda``.
+    local : bool
+        Whether its local models are needed. Without them a run with a global model is enough.
+
+    Returns
+    -------
+    OpenedRun
+        With the data and the model loaded.
+    """
+    directory = Path(run)
+    config = read_config(directory)
+    import_own(config.get("imports", []), beside=directory)
+    if federation is None:
+        federation = _data_of(directory, config)
+    if (there := federation.fingerprint()) != config["resolved"]["fingerprint"]:
+        raise InputError(
+            f"the run in {directory} was trained on other data: their fingerprint is "
+            f"{config['resolved']['fingerprint']}, that of federation {federation.name!r} is {there}"
+        )
+    client = read_local(directory).clients[0] if local else None
+    network = load(directory, client, local=local, module=module)
+    machine = Machine(**{**config["machine"], "device": device, "chunk": "auto"})
+    return OpenedRun(directory, federation, StackedEngine(federation, network, Training(), machine))
+
+
+def labels_of(run: str | Path, clients: Sequence[int]) -> list[str]:
+    """Return what a figure calls clients: their names, with their numbers where these are needed to tell them apart."""
+    path = Path(run) / NAMES
+    names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return distinct_labels(clients, names)
+
+
+def distinct_labels(clients: Sequence[int], names: Sequence[str] | None) -> list[str]:
+    """Return a label for each of some clients, all different.
+
+    Examples
+    --------
+    >>> distinct_labels([0, 2], ["north", "south", "west"]), distinct_labels([0, 1], ["north", "north"])
+    (['north', 'west'], ['north (0)', 'north (1)'])
+    >>> distinct_labels([4], None)
+    ['client 4']
+    """
+    called = [names[client] if names else str(client) for client in clients]
+    labels = []
+    for client, name in zip(clients, called, strict=True):
+        if name.isdecimal():
+            labels.append(f"client {client}")
+        else:
+            # ``global`` is the label of the global model.
+            labels.append(f"{name} ({client})" if called.count(name) > 1 or name == "global" else name)
+    return labels
+
+
+def _data_of(directory: Path, config: dict[str, Any]) -> Federation:
+    described = config["data"]
+    if described["name"] not in SOURCES:
+        raise InputError(
+            f"the configuration of the run in {directory} does not say how its data were made; pass them as federation="
+        )
+    return load_data(**described)

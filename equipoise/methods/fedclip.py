@@ -1,0 +1,66 @@
+"""FedCLIP (Lu et al., 2023) and PromptFL (Guo et al., 2024): FedAvg of what is trained in a frozen CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.client import Client
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+
+
+@register("fedclip", paper="Lu et al., 2023")
+@dataclass(frozen=True)
+class FedCLIP(LocalRule):
+    """Train an adapter after CLIP's image encoder; its usual model is ``clipadapter``.
+
+    The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss instead: with s_ij the
+    score of image i and the prompt of image j's class, a batch of n images has the loss
+
+        − 1/(2n) Σ_i [ log(exp s_ii / Σ_j exp s_ij) + log(exp s_ii / Σ_j exp s_ji) ],
+
+    in which other images of the same class count as wrong answers. The authors weight all clients equally
+    (``weights: uniform``).
+
+    Parameters
+    ----------
+    contrastive : bool
+        Whether to use the contrastive loss.
+    """
+
+    contrastive: bool = False
+    usual_model = "clipadapter"
+
+    def phases(self) -> Sequence[Phase]:
+        """Train everything that is not frozen."""
+        return (Phase(loss=self.contrastive_loss),) if self.contrastive else super().phases()
+
+    def contrastive_loss(self, client: Client) -> Tensor:
+        """Compare each image with the prompts of all images of the batch, and each prompt with all images."""
+        client.network.task.require_labels("fedclip compares images with classes")
+        output = client.output()
+        chosen = (client.y.unsqueeze(1) == torch.arange(output.shape[1], device=output.device)).to(output.dtype)
+        scores = output @ chosen.T
+        own = scores.diagonal(dim1=-2, dim2=-1)
+        if client.mask is not None:
+            # Padding is neither a wrong prompt nor a wrong image. Its own score stays, so that its values are finite.
+            beside = ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+            here = client.mask.to(torch.bool)
+            scores = scores.masked_fill(beside & ~(here.unsqueeze(0) & here.unsqueeze(1)), float("-inf"))
+        return (scores.logsumexp(1) + scores.logsumexp(0)) / 2 - own
+
+
+@register("promptfl", paper="Guo et al., IEEE TMC 2024")
+@dataclass(frozen=True)
+class PromptFL(LocalRule):
+    """Train the context of CLIP's prompts with the task's loss; its usual model is ``clipprompts``.
+
+    The context vectors are averaged with the method's client weights. (The authors' code keeps references to one model for
+    all clients, so that its average is the last client's model.)
+    """
+
+    usual_model = "clipprompts"

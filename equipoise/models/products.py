@@ -1,0 +1,168 @@
+"""Matrix products with float32 accuracy on tensor cores, which round their factors to TF32.
+
+A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x rounded to
+11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x h_w; the term
+left out, l_x l_w, is below 2⁻²² of the product.
+
+Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small terms
+first, and these sums are added in float32 as usual.
+
+Only imported where Triton is installed: see ``equipoise.models.layers``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SPLIT = {"ROWS": 16, "COLUMNS": 128}
+_TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
+# The parts of x and w that are on their way from memory while others are multiplied, in bytes.
+_STAGE = 4 * _TILE["INNER"] * (_TILE["ROWS"] + 2 * _TILE["COLUMNS"])
+# Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200, B200. On others, such
+# as cards for games, three TF32 products take longer than one in float32.
+_FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
+
+
+@cache
+def pay_on(device: torch.device) -> bool:
+    """Say whether split products are faster than float32 products on a device."""
+    return torch.cuda.get_device_capability(device) in _FAST_TF32
+
+
+@cache
+def _stages(device: torch.device) -> int:
+    """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
+    if device.type != "cuda":  # Triton's interpreter.
+        return 1
+    found = torch.cuda.get_device_properties(device)
+    # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
+    memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return max(1, min(4, memory // _STAGE))
+
+
+@triton.jit
+def _rounded(x: tl.tensor) -> tl.tensor:
+    """Round to the nearest TF32 number: half a unit is added, then the 13 lowest bits are cleared."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _split(
+    x: tl.tensor,
+    parts: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write the high part of a tile, and its low part behind all high parts."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0)
+    high = _rounded(values)
+    to = parts + row * columns + column
+    tl.store(to, high, mask=inside)
+    tl.store(to + rows.to(tl.int64) * columns, _rounded(values - high), mask=inside)
+
+
+@triton.jit
+def _multiply(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """Write a tile of x wᵀ + b. The weights are split: the high parts, then the low ones."""
+    across = tl.cdiv(columns, COLUMNS)
+    # Tiles next to each other read the same rows of x.
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    along = tl.arange(0, INNER)
+    left = x + row.to(tl.int64)[:, None] * inner + along[None, :]
+    right = weight + column[:, None] * inner + along[None, :]
+    low_parts = columns * inner
+    row_inside, column_inside = (row < rows)[:, None], (column < columns)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for done in range(0, inner, INNER):
+        ahead = (along < inner - done)[None, :]
+        values = tl.load(left + done, mask=row_inside & ahead, other=0.0)
+        w_high = tl.load(right + done, mask=column_inside & ahead, other=0.0)
+        w_low = tl.load(right + low_parts + done, mask=column_inside & ahead, other=0.0)
+        high = _rounded(values)
+        part = tl.dot(_rounded(values - high), tl.trans(w_high), input_precision="tf32")
+        part = tl.dot(high, tl.trans(w_low), part, input_precision="tf32")
+        total += tl.dot(high, tl.trans(w_high), part, input_precision="tf32")
+    inside = row_inside & (column < columns)[None, :]
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
+    tl.store(y + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
+
+
+def split(x: Tensor) -> Tensor:
+    """Return the high and the low part of a matrix.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[rows, columns]``, float32, with any strides.
+
+    Returns
+    -------
+    Tensor
+        ``[2, rows, columns]``, contiguous.
+    """
+    rows, columns = x.shape
+    parts = x.new_empty(2, rows, columns)
+    grid = triton.cdiv(rows, _SPLIT["ROWS"]), triton.cdiv(columns, _SPLIT["COLUMNS"])
+    with torch.cuda.device_of(x):
+        _split[grid](x, parts, rows, columns, *x.stride(), **_SPLIT)
+    return parts
+
+
+class SplitProduct(torch.autograd.Function):
+    """x wᵀ + b for a matrix w and a vector b that are never trained: the gradient is that towards x only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply ``[rows, inner]`` by the transpose of ``[columns, inner]``."""
+        ctx.save_for_backward(weight)
+        (rows, inner), columns = x.shape, len(weight)
+        y = x.new_empty(rows, columns)
+        tiles = triton.cdiv(rows, _TILE["ROWS"]) * triton.cdiv(columns, _TILE["COLUMNS"])
+        with torch.cuda.device_of(x):
+            _multiply[(tiles,)](
+                x.contiguous(),
+                split(weight),
+                bias,
+                y,
+                rows,
+                columns,
+                inner,
+                BIASED=bias is not None,
+                num_stages=_stages(x.device),
+                **_TILE,
+            )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:
+        """Multiply by the weights themselves. This product can be differentiated in turn."""
+        (weight,) = ctx.saved_tensors
+        return SplitProduct.apply(upper, weight.t(), None), None, None

@@ -1,0 +1,193 @@
+"""The interface of tasks: the loss and the metrics of each sample, and which targets are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import InputError
+
+
+class Task:
+    """What is learned.
+
+    A task is a class without state, registered with :func:`equipoise.tasks.register`. It defines
+    :meth:`loss`. A task whose score is not the loss also defines :meth:`metrics`. The other methods
+    have defaults for targets that are numbers.
+
+    ``loss`` and ``metrics`` are called for one client's batch, and for many clients at once under
+    ``torch.func.vmap``. They must not branch on values. Rows of padding are passed too; their
+    values are ignored.
+
+    Attributes
+    ----------
+    name : str
+        The name it is registered under.
+    score : str
+        The main metric of tables, one of those that :meth:`metrics` returns.
+    higher_is_better : bool
+        Whether a larger score is a better one.
+    labels : bool
+        Whether each sample has one class, as partitions by label and label counts require.
+    floating : bool
+        Whether targets are floating point numbers.
+    spatial : bool
+        Whether the target of an image is an image of the same height and width. Augmentations that
+        move pixels are then applied to both.
+
+    Examples
+    --------
+    >>> class Absolute(Task):
+    ...     def loss(self, output, y):
+    ...         return (output.squeeze(1) - y).abs()
+    >>> Absolute().metrics(torch.tensor([[2.0]]), torch.tensor([0.5]))
+    {'loss': tensor([1.5000])}
+    """
+
+    name: ClassVar[str] = ""
+    score: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
+    labels: ClassVar[bool] = False
+    floating: ClassVar[bool] = True
+    spatial: ClassVar[bool] = False
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of each sample, ``[samples]``.
+
+        Parameters
+        ----------
+        output : Tensor
+            The model's outputs, samples first.
+        y : Tensor
+            The targets.
+        """
+        raise NotImplementedError(f"the task {type(self).__name__} defines no loss")
+
+    def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return the loss and all other metrics of each sample by name, ``[samples]`` each."""
+        return {"loss": self.loss(output, y)}
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Convert given targets to the type in which a federation holds them."""
+        return y
+
+    def classes_in(self, y: Tensor) -> int | None:
+        """Return the number of classes that targets imply, or ``None`` if the task has no classes."""
+        return None
+
+    def check(self, y: Tensor, shape: Sequence[int]) -> None:
+        """Refuse targets of the wrong type or shape.
+
+        Parameters
+        ----------
+        y : Tensor
+            The targets of all samples.
+        shape : sequence of int
+            The shape of one sample.
+
+        Raises
+        ------
+        InputError
+            If they do not fit the task.
+        """
+
+    def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
+        """Find the first sample with an invalid target.
+
+        Parameters
+        ----------
+        y : Tensor
+            The targets of all samples, already accepted by :meth:`check`.
+        classes : int or None
+            The number of classes.
+
+        Returns
+        -------
+        tuple of int and str, or None
+            Its position, and what is wrong with it.
+        """
+        if not y.is_floating_point():
+            return None
+        finite = torch.isfinite(y)
+        if bool(finite.all()):
+            return None
+        return int((~finite).nonzero()[0, 0]), "has NaN or infinity in y; all values must be finite"
+
+    def outputs(self, y: Tensor, classes: int | None) -> int:
+        """Return how many numbers a model returns for a sample, or for a pixel if the task is spatial."""
+        if classes is not None:
+            return classes
+        return y.shape[1] if y.ndim == 2 else 1
+
+    def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
+        """Return what the federation has, if a model's outputs do not fit it.
+
+        Parameters
+        ----------
+        output, y : Tensor
+            The model's outputs for a few samples, and their targets.
+        outputs : int
+            What :meth:`outputs` returned.
+
+        Returns
+        -------
+        str or None
+            Such as ``"10 classes"``; ``None`` if the outputs fit.
+        """
+        return None if output.numel() == y.numel() else f"{outputs} targets a sample"
+
+    def require_labels(self, why: str) -> None:
+        """Refuse a task without one class for each sample.
+
+        Parameters
+        ----------
+        why : str
+            What needs labels, such as ``"fedcrc compares class probabilities"``.
+
+        Raises
+        ------
+        InputError
+            If samples have no labels.
+
+        Examples
+        --------
+        >>> Task().require_labels("this partition divides samples by label")
+        Traceback (most recent call last):
+        equipoise.errors.InputError: this partition divides samples by label, but the task of this federation is Task
+        """
+        if not self.labels:
+            raise InputError(f"{why}, but the task of this federation is {self.name or type(self).__name__}")
+
+
+def whole_numbers(y: Tensor) -> Tensor:
+    """Convert labels to int64; labels that are not whole numbers are refused.
+
+    Parameters
+    ----------
+    y : Tensor
+        One row a sample.
+
+    Returns
+    -------
+    Tensor
+        The same numbers.
+
+    Examples
+    --------
+    >>> whole_numbers(torch.tensor([0.0, 2.0]))
+    tensor([0, 2])
+    >>> whole_numbers(torch.tensor([0.0, 2.5]))
+    Traceback (most recent call last):
+    equipoise.errors.InputError: sample 1 has label 2.5 in y; labels must be whole numbers
+    """
+    if y.is_complex():
+        raise InputError("y holds complex numbers; labels must be whole numbers")
+    labels = y.long()
+    # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers anyway.
+    if y.is_floating_point() and bool((labels != y).any()):
+        place = tuple((labels != y).nonzero()[0].tolist())
+        raise InputError(f"sample {place[0]} has label {y[place].item()} in y; labels must be whole numbers")
+    return labels

@@ -1,0 +1,117 @@
+"""Segmentation: each pixel of an image has a class, and class 0 is the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from equipoise.errors import InputError
+from equipoise.samples import kind_of
+from equipoise.task import Task, whole_numbers
+from equipoise.tasks import register
+
+# Added to both sides of the fraction of the loss. So the loss of a class that is neither in the mask nor predicted is 0.
+_SMOOTHING = 1.0
+
+
+@register("segmentation")
+class Segmentation(Task):
+    """Dice loss and Dice score; targets are masks ``[N, height, width]`` of whole numbers, 0 for the background.
+
+    A binary mask has two classes. The model returns ``[N, classes, height, width]``; a softmax over
+    classes makes probabilities p of it, and t is 1 where the mask has the class, else 0. For each
+    sample and each class but the background:
+
+    - loss: 1 − (2 Σ p t + 1) / (Σ p + Σ t + 1), sums over pixels, averaged over classes. If the
+      mask does not have the class, the loss is Σ p / (Σ p + 1).
+    - ``dice``: 2 |A ∩ B| / (|A| + |B|) for the pixels A of the mask and B of the class with the
+      highest score, averaged over the classes that are in the mask or predicted. Classes that are
+      in neither are left out. If all are, the score is 1.
+
+    Examples
+    --------
+    >>> mask = torch.tensor([[[0, 1], [0, 1]]])
+    >>> output = torch.tensor([[[[9.0, 0.0], [0.0, 0.0]], [[0.0, 9.0], [9.0, 9.0]]]])
+    >>> Segmentation().metrics(output, mask)["dice"]
+    tensor([0.8000])
+    """
+
+    score = "dice"
+    higher_is_better = True
+    floating = False
+    spatial = True
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the Dice loss of each sample."""
+        if output.dim() != 4 or output.shape[:1] + output.shape[2:] != y.shape:
+            raise InputError(
+                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its masks have shape "
+                f"{tuple(y.shape)}; valid: [samples, classes, height, width], of the masks' height and width"
+            )
+        p = output.softmax(1)[:, 1:]
+        t = _members(y, output).to(output.dtype)
+        overlap, size = (p * t).flatten(2).sum(2), (p + t).flatten(2).sum(2)
+        return 1 - ((2 * overlap + _SMOOTHING) / (size + _SMOOTHING)).mean(1)
+
+    def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return the loss and the Dice score of each sample."""
+        wanted, found = _members(y, output), _members(output.argmax(1), output)
+        overlap, in_mask, predicted = (
+            pixels.flatten(2).sum(2).to(output.dtype) for pixels in (wanted & found, wanted, found)
+        )
+        size = in_mask + predicted
+        # A class without a pixel has an overlap of 0, so it adds nothing to the sum.
+        total = (2 * overlap / size.clamp(min=1)).sum(1)
+        present = (size > 0).sum(1)
+        return {"loss": self.loss(output, y), "dice": torch.where(present > 0, total / present.clamp(min=1), 1.0)}
+
+    def targets(self, y: Tensor) -> Tensor:
+        """Convert masks to bytes if all labels fit, which takes an eighth of the memory of int64."""
+        if y.dtype == torch.uint8:
+            return y
+        labels = whole_numbers(y)
+        fits = not labels.numel() or (int(labels.min()) >= 0 and int(labels.max()) < 256)
+        return labels.to(torch.uint8) if fits else labels
+
+    def classes_in(self, y: Tensor) -> int:
+        """Return one more than the largest label, at least two."""
+        return max(2, int(y.max()) + 1 if y.numel() else 0)
+
+    def check(self, y: Tensor, shape: Sequence[int]) -> None:
+        """Refuse anything but masks of whole numbers that have the height and width of the images."""
+        whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+        if not whole or y.ndim != 3:
+            raise InputError(
+                f"y of a segmentation must be masks of whole numbers of shape [N, height, width], not {kind_of(y)}"
+            )
+        if len(shape) != 3 or tuple(shape[1:]) != tuple(y.shape[1:]):
+            raise InputError(
+                f"masks of shape {tuple(y.shape[1:])} do not fit samples of shape {tuple(shape)}; valid: images "
+                "(channels, height, width) with the masks' height and width"
+            )
+
+    def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
+        """Find the first mask with a label out of range."""
+        valid = classes or 0
+        if not y.numel():
+            return None
+        lowest, highest = (of(y.flatten(1), 1).long() for of in (torch.amin, torch.amax))
+        wrong = ((lowest < 0) | (highest >= valid)).nonzero()
+        if not len(wrong):
+            return None
+        sample = int(wrong[0])
+        label = int(highest[sample] if highest[sample] >= valid else lowest[sample])
+        return sample, f"has label {label} in its mask y; valid: 0 to {valid - 1}"
+
+    def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
+        """Ask for one number for each class and pixel."""
+        fits = output.dim() == 4 and output.shape[1] >= outputs and output.shape[2:] == y.shape[1:]
+        return None if fits else f"{outputs} classes for each pixel of masks of shape {tuple(y.shape[1:])}"
+
+
+def _members(labels: Tensor, output: Tensor) -> Tensor:
+    """Return which pixels have which class, the background left out: ``[samples, classes - 1, height, width]``."""
+    classes = torch.arange(1, output.shape[1], device=output.device).view(-1, 1, 1)
+    return labels.unsqueeze(1) == classes
