@@ -1,7 +1,7 @@
 """Digits drawn with fonts, in colours: a stand-in for SynthDigits where its files are not at hand.
 
-The fonts are those that come with Matplotlib and Pillow, so nothing is downloaded. The same seed gives the same images as
-long as the versions of both stay the same.
+The fonts are those that come with Matplotlib and Pillow, so nothing is downloaded. The same seed
+gives the same images as long as the versions of both stay the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Silos: data that already lie apart, one directory a client.
 
-A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. It may hold ``test.npz`` with
-the samples that the client is tested on, if these are not to be drawn from ``data.npz``, and ``client.yaml`` with its
-``group``. Clients of a group that share a test set each have a copy of it. Here all directories are read together; on Flower each client reads its own and nobody else's, and
-both ways it ends up with the same splits.
+A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. It may
+hold ``test.npz`` with the samples that the client is tested on, if these are not to be drawn from
+``data.npz``, and ``client.yaml`` with its ``group``. Clients of a group that share a test set each
+have a copy of it. Here all directories are read together; on Flower each client reads its own and
+nobody else's, and both ways it ends up with the same splits.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def evaluate_shared(
     """Evaluate one model on every client's own samples.
 
     Samples of all clients are evaluated in large batches and averaged by client afterwards, in
-    float64. A sample that several clients hold is evaluated once. A model whose outputs depend on the batch is evaluated on all samples of one client at
-    a time.
+    float64. A sample that several clients hold is evaluated once. A model whose outputs depend on
+    the batch is evaluated on all samples of one client at a time.
 
     Parameters
     ----------
