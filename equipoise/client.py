@@ -86,6 +86,9 @@ class Client:
         Whether the client has taken part before: a flag to compute with instead of a branch.
     round : Tensor
         The number of rounds finished, a scalar.
+    positions : Tensor, optional
+        In questions and facts: where the samples of the batch are in the client's split, counted from 0. They do
+        not depend on how the split is divided into batches.
     """
 
     network: Network
@@ -100,13 +103,14 @@ class Client:
     round: Tensor
     moving: frozenset[str] = frozenset()
     overlaid: frozenset[str] = frozenset()
+    positions: Tensor | None = None
     # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
     recorded: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
     _level: int = field(init=False, default_factory=transform_level)
 
-    def recording(self, recorded: Tree) -> Client:
-        """Note the BatchNorm statistics that forward passes leave in ``recorded``, and return the client."""
+    def recording(self, recorded: Tree | None) -> Client:
+        """Note the BatchNorm statistics that forward passes leave in ``recorded``, if given, and return the client."""
         object.__setattr__(self, "recorded", recorded)
         return self
 

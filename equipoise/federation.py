@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,11 @@ class Split:
     def sizes(self) -> Ints:
         """Number of samples of every client, [K]."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a sample occurs more than once."""
+        return bool(len(self.indices)) and int(np.bincount(self.indices).max()) > 1
 
     @property
     def holders(self) -> Ints:

@@ -532,6 +532,9 @@ class Part:
     ----------
     needs_everyone : bool
         Whether the part must see all registered clients before round 1; see ``begin``.
+    needs_images : bool
+        Whether the part works on images, so that ``client.x`` must be the samples themselves and not
+        what the model's stem made of them. Samples of another shape are refused.
     """
 
     name: ClassVar[str] = ""
@@ -539,13 +542,14 @@ class Part:
     sees: ClassVar[Sees] = Sees.NOTHING
     usual_model: ClassVar[str | None] = None
     needs_everyone: ClassVar[bool] = False
+    needs_images: ClassVar[bool] = False
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Return the model with the parts that the method brings, such as a projection or an adapter.
 
         Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection", ...)``), which
-        losses apply with :meth:`equipoise.client.Client.part`; or the method returns another model, with
-        layers before ``features``. Their parameters are drawn from the run's seed, so they are the same in
+        losses apply with :meth:`equipoise.client.Client.part`; a module ``model.inputs`` that changes samples
+        before anything else; or the method returns another model. Their parameters are drawn from the run's seed, so they are the same in
         every process.
 
         Parameters
@@ -863,6 +867,11 @@ class Method:
 
     def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
         """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""
+        if self.needs_images and len(shape) != 3:
+            raise InputError(
+                f"method {self.name!r} works on images of shape (channels, height, width), but a sample has shape "
+                f"{tuple(shape)}; valid: a source of images, without data.encode"
+            )
         with seeded(fold(seed, Purpose.EXTEND)):
             for part in dict.fromkeys(self.parts):
                 model = part.extend(model, shape)
@@ -872,6 +881,11 @@ class Method:
     def sees(self) -> Sees:
         """The most that any part lets the server see."""
         return max(part.sees for part in self.parts)
+
+    @property
+    def needs_images(self) -> bool:
+        """Whether a part works on images."""
+        return any(part.needs_images for part in self.parts)
 
     @property
     def usual_model(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,32 @@ def flat_rows(stack: Tensor) -> Tensor:
     (torch.Size([3, 8]), torch.Size([3, 1]))
     """
     return stack.reshape(len(stack), math.prod(stack.shape[1:]))
+
+
+def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
+    """Return the L2 norm of all tensors together, or that of each client if they are stacked.
+
+    Examples
+    --------
+    >>> norms([torch.tensor([3.0]), torch.tensor(4.0)], stacked=False)
+    tensor(5.)
+    >>> norms([torch.tensor([[3.0], [0.0]]), torch.tensor([4.0, 2.0])], stacked=True)
+    tensor([5., 2.])
+    """
+    squares = [t.square().flatten(1).sum(1) if stacked and t.dim() > 1 else t.square() for t in tensors]
+    return torch.stack([square if stacked else square.sum() for square in squares]).sum(0).sqrt()
+
+
+def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    """Multiply tensors by a number, or stacked tensors by one number a client.
+
+    Examples
+    --------
+    >>> scaled([torch.ones(2, 2)], torch.tensor([2.0, 3.0]))
+    [tensor([[2., 2.],
+            [3., 3.]])]
+    """
+    return [t * factor.view(factor.shape + (1,) * (t.dim() - factor.dim())) for t in tensors]
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -403,6 +403,14 @@ def test_data_as_json(call):
     assert not list(Path().iterdir())
 
 
+def test_test_samples_that_clients_share_are_counted_once_a_group(call):
+    code, stdout, _ = call("data", "digits", "--set", "test=group", "--json")
+    assert code == 0
+    document, expected = json.loads(stdout), load("digits", test="group")
+    assert [client["test"] for client in document["clients"]] == expected.test.sizes.tolist()
+    assert [group["test"] for group in document["groups"]] == [expected.test.sizes[c] for c in (0, 10, 16, 19, 21)]
+
+
 def test_data_as_tables_and_a_picture(call):
     options = ("partition.name=dirichlet", "partition.clients=12", "partition.beta=0.1")
     arguments = [part for option in options for part in ("--set", option)]

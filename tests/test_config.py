@@ -39,6 +39,7 @@ def test_defaults():
         "splits": (0.7, 0.1, 0.2),
         "unseen": 0,
         "leave_out": None,
+        "test": None,
         "encode": None,
         "encode_size": None,
         "seed": 0,

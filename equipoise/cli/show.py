@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -18,7 +19,7 @@ from equipoise import methods as registry
 from equipoise.data import draw as draw_federation
 from equipoise.errors import InputError
 from equipoise.fairness import METRICS
-from equipoise.federation import Federation
+from equipoise.federation import SPLITS, Federation
 from equipoise.run.api import Run
 from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Progress
@@ -267,16 +268,19 @@ def federation_document(federation: Federation, picture: Path | None) -> dict[st
         "shape": list(federation.shape),
         "classes": federation.classes,
         "fingerprint": federation.fingerprint(),
-        "groups": [_group_total(name, clients) for name in federation.group_names],
+        "groups": [_group_total(federation, group) for group in range(len(federation.group_names))],
         "clients": clients,
         "picture": str(picture) if picture else None,
     }
 
 
-def _group_total(name: str, clients: list[dict[str, Any]]) -> dict[str, Any]:
-    own = [client for client in clients if client["group"] == name]
-    total = {split: sum(client[split] for client in own) for split in ("train", "val", "test")}
-    return {"name": name, "clients": len(own), "unseen": sum(client["unseen"] for client in own), **total}
+def _group_total(federation: Federation, group: int) -> dict[str, Any]:
+    """Count the clients of a group, and the samples that they hold together."""
+    own = federation.groups == group
+    splits = {name: federation.split(name) for name in SPLITS}
+    held = {name: len(np.unique(split.indices[np.repeat(own, split.sizes)])) for name, split in splits.items()}
+    unseen = int((own & federation.unseen).sum())
+    return {"name": federation.group_names[group], "clients": int(own.sum()), "unseen": unseen, **held}
 
 
 def federation(federation: Federation, picture: Path | None) -> None:

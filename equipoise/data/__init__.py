@@ -56,6 +56,7 @@ SOURCES: Registry = {
     "digits": "equipoise.data.digits:recipe",
     "mnist": "equipoise.data.mnist:recipe",
     "emnist": "equipoise.data.emnist:recipe",
+    "digitfive": "equipoise.data.digitfive:recipe",
     "cifar": "equipoise.data.cifar:recipe",
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",
@@ -148,6 +149,7 @@ def load(
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
+    test: str | None = None,
     encode: str | None = None,
     encode_size: int | None = None,
     seed: int = 0,
@@ -162,7 +164,7 @@ def load(
     partition : Partition, mapping or str, optional
         How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``, or a bare name; the
         source's usual partition by default.
-    splits, unseen, leave_out
+    splits, unseen, leave_out, test
         See `federate`.
     encode, encode_size
         A pretrained image model whose embeddings take the place of the samples, and the size to which images are resized
@@ -192,7 +194,7 @@ def load(
                 f"partition {dict(partition)} of data {name!r} needs a name; valid: {', '.join(PARTITIONS)}"
             )
         partition = make_partition(**partition)
-    made = federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, seed=seed)
+    made = federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, test=test, seed=seed)
     if encode is None:
         if encode_size is not None:
             raise InputError(f"data.encode_size={encode_size!r} has no meaning without data.encode")

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from equipoise.data.draws import generator
 from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
+from equipoise.data.testing import assign_others, divide, tests_of_groups
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation, Split, ThreeSplits, split_samples
+from equipoise.federation import Federation, Split, ThreeSplits
 
 
 def federate(
@@ -21,6 +22,7 @@ def federate(
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
+    test: str | None = None,
     seed: int = 0,
 ) -> Federation:
     """Divide a source among clients, and each client's samples into train, val and test.
@@ -38,6 +40,11 @@ def federate(
     leave_out : str, optional
         A group whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
         ``splits`` says; other unseen clients keep their three splits.
+    test : {"client", "group"}, optional
+        Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
+        share. The test samples of a group are drawn before the others are divided among clients. If the source says
+        which samples are for testing, it is these, and the third share of ``splits`` has no meaning. By default what
+        the source says: ``client`` unless it was published with test sets for whole groups.
     seed : int
         Decides the partition, the splits and the draw of unseen clients.
 
@@ -59,11 +66,13 @@ def federate(
     >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
     [[16, 0], [4, 0], [0, 20]]
     """
-    assignment = partition.assign(source, seed)
+    of_group = _check_test(source.test_of if test is None else test) == "group"
+    tests = tests_of_groups(source, splits, seed) if of_group else None
+    assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
     held = Split.from_lists(assignment.clients)
-    divided = split_samples(held, keys, splits, seed, source.units)
+    divided = divide(source, assignment, keys, splits, seed, tests)
     return Federation(
         source.x,
         source.y,
@@ -79,6 +88,12 @@ def federate(
     )
 
 
+def _check_test(whose: str) -> str:
+    if whose not in ("client", "group"):
+        raise unknown("value", whose, ("client", "group"), where="test")
+    return whose
+
+
 def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:
     if group is None:
         return np.zeros(len(assignment.clients), bool)
@@ -90,11 +105,15 @@ def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:
 def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool_]) -> ThreeSplits:
     """Move all samples of the clients that are left out to the test split."""
     nothing = Split.from_lists([[]] * held.clients)
+    # Clients that share the test samples of their group hold these too.
+    everything = Split.from_lists(
+        [np.concatenate([held.of(k), np.setdiff1d(divided.test.of(k), held.of(k))]) for k in range(held.clients)]
+    )
 
     def replaced(split: Split, instead: Split) -> Split:
         return Split.from_lists([(instead if left_out[k] else split).of(k) for k in range(held.clients)])
 
-    return ThreeSplits(replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, held))
+    return ThreeSplits(replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, everything))
 
 
 def _unseen(wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:

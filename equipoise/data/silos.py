@@ -1,8 +1,10 @@
 """Silos: data that already lie apart, one directory a client.
 
-A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample, and may hold ``client.yaml``
-with its ``group``. Here all directories are read together; on Flower each client reads its own and nobody else's, and
-both ways it ends up with the same splits.
+A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. It may
+hold ``test.npz`` with the samples that the client is tested on, if these are not to be drawn from
+``data.npz``, and ``client.yaml`` with its ``group``. Clients of a group that share a test set each
+have a copy of it. Here all directories are read together; on Flower each client reads its own and
+nobody else's, and both ways it ends up with the same splits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from equipoise.data.source import Source
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 
-ARRAYS, ABOUT = "data.npz", "client.yaml"
+ARRAYS, TESTS, ABOUT = "data.npz", "test.npz", "client.yaml"
 
 
 def silos(*, root: str | None = None, classes: int | None = None, task: str = "classification") -> Source:
@@ -122,12 +124,15 @@ def _in_order(directory: Path) -> tuple[int, str]:
 
 
 def _source(directories: Sequence[Path], classes: int | None, task: str) -> Source:
-    read = [_read(directory, task) for directory in directories]
-    groups = [_group(directory) for directory in directories]
+    files = [(d, name) for d in directories for name in (ARRAYS, TESTS) if name == ARRAYS or (d / name).exists()]
+    if 0 < (tested := len(files) - len(directories)) < len(directories):
+        raise InputError(f"{tested} of {len(directories)} silos have {TESTS}; either all of them must have it, or none")
+    read = [_read(directory / name, task) for directory, name in files]
+    groups = [_group(directory) for directory, _ in files]
     names = tuple(dict.fromkeys(groups))
     sizes = [len(x) for x, _ in read]
     if len({x.shape[1:] for x, _ in read}) > 1:
-        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _), path in zip(read[:8], directories, strict=False))
+        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _), (path, _) in zip(read[:8], files, strict=False))
         raise InputError(f"samples of all silos must have one shape, got {shapes}")
     return Source(
         x=torch.from_numpy(np.concatenate([x for x, _ in read])),
@@ -137,12 +142,13 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
         name="silos",
         groups=np.repeat([names.index(group) for group in groups], sizes),
         group_names=names,
-        ids=np.repeat([directory.resolve().name for directory in directories], sizes),
+        ids=np.repeat([directory.resolve().name for directory, _ in files], sizes),
+        test=np.repeat([name == TESTS for _, name in files], sizes) if tested else None,
     )
 
 
-def _read(directory: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    path, of = directory / ARRAYS, tasks.build(task)
+def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    of = tasks.build(task)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]

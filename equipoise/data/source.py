@@ -42,6 +42,10 @@ class Source:
         The client each sample came from, where the data knows it.
     class_names : tuple of str, optional
         Names of the classes, where the data knows them.
+    test : bool array of shape [N], optional
+        Which samples were published for testing. Nobody trains on them, and no others are tested on.
+    test_of : {"client", "group"}
+        Whose test samples a client is evaluated on unless said otherwise; see `equipoise.data.federate`.
 
     Examples
     --------
@@ -60,13 +64,17 @@ class Source:
     group_names: tuple[str, ...] = ()
     ids: NDArray[Any] | None = None
     class_names: tuple[str, ...] | None = None
+    test: NDArray[np.bool_] | None = None
+    test_of: str = "client"
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
-        for part in ("y", "groups", "ids", "units"):
+        for part in ("y", "groups", "ids", "units", "test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")
+        if self.test is not None:
+            object.__setattr__(self, "test", np.asarray(self.test, bool))
         if not len(self.x):
             raise InputError(f"source {self.name!r} is empty; it needs samples")
         if self.groups is not None and not 0 <= self.groups.min() <= self.groups.max() < len(self.group_names):

@@ -17,7 +17,8 @@ from equipoise.federation import Federation
 def open_data(network: Network, federation: Federation, training: Training, machine: Machine) -> DeviceData:
     """Check the model on a few samples, and load all samples, encoded if the model has a stem.
 
-    If the model has a stem, samples are encoded by it once, unless they are augmented or ``machine.encode`` is off.
+    If the model has a stem, samples are encoded by it once, unless they are augmented, a method has brought a part that
+    changes them first, or ``machine.encode`` is off.
 
     Parameters
     ----------
@@ -34,7 +35,8 @@ def open_data(network: Network, federation: Federation, training: Training, mach
         What ``network`` takes as x.
     """
     device, dtype = network.device, network.dtype
-    network.encoded = network.stem is not None and machine.encode and not training.augment
+    changed = bool(training.augment) or network.inputs is not None
+    network.encoded = network.stem is not None and machine.encode and not changed
     data = DeviceData(federation, device, dtype)
     if not len(data):
         return data

@@ -26,8 +26,8 @@ def evaluate_shared(
     """Evaluate one model on every client's own samples.
 
     Samples of all clients are evaluated in large batches and averaged by client afterwards, in
-    float64. A model whose outputs depend on the batch is evaluated on all samples of one client at
-    a time.
+    float64. A sample that several clients hold is evaluated once. A model whose outputs depend on
+    the batch is evaluated on all samples of one client at a time.
 
     Parameters
     ----------
@@ -49,16 +49,21 @@ def evaluate_shared(
     if network.batchwise:
         together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
         return evaluate_stacked(network, data, {}, params, split, clients, together)
-    positions = torch.from_numpy(_gather(split, clients, sizes))
+    positions, where = _gather(split, clients, sizes), None
+    if split.repeats:
+        positions, where = np.unique(positions, return_inverse=True)
     pieces: dict[str, list[Tensor]] = {}
-    for part in positions.split(samples_a_pass(network, 1)):
+    for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, Forward(train=False)).output
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
     if not pieces:
         return {"loss": np.full(len(clients), np.nan)}
-    return {name: _mean_by_client(torch.cat(values).cpu().numpy(), sizes) for name, values in pieces.items()}
+    measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
+    return {
+        name: _mean_by_client(values if where is None else values[where], sizes) for name, values in measured.items()
+    }
 
 
 def _gather(split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:

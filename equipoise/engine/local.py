@@ -35,7 +35,7 @@ from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
-from equipoise.tree import PERSONAL, Tree, select
+from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
 
 @dataclass(frozen=True)
@@ -276,10 +276,7 @@ class PhaseRun:
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
     """Clip each client's gradient to the limit, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
-    squares = [g.square().flatten(1).sum(1) if stacked and g.dim() > 1 else g.square() for g in gradients]
-    norm = torch.stack([s if stacked else s.sum() for s in squares]).sum(0).sqrt()
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return [g * (factor.view(-1, *(1,) * (g.dim() - 1)) if stacked else factor) for g in gradients]
+    return scaled(gradients, (limit / (norms(gradients, stacked=stacked) + 1e-6)).clamp(max=1.0))
 
 
 class LocalTraining:

@@ -232,6 +232,12 @@ class Network:
         stem = getattr(self.module, "stem", None)
         return stem if isinstance(stem, nn.Module) and self.composed else None
 
+    @cached_property
+    def inputs(self) -> nn.Module | None:
+        """What changes samples before the stem and the features see them, if a method has brought such a part."""
+        inputs = getattr(self.module, "inputs", None)
+        return inputs if isinstance(inputs, nn.Module) and self.composed else None
+
     @property
     def stem_digest(self) -> str:
         """Hash of the stem: its layers and its tensors as they came."""
@@ -324,7 +330,9 @@ class Network:
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
-            parts = ("features", "head") if part is None and self.composed else (part,)
+            parts: tuple[str | None, ...] = (part,)
+            if self.composed and part in (None, "features"):
+                parts = ("inputs", "features", "head") if part is None else ("inputs", "features")
             every = parts == (None,) or part == _EVERY_PART
             chosen = [slot for slot in self._slots if every or slot.part in parts]
             self._slots_of_part[part] = chosen
@@ -343,6 +351,8 @@ class Network:
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def _features(self, x: Tensor) -> Tensor:
+        if self.inputs is not None:
+            x = self.inputs(x)
         z: Tensor = self._part("features")(x if self.encoded or self.stem is None else self.stem(x))
         return z
 

@@ -100,7 +100,8 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
         x, y = stacked.samples(active, slots, inside)
         mask = torch.from_numpy(inside).to(device)
         of_all = stacked.of_one_client(question, active, what)
-        answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask)))
+        positions = torch.from_numpy(slots).to(device)
+        answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask, positions)))
         leaves, form = tree_flatten(answer)
         sums = [leaf.unsqueeze(0) if active == 1 else leaf for leaf in leaves]
         if not totals:
@@ -150,7 +151,15 @@ class _Stack:
         asked = self.asked
 
         def answer(
-            own: Tree, each: Tree, memory: Memory, seen: Tensor, key: Tensor, x: Tensor, y: Tensor, mask: Tensor
+            own: Tree,
+            each: Tree,
+            memory: Memory,
+            seen: Tensor,
+            key: Tensor,
+            x: Tensor,
+            y: Tensor,
+            mask: Tensor,
+            positions: Tensor,
         ) -> Any:
             client = Client(
                 network=asked.network,
@@ -163,6 +172,7 @@ class _Stack:
                 memory=memory,
                 seen=seen,
                 round=asked.round,
+                positions=positions,
             )
             said = question(client)
             for leaf in tree_flatten(said)[0]:

@@ -9,7 +9,7 @@ import torch
 from equipoise.checks import count
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
-from equipoise.method import Phase
+from equipoise.method import Method, Phase
 from equipoise.optimizers import Optimizer, Schedule, Sgd
 
 
@@ -155,7 +155,8 @@ class Machine:
         The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and computed; by default
         that of everything else.
     encode : bool
-        Whether samples are encoded once by the model's stem, if it has one, instead of in every step.
+        Whether samples are encoded once by the model's stem, if it has one, instead of in every step. They are not if
+        the method works on images.
 
     Examples
     --------
@@ -185,6 +186,17 @@ class Machine:
             raise unknown("device", self.device, ("auto", "cpu", "cuda"), where="machine.device")
         if kind == "cuda" and not torch.cuda.is_available():
             raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")
+
+    def carrying_out(self, method: Method) -> Machine:
+        """Return the settings for a method: samples are not encoded if it works on images.
+
+        Examples
+        --------
+        >>> from equipoise.methods import build
+        >>> Machine(device="cpu").carrying_out(build("harmofl")).encode
+        False
+        """
+        return replace(self, encode=False) if method.needs_images else self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.random import Purpose
@@ -88,6 +89,11 @@ class StackedEngine:
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
         """Gather clients for a round (counted from 0)."""
+        if method.needs_images and self.network.encoded:
+            raise InputError(
+                f"method {method.name!r} works on images, but this engine has encoded them; valid: an engine made with "
+                "machine.carrying_out(method)"
+            )
         return StackedCohort(self, method, np.sort(clients), round_)
 
     def first_memory(self, local: LocalRule, model: Tree) -> Memory:

@@ -170,7 +170,7 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
 
 
 def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
-    machine = dataclasses.replace(experiment.machine, chunk=1)
+    machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
     named = models.with_class_names(experiment.model, federation.class_names)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
@@ -182,6 +182,11 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
         raise InputError(
             f"the node names a data directory of its own, but the experiment's data are "
             f"{experiment.data['name']!r}; write data: silos"
+        )
+    if experiment.data["test"] == "group":
+        raise InputError(
+            "data.test: group needs the test samples of other clients, which a client with data of its own cannot read; "
+            "valid: a copy of the group's test samples in the file test.npz of every client's directory"
         )
     if experiment.data["leave_out"] is not None:
         raise InputError(

@@ -14,7 +14,9 @@ from equipoise.errors import InputError
 class Model(nn.Module):
     """A network in named parts, so that methods can say which part moves, is shared or stays with the client.
 
-    Methods may attach further parts with ``add_module``. ``forward`` does not call them.
+    Methods may attach further parts with ``add_module``. ``forward`` does not call them, with one
+    exception: ``inputs``, a module that changes samples before anything else sees them. Samples are then
+    not encoded in advance.
 
     Attributes
     ----------
@@ -56,6 +58,7 @@ class Model(nn.Module):
                 f"parameter {moving[0]!r} of the stem requires a gradient, but a stem never moves; valid: parameters with "
                 "requires_grad=False, such as those of equipoise.models.frozen.Frozen(stem)"
             )
+        self.inputs: nn.Module | None = None
         self.stem = stem
         self.features = features
         self.head = head
@@ -80,8 +83,9 @@ class Model(nn.Module):
         >>> model(torch.ones(1, 2, 2))
         tensor([[1., 1., 1., 1.]])
         """
-        encoded = x if self.stem is None else self.stem(x)
-        output: Tensor = self.head(self.features(encoded))
+        for first in (self.inputs, self.stem):
+            x = x if first is None else first(x)
+        output: Tensor = self.head(self.features(x))
         return output
 
     def aligned(self, z: Tensor) -> Tensor:
@@ -118,6 +122,29 @@ def pooled(z: Tensor) -> Tensor:
     tensor([[1.5000, 5.5000]])
     """
     return z.flatten(2).mean(2) if z.dim() > 2 else z.reshape(len(z), -1)
+
+
+def pixels(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return images as floating point numbers; whole numbers from 0 to 255 become numbers from 0 to 1.
+
+    Parameters
+    ----------
+    x : Tensor
+        Images.
+    dtype : torch.dtype, optional
+        The type of the result if the images are whole numbers; by default PyTorch's default type.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape.
+
+    Examples
+    --------
+    >>> pixels(torch.tensor([0, 51, 255], dtype=torch.uint8))
+    tensor([0.0000, 0.2000, 1.0000])
+    """
+    return x if x.is_floating_point() else x.to(dtype or torch.get_default_dtype()) / 255
 
 
 @torch.no_grad()

@@ -122,7 +122,7 @@ class Trainer:
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
-        self.engine = engine(federation, model, training, machine, seed, self.view)
+        self.engine = engine(federation, model, training, machine.carrying_out(method), seed, self.view)
         for setting in ("fine_tune", "keep_local"):
             if self.view is not federation and getattr(evaluation, setting):
                 raise InputError(

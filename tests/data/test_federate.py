@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from equipoise.data import ByGroup, Iid, Natural, Source, federate
+from equipoise.data import Assignment, ByGroup, Iid, Natural, Source, federate
 from equipoise.errors import InputError
 from equipoise.federation import SPLITS, Federation
 
@@ -19,6 +20,13 @@ SOURCE = Source(
     group_names=("a", "b", "c"),
     name="made up",
 )
+
+
+class Own:
+    """Makes groups of its own."""
+
+    def assign(self, source: Source, seed: int) -> Assignment:
+        return Assignment([np.arange(5), np.arange(5, 9)], [0, 1], ("rich", "poor"))
 
 
 def test_splits_and_names() -> None:
@@ -124,3 +132,89 @@ def test_units_are_never_divided() -> None:
     assert other.train.indices.tolist() != federation.train.indices.tolist()
     with pytest.raises(InputError, match="units of source 'custom' has 3 rows, x has 5"):
         Source(x=torch.zeros(5, 1), y=torch.zeros(5).long(), units=np.arange(3))
+
+
+# ---- test samples of groups ------------------------------------------------------------------------------------------
+
+
+def published(**options: Any) -> Source:
+    """The same source, in which every fifth sample is for testing."""
+    return replace(SOURCE, test=np.arange(300) % 5 == 0, **options)
+
+
+def test_clients_of_a_group_share_its_test_samples() -> None:
+    federation = federate(published(), ByGroup(4, largest=60), splits=(1.0, 0.0, 0.0), test="group")
+    assert federation.train.sizes.tolist() == [4, 8, 16, 32, 10, 20, 15]
+    assert federation.test.sizes.tolist() == [20] * 7
+    for client, group in enumerate(federation.groups):
+        assert federation.test.of(client).tolist() == list(range(100 * group, 100 * group + 100, 5))
+        assert (federation.train.of(client) % 5 > 0).all()
+    assert federation.test.repeats
+    assert not federation.train.repeats
+
+
+def test_test_samples_of_a_group_are_drawn_if_none_are_published() -> None:
+    federation = federate(SOURCE, ByGroup(1), splits=(0.6, 0.2, 0.2), test="group")
+    assert [federation.split(name).sizes.tolist() for name in ("train", "val", "test")] == [
+        [15, 45] * 3,
+        [5, 15] * 3,
+        [20] * 6,
+    ]
+    for client, group in enumerate(federation.groups):
+        tested = federation.test.of(client)
+        assert (SOURCE.groups[tested] == group).all()  # type: ignore[index]
+        assert tested.tolist() == federation.test.of(2 * group).tolist()
+    again, other = (federate(SOURCE, ByGroup(1), test="group", seed=seed).test.of(0).tolist() for seed in (0, 1))
+    assert again == federation.test.of(0).tolist() != other
+
+
+def test_published_test_samples_of_clients_themselves() -> None:
+    federation = federate(published(), Iid(3), splits=(0.7, 0.1, 0.2))
+    assert [federation.split(name).sizes.tolist() for name in ("train", "val", "test")] == [
+        [70] * 3,
+        [10] * 3,
+        [20] * 3,
+    ]
+    assert (federation.test.indices % 5 == 0).all()
+
+
+def test_the_source_says_whose_test_samples_are_usual() -> None:
+    assert federate(published(test_of="group"), Iid(6)).test.repeats
+    assert not federate(published(test_of="group"), Iid(6), test="client").test.repeats
+    assert federate(replace(SOURCE, groups=None, group_names=()), Iid(2), test="group").test.sizes.tolist() == [60, 60]
+
+
+def test_shared_test_samples_stay_with_unseen_clients_and_pooled_data() -> None:
+    federation = federate(published(), ByGroup(1), test="group", unseen=[0])
+    assert federation.test.sizes.tolist() == [20] * 6
+    assert federation.pooled().test.sizes.tolist() == [60]
+
+
+def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
+    federation = federate(published(), ByGroup(1), splits=(1.0, 0.0, 0.0), test="group", leave_out="b")
+    assert federation.train.sizes.tolist() == [20, 60, 0, 0, 20, 60]
+    assert federation.test.sizes.tolist() == [20, 20, 40, 80, 20, 20]
+    assert set(federation.test.of(2)) & set(federation.test.of(3)) == set(range(100, 200, 5))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (SOURCE, {"test": "grup"}, "unknown value 'grup' in test; did you mean 'group'"),
+        (
+            SOURCE,
+            {"test": "group", "splits": (0.8, 0.2, 0.0)},
+            r"group 'a' .* has no test samples; splits=\(0\.8, 0\.2",
+        ),
+        (replace(SOURCE, test=np.arange(300) < 200), {"test": "group"}, "group 'c' of source 'made up' has no test"),
+        (
+            replace(SOURCE, test=np.ones(300, bool)),
+            {"test": "group"},
+            "leaves no sample of source 'made up' to train on",
+        ),
+        (SOURCE, {"test": "group", "partition": Own()}, "the partition Own makes groups of its own: rich, poor"),
+    ],
+)
+def test_test_samples_that_are_not_there_are_refused(source: Source, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        federate(source, **{"partition": Iid(6), **options})

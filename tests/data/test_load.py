@@ -83,6 +83,7 @@ def test_every_registered_name_resolves() -> None:
         "digits",
         "mnist",
         "emnist",
+        "digitfive",
         "cifar",
         "leaf",
         "shakespeare",

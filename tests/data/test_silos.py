@@ -42,6 +42,22 @@ def test_one_directory_has_the_splits_it_has_among_all(tmp_path):
         assert torch.equal(alone.x[alone.split(split).of(0)], together.x[together.split(split).of(1)])
 
 
+def test_samples_to_test_on_may_have_a_file_of_their_own(tmp_path):
+    folders = [write(tmp_path, f"c{number}", 6 + number, first=100 * number) for number in range(2)]
+    for folder in folders:
+        np.savez(folder / "test.npz", x=np.full((4, 2), 7.0), y=np.arange(4) % 3)
+    together = load("silos", root=str(tmp_path), classes=3, splits=HOW["splits"])
+    assert [together.split(name).sizes.tolist() for name in ("train", "val", "test")] == [[4, 5], [2, 2], [4, 4]]
+    assert (together.x[together.test.indices] == 7).all()
+    for client, folder in enumerate(folders):
+        alone = silo_federation(folder, **HOW)
+        for split in ("train", "val", "test"):
+            assert torch.equal(alone.x[alone.split(split).of(0)], together.x[together.split(split).of(client)])
+    (folders[0] / "test.npz").unlink()
+    with pytest.raises(InputError, match="1 of 2 silos have test.npz; either all of them must have it, or none"):
+        silos(root=str(tmp_path))
+
+
 def test_numbers_as_targets(tmp_path):
     write(tmp_path, "c0", 6)
     source = silos(root=str(tmp_path), task="regression")

@@ -45,24 +45,28 @@ OF_CLIP = (
     "fftgp",
     "fedclip, contrastive",
 )
-# FedBN is for models with BatchNorm that keeps statistics.
-PAIRS = [
-    (method, what)
-    for method in (*names(), *VARIANTS)
-    for what in SETTINGS
-    if (method, what == "images") != ("fedbn", False)
-    and (method in OF_VIT or what != "vit")
-    and (method in OF_CLIP or not what.startswith("clip"))
-]
+
+
+def fits(method, what):
+    """Whether a method can be carried out: FedBN is for BatchNorm that keeps statistics, some methods are for images."""
+    if method == "fedbn" and what != "images":
+        return False
+    if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
+        return False
+    return (method in OF_VIT or what != "vit") and (method in OF_CLIP or not what.startswith("clip"))
+
+
+PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)]
 
 
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
     federation, model, lr = SETTINGS[what]
+    made = build(**VARIANTS.get(method, {"name": method}))
     trainer = Trainer(
         federation(),
-        build(**VARIANTS.get(method, {"name": method})),
-        model(),
+        made,
+        made.extend(model(), federation().shape, seed=0),
         Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),

@@ -121,3 +121,19 @@ def test_a_regression_is_judged_by_its_squared_error(outputs, targets):
         errors = (plain(data.x).view(31, -1) - data.y.view(31, -1)).square().mean(1).numpy()
     wanted = [errors[held].mean() if held else np.nan for held in HELD]
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-12)
+
+
+def test_a_sample_that_several_clients_hold_is_evaluated_once(monkeypatch):
+    network, data, _ = setting()
+    split = Split.from_lists([[4, 2, 9], [], [9, 2, 4], [2], [30, 2]])
+    fetched = []
+    fetch = data.fetch
+    monkeypatch.setattr(data, "fetch", lambda where: fetched.append(where.numel()) or fetch(where))
+    clients = np.arange(CLIENTS)
+    shared = evaluate_shared(network, data, network.initial(), split, clients)
+    assert sum(fetched) == 4
+    apart = [evaluate_shared(network, data, network.initial(), split, clients[k : k + 1]) for k in range(CLIENTS)]
+    for name, values in shared.items():
+        np.testing.assert_allclose(values, [one.get(name, [np.nan])[0] for one in apart], rtol=1e-12)
+    some = evaluate_shared(network, data, network.initial(), split, np.array([2, 4]))
+    np.testing.assert_allclose(some["loss"], shared["loss"][[2, 4]], rtol=1e-12)

@@ -61,6 +61,10 @@ class Curious(LocalRule):
         """Count samples."""
         return client.sum(torch.ones_like(client.y))
 
+    def weighted(self, client):
+        """Sum the samples, each times its position in the split."""
+        return client.sum(client.x.flatten(1) * client.positions.unsqueeze(1))
+
     def of_features(self, client):
         """Look at z."""
         return client.sum(client.features())
@@ -114,6 +118,18 @@ def test_sums_do_not_depend_on_the_size_of_a_pass(size_of_a_pass, chunk, monkeyp
         assert answer["seen"][1][client] == y.sum()
         torch.testing.assert_close(answer["bias"][0][client], module.head.bias.grad, rtol=1e-12, atol=1e-12)
     assert answer["seen"][1].dtype == torch.int64
+
+
+@CHUNKS
+@pytest.mark.parametrize("size_of_a_pass", [1, 7, 4096])
+def test_a_question_knows_where_samples_are_in_the_split(size_of_a_pass, chunk, monkeypatch):
+    monkeypatch.setattr("equipoise.engine.chunking._PASS", size_of_a_pass)
+    data = clients()
+    answer = cohort_of(chunk=chunk).ask("weighted")
+    for client in EVERYONE:
+        x = data.x[torch.from_numpy(data.train.of(client))].flatten(1)
+        wanted = sum(position * sample for position, sample in enumerate(x))
+        torch.testing.assert_close(answer[client], wanted + 0 * x[0], rtol=1e-12, atol=1e-12)
 
 
 def test_large_models_look_at_fewer_samples_at_a_time(monkeypatch):

@@ -56,6 +56,16 @@ def test_batch_statistics_and_augmentation_are_the_same(folder):
     compare(path, folder)
 
 
+def test_test_samples_in_a_file_of_their_own_are_the_same(tmp_path):
+    write_silos(tmp_path / "silos")
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        where = tmp_path / "silos" / f"client-{number}" / "test.npz"
+        np.savez(where, x=rng.random((5, 1, 8, 8)), y=np.arange(5))
+    alone, _, _ = compare(write_experiment(tmp_path, training={"rounds": 2}), tmp_path)
+    assert alone.trainer.federation.test.sizes.tolist() == [5] * 4
+
+
 def test_masks_are_the_same(tmp_path):
     sites = load("ellipses", images=8, size=12, empty=0.2)
     for client in range(4):

@@ -111,6 +111,12 @@ def test_a_directory_needs_an_experiment_on_silos(tmp_path, folder):
         open_silo(path, {}, own_nodes(folder)[0])
 
 
+def test_test_samples_of_other_clients_are_not_there(folder, tmp_path):
+    path = write_experiment(tmp_path, data={"root": str(folder / "silos"), "test": "group"})
+    with pytest.raises(InputError, match="data.test: group needs the test samples of other clients"):
+        open_silo(path, {}, own_nodes(folder)[0])
+
+
 def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(folder):
     path = write_experiment(
         folder, data={"splits": [0.8, 0.2, 0.0], "leave_out": "plain"}, method="perfedavg", training={"rounds": 2}

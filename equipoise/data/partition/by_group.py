@@ -19,7 +19,9 @@ from equipoise.data.partition.base import (
     require_samples,
 )
 from equipoise.data.source import Source
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
+
+WITHIN = ("ratio", "imbalance")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class ByGroup:
     ratio : float, optional
         rho itself, where a rounded one is wanted: FedGCR's tables use 1.5 for five groups with imbalance 5 (not 1.495,
         which gives the fourth group one client fewer), and 1.6 for six with imbalance 10 (not 1.585).
+    largest : int, optional
+        Keep exactly this many samples of the first group, and round the share of every client down, as FedGCR does.
+        By default as many as the other groups allow are kept, and all of them are given to clients.
+    within : {"ratio", "imbalance"}
+        How sizes rise inside a group: by rho from client to client, or so that the last client of a group holds
+        ``imbalance`` times as many samples as its first (FedGCR's rule for PACS).
+    order : sequence of str, optional
+        All groups, the largest first; by default the order of the source.
     min_samples : int
         The least a client may hold.
 
@@ -62,6 +72,9 @@ class ByGroup:
     clients_per_group: Sequence[int] | None = None
     truncate: bool = True
     ratio: float | None = None
+    largest: int | None = None
+    within: str = "ratio"
+    order: Sequence[str] | None = None
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
@@ -69,21 +82,60 @@ class ByGroup:
         if source.groups is None:
             raise InputError(f"source {source.name!r} has no groups, so it cannot be partitioned by group")
         ratio = self._ratio(len(source.group_names))
-        members = members_by_group(source)
-        counts = self._counts(ratio, source)
-        kept = _falling_sizes([len(samples) for samples in members], ratio) if flag(self.truncate, "truncate") else None
+        falling = self._order(source)
+        names = [source.group_names[group] for group in falling]
+        members = [members_by_group(source)[group] for group in falling]
+        counts = self._counts(ratio, names)
+        kept = self._kept([len(samples) for samples in members], ratio, names)
         draws = generator(seed, "partition")
         clients: list[Ints] = []
-        for group, samples in enumerate(members):
-            mixed = draws.permutation(samples)[: kept[group] if kept else None]
-            require_samples(len(mixed), counts[group], self.min_samples, f"group {source.group_names[group]!r}")
-            steps = np.arange(counts[group])
-            step = ratio if self.imbalance > 1 else 3 ** (1 / max(1, counts[group] - 1))
-            shares = step ** (steps - steps[-1])
-            clients += fill_up(np.split(mixed, cuts(shares / shares.sum(), len(mixed))), self.min_samples)
-        groups = np.repeat(np.arange(len(counts)), counts).tolist()
-        names = tuple(f"{name} {j + 1}" for name, n in zip(source.group_names, counts, strict=True) for j in range(n))
-        return Assignment(clients, groups, source.group_names, names)
+        for place, samples in enumerate(members):
+            mixed = draws.permutation(samples)[: kept[place]]
+            require_samples(len(mixed), counts[place], self.min_samples, f"group {names[place]!r}")
+            steps = np.arange(counts[place])
+            shares = self._step(ratio, counts[place]) ** (steps - steps[-1])
+            held = np.split(mixed, cuts(shares / shares.sum(), len(mixed)))
+            if self.largest is not None:
+                sizes = (shares / shares.sum() * len(mixed) + 1e-9).astype(np.int64)
+                held = [mixed[end - size : end] for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+            clients += fill_up(held, self.min_samples)
+        groups = np.repeat(falling, counts).tolist()
+        called = tuple(f"{name} {j + 1}" for name, n in zip(names, counts, strict=True) for j in range(n))
+        return Assignment(clients, groups, source.group_names, called)
+
+    def _order(self, source: Source) -> list[int]:
+        """Return the groups as positions in the source's names, the largest first."""
+        if self.order is None:
+            return list(range(len(source.group_names)))
+        if sorted(self.order) != sorted(source.group_names):
+            raise InputError(
+                f"order={list(self.order)} must name each of the groups {', '.join(source.group_names)} once"
+            )
+        return [source.group_names.index(name) for name in self.order]
+
+    def _step(self, ratio: float, clients: int) -> float:
+        """Return how many times more samples a client holds than the one before it in its group."""
+        if self.within not in WITHIN:
+            raise unknown("value", self.within, WITHIN, where="within of the group partition")
+        if self.imbalance > 1 and self.within == "ratio":
+            return ratio
+        return float((self.imbalance if self.imbalance > 1 else 3) ** (1 / max(1, clients - 1)))
+
+    def _kept(self, sizes: list[int], ratio: float, names: Sequence[str]) -> list[int]:
+        """Return how many samples of each group are used."""
+        if not flag(self.truncate, "truncate"):
+            if self.largest is not None:
+                raise InputError(f"largest={self.largest} leaves samples out, and truncate=False forbids it")
+            return sizes
+        if self.largest is None:
+            return _falling_sizes(sizes, ratio)
+        kept = [count(self.largest, "largest")]
+        while len(kept) < len(sizes):
+            kept.append(int(kept[-1] / ratio + 1e-9))
+        for name, size, wanted in zip(names, sizes, kept, strict=True):
+            if size < wanted:
+                raise InputError(f"group {name!r} has {size} samples, but largest={self.largest} needs {wanted} of it")
+        return kept
 
     def _ratio(self, groups: int) -> float:
         if real(self.imbalance, "imbalance", least=1) > 1 and groups == 1:
@@ -94,15 +146,15 @@ class ByGroup:
             return real(self.ratio, "ratio", least=1)
         return float(self.imbalance ** (1 / max(1, groups - 1)))
 
-    def _counts(self, ratio: float, source: Source) -> list[int]:
-        falling = ratio ** np.arange(len(source.group_names) - 1, -1, -1.0)
+    def _counts(self, ratio: float, names: Sequence[str]) -> list[int]:
+        falling = ratio ** np.arange(len(names) - 1, -1, -1.0)
         if self.clients_per_group is not None:
             if self.clients is not None:
                 raise InputError("give clients or clients_per_group to the group partition, not both")
             if len(self.clients_per_group) != len(falling):
                 raise InputError(
                     f"clients_per_group={list(self.clients_per_group)} must name one number for each of the "
-                    f"{len(falling)} groups {', '.join(source.group_names)}"
+                    f"{len(falling)} groups {', '.join(names)}"
                 )
             return [count(clients, "each of clients_per_group") for clients in self.clients_per_group]
         if self.clients is not None:

@@ -204,12 +204,70 @@ def test_clients_per_group_as_published(groups: int, imbalance: float, ratio: fl
     assert [len(group) for group in sizes_by_group(assignment)] == counts
 
 
-def test_sizes_as_published() -> None:
-    """FedGCR's digit setting with imbalance 5 and its rounded ratio 1.5; its own roundings differ by a sample."""
+DIGITS_10 = [
+    [6, 12, 21, 38, 70, 126, 227, 409, 736, 1325],
+    [40, 72, 129, 233, 420, 756],
+    [151, 273, 491],
+    [181, 327],
+    [282],
+]
+DIGITS_5 = [[225, 338, 507, 761, 1142], [417, 626, 939], [528, 792], [352, 528], [587]]
+DOMAINS_10 = [
+    [6, 11, 17, 28, 45, 72, 116, 186, 298, 477],
+    [18, 29, 46, 74, 119, 191, 306],
+    [53, 85, 136, 217],
+    [59, 95, 152],
+    [73, 118],
+    [120],
+]
+DOMAINS_5 = [[115, 161, 225, 316, 442], [126, 177, 248, 348], [147, 206, 289], [191, 267], [327], [234]]
+PACS_10 = [[14, 18, 24, 31, 40, 52, 68, 88, 113, 146], [12, 22, 40, 72, 128], [11, 115], [58]]
+PACS_5 = [[45, 68, 102, 153, 229], [42, 95, 213], [34, 172], [121]]
+
+
+@pytest.mark.parametrize(
+    ("partition", "published", "off"),
+    [
+        (ByGroup(10, ratio=1.8, largest=2975), DIGITS_10, 0),
+        (ByGroup(5, ratio=1.5, largest=2975), DIGITS_5, 1),
+        (ByGroup(1, largest=1487), [[371, 1115]] * 5, 0),
+        (ByGroup(10, ratio=1.6, largest=1262), DOMAINS_10, 2),
+        (ByGroup(5, ratio=1.4, largest=1262), DOMAINS_5, 1),
+        (ByGroup(1, largest=630), [[157, 472]] * 6, 0),
+        # The ratio is published as 2.16; only ratios from 2.1642 to 2.1661 give the published sizes.
+        (ByGroup(10, ratio=2.165, largest=600, within="imbalance"), PACS_10, 0),
+        (ByGroup(5, ratio=1.7, largest=600, within="imbalance"), PACS_5, 0),
+    ],
+)
+def test_sizes_as_published(partition: ByGroup, published: list[list[int]], off: int) -> None:
+    """FedGCR's settings; where its own roundings differ, so do single clients, by one sample."""
+    held = sizes_by_group(partition.assign(grouped(*[4000] * len(published)), 0))
+    ours, theirs = np.concatenate(held), np.concatenate(published)
+    assert [len(group) for group in held] == [len(group) for group in published]
+    assert np.abs(ours - theirs).max() <= 1
+    assert (ours != theirs).sum() == off
+
+
+def test_totals_as_published() -> None:
+    assert sum(map(sum, DIGITS_10)) == 6325
+    assert sum(map(sum, PACS_10)) == 1052
+
+
+def test_all_samples_that_are_kept_are_given_out_unless_a_size_is_asked_for() -> None:
     held = sizes_by_group(ByGroup(5, ratio=1.5).assign(grouped(*[2973] * 5), 0))
-    logged = [[225, 338, 507, 761, 1142], [417, 626, 939], [528, 792], [352, 528], [587]]
-    for ours, theirs in zip(held, logged, strict=True):
-        assert ours == pytest.approx(theirs, abs=1)
+    assert [sum(group) for group in held] == [2973, 1982, 1321, 880, 586]
+
+
+def test_another_order_of_groups() -> None:
+    source = grouped(400, 400, 400)
+    usual = ByGroup(4, largest=100).assign(source, 0)
+    swapped = ByGroup(4, largest=100, order=("c", "a", "b")).assign(source, 0)
+    assert sizes(swapped) == sizes(usual)
+    assert swapped.groups == [2, 2, 2, 2, 0, 0, 1]
+    assert swapped.names == ("c 1", "c 2", "c 3", "c 4", "a 1", "a 2", "b 1")
+    assert source.groups is not None
+    for samples, group in zip(swapped.clients, swapped.groups, strict=True):
+        assert (source.groups[samples] == group).all()
 
 
 def test_equal_groups_hold_one_to_three() -> None:
@@ -291,6 +349,12 @@ MIXED = Source(
         (ByGroup(5), grouped(50), "two or more groups"),
         (ByGroup(5, ratio=0.5), grouped(50, 50), "ratio must be a finite number of at least 1, got 0.5"),
         (ByGroup(1, ratio=1.5), grouped(50, 50), "makes no sense with imbalance=1"),
+        (ByGroup(5, largest=0), grouped(50, 50), "largest must be a whole number of at least 1, got 0"),
+        (ByGroup(2, largest=60), grouped(50, 50), "group 'a' has 50 samples, but largest=60 needs 60 of it"),
+        (ByGroup(2, largest=50), grouped(50, 20), "group 'b' has 20 samples, but largest=50 needs 25 of it"),
+        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "truncate=False forbids it"),
+        (ByGroup(2, within="rato"), grouped(50, 50), "did you mean 'ratio'"),
+        (ByGroup(2, order=("a", "c")), grouped(50, 50), r"order=\['a', 'c'\] must name each of the groups a, b once"),
         (ByGroup(5, clients=1), grouped(50, 50), "fewer than the 2 groups"),
         (ByGroup(5, clients=4, clients_per_group=(2, 2)), grouped(50, 50), "not both"),
         (ByGroup(5, clients_per_group=(2,)), grouped(50, 50), "each of the 2 groups a, b"),

@@ -1,0 +1,152 @@
+"""Which samples clients are tested on: their own, or those of their group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from equipoise.data.draws import generator
+from equipoise.data.partition import Assignment, Partition
+from equipoise.data.partition.base import Ints, groups_of, members_by_group
+from equipoise.data.source import Source
+from equipoise.errors import InputError
+from equipoise.federation import Split, ThreeSplits, split_samples
+
+
+def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[Ints]:
+    """Return the test samples of each group: those published for testing, or a share that is drawn.
+
+    Parameters
+    ----------
+    source : Source
+        The samples; without groups they are all in one.
+    splits : sequence of three floats
+        The third is the share of a group's samples to draw, if the source does not say which are for testing.
+    seed : int
+        Decides what is drawn.
+
+    Returns
+    -------
+    list of int arrays
+        One array a group.
+
+    Examples
+    --------
+    >>> source = Source(x=torch.zeros(4, 1), y=torch.zeros(4).long(), test=np.array([True, False, False, True]))
+    >>> tests_of_groups(source, (0.7, 0.1, 0.2), seed=0)
+    [array([0, 3])]
+    """
+    if source.test is not None:
+        tests = [samples[source.test[samples]] for samples in members_by_group(source)]
+    else:
+        draws = generator(seed, "tests of groups")
+        tests = [np.sort(draws.permutation(own)[: round(splits[2] * len(own))]) for own in members_by_group(source)]
+    for name, samples in zip(groups_of(source)[1], tests, strict=True):
+        if not samples.size:
+            share = "" if source.test is not None else f"; splits={tuple(splits)} draws a share of {splits[2]:g}"
+            raise InputError(f"test='group': group {name!r} of source {source.name!r} has no test samples{share}")
+    return tests
+
+
+def assign_others(partition: Partition, source: Source, tests: Sequence[Ints], seed: int) -> Assignment:
+    """Divide the samples that are not test samples of a group among clients.
+
+    Parameters
+    ----------
+    partition : Partition
+        How to divide them. Its clients must belong to the groups of the source.
+    source : Source
+        The samples.
+    tests : sequence of int arrays
+        The test samples of each group.
+    seed : int
+        Decides the partition.
+
+    Returns
+    -------
+    Assignment
+        Who got which samples of the source.
+
+    Examples
+    --------
+    >>> from equipoise.data.partition import Iid
+    >>> source = Source(x=torch.zeros(6, 1), y=torch.zeros(6).long())
+    >>> held = assign_others(Iid(1), source, [np.array([0, 5])], seed=0).clients
+    >>> sorted(held[0].tolist())
+    [1, 2, 3, 4]
+    """
+    others = np.setdiff1d(np.arange(len(source.x)), np.concatenate(tests))
+    if not others.size:
+        raise InputError(f"test='group' leaves no sample of source {source.name!r} to train on")
+    some = replace(
+        source,
+        # Partitions do not look at samples.
+        x=torch.empty(len(others), 0),
+        y=source.y[torch.from_numpy(others)],
+        groups=None if source.groups is None else source.groups[others],
+        ids=None if source.ids is None else source.ids[others],
+        units=None if source.units is None else source.units[others],
+        test=None,
+    )
+    assignment = partition.assign(some, seed)
+    if assignment.group_names != groups_of(source)[1]:
+        raise InputError(
+            f"test='group' needs clients in the groups of source {source.name!r}, but the partition "
+            f"{type(partition).__name__} makes groups of its own: {', '.join(assignment.group_names)}"
+        )
+    return replace(assignment, clients=[others[samples] for samples in assignment.clients])
+
+
+def divide(
+    source: Source,
+    assignment: Assignment,
+    keys: Sequence[str],
+    splits: tuple[float, float, float],
+    seed: int,
+    tests: Sequence[Ints] | None = None,
+) -> ThreeSplits:
+    """Divide what clients hold into train, val and test.
+
+    Parameters
+    ----------
+    source : Source
+        The samples.
+    assignment : Assignment
+        Who holds which of them.
+    keys : sequence of str
+        One lasting identity a client, such as its name.
+    splits : tuple of three floats
+        Shares of train, val and test.
+    seed : int
+        Decides which samples go where.
+    tests : sequence of int arrays, optional
+        The test samples of each group, which all its clients share. Without them a client is tested on samples of its
+        own: those published for testing, or a share of what it holds.
+
+    Returns
+    -------
+    ThreeSplits
+        Train, val and test. Clients that share test samples share positions: no sample is copied.
+
+    Examples
+    --------
+    >>> source = Source(x=torch.zeros(6, 1), y=torch.zeros(6).long())
+    >>> two = Assignment([np.array([0, 1]), np.array([2, 3])], groups=[0, 0], group_names=("all",))
+    >>> train, val, test = divide(source, two, ["ann", "bob"], (1.0, 0.0, 0.0), 0, [np.array([4, 5])])
+    >>> train.sizes.tolist(), test.of(0).tolist(), test.of(1).tolist()
+    ([2, 2], [4, 5], [4, 5])
+    """
+    held = assignment.clients
+    if tests is not None:
+        own = [tests[group] for group in assignment.groups]
+    elif source.test is not None:
+        own = [samples[source.test[samples]] for samples in held]
+        held = [samples[~source.test[samples]] for samples in held]
+    else:
+        return split_samples(Split.from_lists(held), keys, splits, seed, source.units)
+    learned = splits[0] + splits[1]
+    shares = (splits[0] / learned, splits[1] / learned, 0.0) if learned > 0 else splits
+    return split_samples(Split.from_lists(held), keys, shares, seed, source.units)._replace(test=Split.from_lists(own))

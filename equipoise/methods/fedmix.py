@@ -1,0 +1,130 @@
+"""FedMix (Yoon et al., 2021): mixup with mean images of other clients, to first order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.checks import count
+from equipoise.client import Client
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.methods import register
+from equipoise.models.base import pixels
+from equipoise.random import Purpose, fold_tensor
+from equipoise.tree import Tree
+
+# A mean of fewer samples would be a sample.
+_FEWEST = 2
+
+
+@register("fedmix", paper="Yoon et al., ICLR 2021", sees=Sees.REPRESENTATIONS)
+@dataclass(frozen=True)
+class FedMix(LocalRule, Aggregation):
+    """Minimise the mixup loss of a client's images and the mean images of all clients, expanded to first order in λ.
+
+    Before round 1 each client divides its training samples into parts of M_k and sends the mean image x̄ and the mean
+    one-hot label ȳ of each part. The server sends all means to all clients, once. For each batch a client draws one
+    pair (x̄, ȳ) and minimises
+
+        (1 − λ) ℓ(f(x′), y) + λ ℓ(f(x′), ȳ) + λ ⟨∂/∂x′ (1 − λ) ℓ(f(x′), y), x̄⟩,  x′ = (1 − λ) x,
+
+    for each sample. The derivative is that of the sample's own loss, so the last term has no factor 1/B (some public
+    code differentiates the mean of a batch). Images of bytes are mixed as numbers from 0 to 1.
+
+    Clients that join later receive the means but add none.
+
+    Parameters
+    ----------
+    lam : float
+        λ, at least 0 and below 1; 0 is FedAvg.
+    means : int
+        How many means a client sends, so that M_k is its number of training samples divided by this. A client with
+        too few samples sends fewer means, so that each is the mean of two samples or more.
+    """
+
+    lam: float = 0.05
+    means: int = 1
+    needs_everyone: ClassVar[bool] = True
+    needs_images: ClassVar[bool] = True
+    receives = sends = sends_once = ("means",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        if not 0 <= self.lam < 1:
+            raise InputError(f"fedmix.lam must be at least 0 and below 1, got {self.lam!r}")
+        count(self.means, "fedmix.means")
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Collect the means of all clients."""
+        parts = np.minimum(self.means, everyone.sizes // _FEWEST)
+        if not parts.any():
+            raise InputError(f"fedmix needs a client with {_FEWEST} training samples or more to take a mean of")
+        each = {"parts": torch.from_numpy(parts), "size": torch.from_numpy(everyone.sizes)}
+        # The model is needed to know how many classes there are.
+        sums = everyone.ask("sums_of_parts", model=state.model, each=each)
+        there = sums["samples"] > 0
+        samples = sums["samples"][there].unsqueeze(1)
+        x, y = (sums[name][there] for name in ("x", "y"))
+        return state.with_server(means={"x": (x.flatten(1) / samples).view_as(x), "y": y / samples})
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Keep the means as they are: they have been sent."""
+        return state
+
+    def sums_of_parts(self, client: Client) -> Tree:
+        """Sum the images, the one-hot labels and the number of samples of each part of the client's samples."""
+        if client.y.is_floating_point() or client.y.dim() != 1:
+            kind = str(client.y.dtype).removeprefix("torch.")
+            raise InputError(
+                f"fedmix mixes labels, one class for each sample, but y holds {kind} of shape {tuple(client.y.shape)}"
+            )
+        images = pixels(client.x, client.network.dtype)
+        # Questions know where samples are in the split.
+        part = cast(Tensor, client.positions) * client.each["parts"] // client.each["size"]
+        numbers = torch.arange(self.means, device=part.device)
+        member = ((part.unsqueeze(1) == numbers) & (numbers < client.each["parts"])).to(images.dtype)
+        labels = client.y.unsqueeze(1) == torch.arange(client.output().shape[1], device=part.device)
+
+        def sums(values: Tensor) -> Tensor:
+            return client.sum(member.unsqueeze(2) * values.flatten(1).unsqueeze(1))
+
+        return {
+            "x": sums(images).unflatten(1, images.shape[1:]),
+            "y": sums(labels.to(images.dtype)),
+            "samples": client.sum(member),
+        }
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Send the model and the means."""
+        return {"model": state.model, "means": state.server["means"]}, {}
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the mixed loss."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Return the mixed loss of each sample."""
+        means = client.sent["means"]
+        # Steps of training have a key.
+        drawn = fold_tensor(cast(Tensor, client.forward.key), Purpose.AUGMENT).remainder(len(means["x"]))
+        mean_x, mean_y = means["x"][drawn], means["y"][drawn]
+        shrunk = (1 - self.lam) * pixels(client.x, client.network.dtype)
+        mixed = client.at(x=shrunk, train=True).recording(client.recorded)
+        output = mixed.output()
+        to_mean = output.logsumexp(1) - (output * mean_y).sum(1)
+
+        def own_loss(x: Tensor) -> Tensor:
+            return (1 - self.lam) * client.sum(client.at(x=x, train=True).task_loss())
+
+        towards_mean = (torch.func.grad(own_loss)(shrunk) * mean_x).flatten(1).sum(1)
+        return (1 - self.lam) * mixed.task_loss() + self.lam * (to_mean + towards_mean)
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Average the models."""
+        return state.with_global(mix(updates, cohort.prior))

@@ -1,0 +1,98 @@
+"""HarmoFL (Jiang, Wang and Dou, 2022): images of equal amplitudes, and flat minima."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.checks import count, real
+from equipoise.client import Client
+from equipoise.errors import InputError
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
+from equipoise.methods import register
+from equipoise.methods.fedsam import SharpnessGradient
+from equipoise.models.base import Model, pixels
+from equipoise.models.fourier import AmplitudeNorm, amplitudes
+from equipoise.tree import Tree
+
+_AMPLITUDE = "inputs.amplitude"
+
+
+@register("harmofl", paper="Jiang et al., AAAI 2022", sees=Sees.SUMS)
+@dataclass(frozen=True)
+class HarmoFL(LocalRule, Aggregation):
+    """Give the images of all clients the same mean amplitudes Ã, and train at perturbed weights.
+
+    The method puts a layer before the model that replaces the amplitudes of each image by Ã and keeps its
+    phases (:class:`~equipoise.models.fourier.AmplitudeNorm`). Local steps use the gradient at w + δ with
+    δ = α g/‖g‖, as in FedSAM.
+
+    Ã is the average over clients of the mean amplitude of their training images. It is computed once, before
+    round 1, and never changes. (In the paper, clients use a running mean of their own batches during round 1,
+    and Ã is the average of these.) It is part of the model and is sent with it.
+
+    Parameters
+    ----------
+    alpha : float
+        α, at least 0.
+    low : int, optional
+        Replace the amplitudes of the frequencies from -low to low only. By default all are replaced, as in
+        the paper's equation. The public code uses 0: the mean brightness of each channel.
+    """
+
+    alpha: float = 0.05
+    low: int | None = None
+    usual_weights: ClassVar[str] = "uniform"
+    needs_everyone: ClassVar[bool] = True
+    needs_images: ClassVar[bool] = True
+    # Another aggregation would leave the amplitude at zero. The tree itself is empty: Ã is sent with the model.
+    receives = sends = ("amplitude",)
+
+    def __post_init__(self) -> None:
+        """Refuse negative values."""
+        real(self.alpha, "harmofl.alpha", least=0)
+        if self.low is not None:
+            count(self.low, "harmofl.low", least=0)
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Put the layer before everything else."""
+        if not isinstance(model, Model) or type(model).forward is not Model.forward:
+            raise InputError(
+                f"harmofl changes images before the model sees them, but {type(model).__name__} has a forward of its own; "
+                "valid: equipoise.models.base.Model(features, head)"
+            )
+        dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
+        model.inputs = AmplitudeNorm(shape, self.low).to(dtype)
+        return model
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Average the mean amplitudes of all clients."""
+        sums, samples = everyone.ask("amplitude_sums")
+        means = sums / samples.view(-1, *(1,) * (sums.dim() - 1))
+        mixed = mix_tree({_AMPLITUDE: means}, everyone.prior)
+        return state.with_global({_AMPLITUDE: mixed[_AMPLITUDE].to(state.model[_AMPLITUDE])})
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Keep Ã as it is when clients join."""
+        return state
+
+    def amplitude_sums(self, client: Client) -> tuple[Tensor, Tensor]:
+        """Sum the amplitudes of a batch of images, and count them."""
+        x = pixels(client.x, client.network.dtype)
+        return client.sum(amplitudes(x, self.low)), client.sum(torch.ones_like(x[:, 0, 0, 0]))
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the gradient at w + δ; the layer does not move."""
+        return (Phase(move=("features", "head"), gradient=SharpnessGradient(self.alpha)),)
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Send the model, which contains Ã."""
+        return {"model": state.model, "amplitude": {}}, {}
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Average the models."""
+        return state.with_global(mix(updates, cohort.prior))
