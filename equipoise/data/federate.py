@@ -113,7 +113,9 @@ def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool
     def replaced(split: Split, instead: Split) -> Split:
         return Split.from_lists([(instead if left_out[k] else split).of(k) for k in range(held.clients)])
 
-    return ThreeSplits(replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, everything))
+    return ThreeSplits(
+        replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, everything)
+    )
 
 
 def _unseen(wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
