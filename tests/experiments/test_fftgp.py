@@ -36,7 +36,7 @@ SUPERVISED = ["pacs", "supervised", "table15"]
 # Of tables 2 and 3, and of 8 and 9; without what needs two rounds of batches to be compared fairly.
 COMPARED = {"fedavg", "fedprox", "ditto", "afl", "qffl", "perfedavg", "ga", "grace", "fftgp"}
 METHODS = {
-    "pacs": COMPARED | {"faa", "bgp", "fedavg-2epochs"},
+    "pacs": COMPARED | {"faa", "bgp", "fedavg-2epochs", "fedavg-equal"},
     "supervised": COMPARED | {"faa", "bgp", "only-ml", "only-da"},
     "fedclip": {"fedclip", "fedprox", "ditto", "perfedavg", "ga", "grace", "fftgp"},
     "promptfl": {"promptfl", "fedprox", "ditto", "perfedavg", "ga", "grace", "fftgp"},
