@@ -30,8 +30,8 @@ class Slot:
     ----------
     name : str
         The dotted name; of a tensor that is held in several slots, the first one.
-    part : str
-        The part of the model that the slot is in, such as ``features``; empty for the model itself.
+    path : str
+        The dotted name of the layer that holds it; empty for the model itself.
     owner : dict
         The dictionary of the layer that holds it.
     leaf : str
@@ -45,7 +45,7 @@ class Slot:
     """
 
     name: str
-    part: str
+    path: str
     owner: dict[str, Any]
     leaf: str
     tensor: Tensor
@@ -84,7 +84,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
                 frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
                 frozen = frozen or name in inside or (has_stem and part == "stem")
                 where = first.setdefault(id(tensor), name)
-                here.append(Slot(where, part, held, leaf, tensor, bool(is_parameter), frozen))
+                here.append(Slot(where, path, held, leaf, tensor, bool(is_parameter), frozen))
         found = here + found
     return found
 
@@ -202,7 +202,7 @@ class Network:
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
-            ([slot.name for slot in every_slot if slot.part == path.partition(".")[0]], layer)
+            ([slot.name for slot in every_slot if in_parts(slot.path, path.partition(".")[0])], layer)
             for path, layer in owners.items()
             if isinstance(layer, Dropout)
         ]
@@ -253,7 +253,15 @@ class Network:
         """Return a copy of the module as it came, in its own types, to be filled with other parameters."""
         return convert(copy.deepcopy(self._given))
 
-    def apply(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None) -> Pass:
+    def apply(
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        forward: Forward,
+        part: str | None = None,
+        *,
+        encoded: bool = False,
+    ) -> Pass:
         """Apply the model, or one part of it.
 
         Parameters
@@ -261,11 +269,14 @@ class Network:
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         x : Tensor
-            A batch: samples, or what the stem made of them if ``encoded``.
+            A batch: samples, or what the stem made of them if the network's or the argument's ``encoded`` is true.
         forward : Forward
             What the layers must know.
         part : str, optional
-            ``features``, ``head`` or a part that a method has brought; by default the whole model.
+            ``features``, ``head``, a part that a method has brought, or a layer by its dotted name; by default the whole
+            model.
+        encoded : bool
+            Whether x is what the stem made of samples, although the network's data are not encoded.
 
         Returns
         -------
@@ -275,10 +286,10 @@ class Network:
         slots = self._filled(params, part)
         with forward_pass(forward), self._arithmetic():
             if part is None and self.composed:
-                z = self._features(x)
+                z = self._features(x, encoded)
                 output = self._part("head")(z)
             elif part == "features":
-                output = z = self._features(x)
+                output = z = self._features(x, encoded)
             else:
                 output = z = (self.module if part is None else self._part(part))(x)
         buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
@@ -287,8 +298,8 @@ class Network:
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
-            parts = ("features", "head") if part is None and self.composed else (part,)
-            chosen = [slot for slot in self._slots if parts == (None,) or slot.part in parts]
+            parts = part if part is not None else ("features", "head") if self.composed else None
+            chosen = [slot for slot in self._slots if parts is None or in_parts(slot.path, parts)]
             self._slots_of_part[part] = chosen
         try:
             for slot in self._slots_of_part[part]:
@@ -304,12 +315,22 @@ class Network:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
-    def _features(self, x: Tensor) -> Tensor:
-        z: Tensor = self._part("features")(x if self.encoded or self.stem is None else self.stem(x))
+    def stemmed(self, x: Tensor, forward: Forward) -> Tensor:
+        """Return what the stem makes of a batch, or the batch if it is encoded already or there is no stem."""
+        if self.encoded or self.stem is None:
+            return x
+        with forward_pass(forward), self._arithmetic():
+            encoded: Tensor = self.stem(x)
+        return encoded
+
+    def _features(self, x: Tensor, encoded: bool) -> Tensor:
+        z: Tensor = self._part("features")(x if encoded or self.encoded or self.stem is None else self.stem(x))
         return z
 
     def _part(self, name: str) -> nn.Module:
-        part = getattr(self.module, name, None)
+        part: Any = self.module
+        for child in name.split("."):
+            part = getattr(part, child, None)
         if not isinstance(part, nn.Module):
             raise unknown("part", name, [child for child, _ in self.module.named_children()], where="the model")
         return part

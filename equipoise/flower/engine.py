@@ -425,7 +425,7 @@ class FlowerCohort:
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
-        question_of(self.method.local, question)
+        question_of(self.method, question)
         check_rows(each or {}, len(self.ids))
         text, tensors = pack(list(args))
         asked: dict[str, Any] = {

@@ -29,6 +29,7 @@ MODELS: Registry = {
     "charlstm": "equipoise.models.recurrent:charlstm",
     "vit": "equipoise.models.vit:vit",
     "vitprompts": "equipoise.models.vit:vitprompts",
+    "fedgc": "equipoise.models.fedgc:fedgc",
     "pretrained": "equipoise.models.pretrained:pretrained",
 }
 """What builds each model."""

@@ -18,7 +18,7 @@ from equipoise.models.frozen import Frozen, plain_attention
 from equipoise.models.layers import LayerNorm, Linear
 
 # The standard deviation that vision transformers draw tokens and positions with (Dosovitskiy et al., 2021).
-_SPREAD = 0.02
+TOKEN_SPREAD = 0.02
 
 
 def vit(
@@ -114,7 +114,7 @@ def vitprompts(
     ['features.prompts', 'head.weight', 'head.bias']
     """
     number = count(prompts, "prompts of model 'vitprompts'")
-    small = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
+    small: dict[str, Any] = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
     tower = tokens_of(source, shape, fused=flag(fused, "fused of model 'vitprompts'"), **small)
     return Model(Prompted(tower.encoder, number, tower.width), nn.Linear(tower.width, classes), stem=tower.stem)
 
@@ -141,7 +141,9 @@ class Tower(NamedTuple):
 _SMALL: dict[str, Any] = {"patch": 2, "width": 64, "depth": 2, "heads": 4, "mlp_ratio": 2.0}
 
 
-def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True, **small: Any) -> Tower:
+def tokens_of(
+    source: str | None, shape: tuple[int, ...], *, fused: bool = True, model: str = "vitprompts", **small: Any
+) -> Tower:
     """Return a frozen vision transformer in two parts, between which tokens can be changed or added.
 
     Parameters
@@ -152,6 +154,8 @@ def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True,
         Channels, height and width of one image.
     fused : bool
         Whether to use fused attention.
+    model : str
+        The name of the model that asks, for messages.
     **small
         The transformer, as in model ``vit``; only without a source.
 
@@ -168,17 +172,17 @@ def tokens_of(source: str | None, shape: tuple[int, ...], *, fused: bool = True,
     """
     options = {**_SMALL, **small}
     if source is None:
-        tokens, encoder = _small(shape, "vitprompts", **options, fused=fused)
+        tokens, encoder = _small(shape, model, **options, fused=fused)
         return Tower(Frozen(tokens), Frozen(encoder), options["width"])
     if changed := [name for name, value in options.items() if value != _SMALL[name]]:
         raise InputError(
-            f"{changed[0]}={options[changed[0]]} of model 'vitprompts' has no meaning beside source={source!r}, which has a "
+            f"{changed[0]}={options[changed[0]]} of model {model!r} has no meaning beside source={source!r}, which has a "
             "shape of its own; valid: one of the two"
         )
     # A pretrained model needs transformers, the rest of this module does not.
     from equipoise.models.pretrained import transformer
 
-    whole = transformer(source, shape, model="vitprompts", fused=fused)
+    whole = transformer(source, shape, model=model, fused=fused)
     return Tower(Frozen(whole.tokens), Frozen(whole.encoder), whole.tokens.width)
 
 
@@ -208,8 +212,8 @@ def _small(
     tokens = Tokens(
         nn.Linear(channels * side * side, width),
         (side, side),
-        class_token=_SPREAD * torch.randn(width),
-        positions=_SPREAD * torch.randn(1 + grid[0] * grid[1], width),
+        class_token=TOKEN_SPREAD * torch.randn(width),
+        positions=TOKEN_SPREAD * torch.randn(1 + grid[0] * grid[1], width),
         grid=grid,
     )
     blocks = [Block(width, heads, mlp_ratio=mlp_ratio, dropout=rate, fused=fused) for _ in layers]
@@ -413,7 +417,7 @@ class Prompted(nn.Module):
 
     def __init__(self, encoder: Frozen, prompts: int, width: int) -> None:
         super().__init__()
-        self.prompts = nn.Parameter(_SPREAD * torch.randn(prompts, width))
+        self.prompts = nn.Parameter(TOKEN_SPREAD * torch.randn(prompts, width))
         self.encoder = encoder
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -21,17 +21,33 @@ SETTINGS = {
     "prompts": (pictures, lambda: transformer(depth=2), 0.1),
     "prompts, plain attention": (pictures, lambda: transformer(fused=False), 0.1),
     "vit": (pictures, lambda: transformer("vit"), 0.05),
+    "fedgc": (pictures, lambda: transformer("fedgc"), 0.1),
 }
 # What is not the name of a method itself.
-VARIANTS = {"perfedavg, hessian": {"name": "perfedavg", "hessian": True}}
+VARIANTS = {
+    "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
+    "fedgr, given": {"name": "fedgr", "groups": "given"},
+    "fedgcr, received": {"name": "fedgcr", "representation": "received", "similarity": "cosine", "soft": True},
+}
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc")
-# FedBN is for models with BatchNorm that keeps statistics.
+# A model of its own method, which differs from "prompts" little for others.
+OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
+# Methods for models of one kind: BatchNorm that keeps statistics, prompts with GC-Net, or frozen class tokens.
+ONLY = {
+    "fedbn": {"images"},
+    "fedgc": {"fedgc"},
+    "fedgcr": {"fedgc"},
+    "fedgcr, received": {"fedgc"},
+    "fedgr": {"prompts", "fedgc"},
+}
 PAIRS = [
     (method, what)
     for method in (*names(), *VARIANTS)
     for what in SETTINGS
-    if (method, what == "images") != ("fedbn", False) and (method in OF_VIT or what != "vit")
+    if what in ONLY.get(method, SETTINGS)
+    and (method in OF_VIT or what != "vit")
+    and (method in OF_FEDGC or what != "fedgc")
 ]
 
 
