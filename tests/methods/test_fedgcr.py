@@ -1,0 +1,456 @@
+"""FedGCR: equations by hand, rounds against a plain loop, and what clusters do when clients come, go and change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from equipoise import Evaluation, Machine, Training, train
+from equipoise.client import Client
+from equipoise.data import load
+from equipoise.engine.network import Network
+from equipoise.engine.task import Task
+from equipoise.errors import InputError
+from equipoise.method import State, Updates
+from equipoise.methods import build, describe
+from equipoise.methods.fedgcr import FedGC, FedGCR, FedGR, balanced_mean, group_weights, place
+from equipoise.models.layers import Forward
+from equipoise.optimizers import Sgd
+from equipoise.run.trainer import Trainer
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.small_models import transformer
+from tests.methods.plain_fedgcr import rounds_by_hand
+from tests.rounds import play
+
+SIZES = [4, 2, 6, 3, 3]
+COHORTS = [[0, 1, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]]
+
+
+float64 = partial(torch.tensor, dtype=torch.float64)
+
+
+def pictures():
+    """Clients of two types: those with odd numbers have brighter images."""
+    federation = images(sizes=SIZES, shape=(1, 8, 8))
+    odd = torch.from_numpy(np.repeat(np.arange(len(SIZES)) % 2, SIZES)).double()
+    return replace(federation, x=federation.x + 3 * odd.view(-1, 1, 1, 1))
+
+
+# ---- equations by hand -----------------------------------------------------------------------------------------------
+
+
+def client_with(h, **about):
+    """A client of three images whose GC-Net makes the same h of all of them."""
+    module = transformer("fedgc")
+    with torch.no_grad():
+        module.features.gcnet[2].weight.zero_()
+        module.features.gcnet[2].bias.copy_(torch.tensor(h + [0.0] * (16 - len(h))))
+    network = Network(module, Task("classification"), dtype=torch.float64)
+    draws = torch.Generator().manual_seed(0)
+    given = {
+        "network": network,
+        "params": network.initial(),
+        "x": torch.randn(3, 1, 8, 8, generator=draws, dtype=torch.float64),
+        "y": torch.tensor([0, 1, 3]),
+        "forward": Forward(train=False),
+        "sent": {"model": network.initial()},
+        "each": {},
+        "memory": {},
+        "seen": torch.tensor(True),
+        "round": torch.tensor(1),
+    }
+    return Client(**{**given, **about})
+
+
+def vector(*values):
+    return torch.tensor([*values, *[0.0] * (16 - len(values))]).double()
+
+
+@pytest.mark.parametrize(
+    ("similarity", "products", "own"),
+    [("dot", [2.0, 10.0, -4.0], 3.0), ("cosine", [1 / math.sqrt(5), 1.0, -2 / math.sqrt(5)], 1 / math.sqrt(5))],
+)
+def test_group_customization_by_hand(similarity, products, own):
+    centres = torch.stack([vector(2, 0), vector(2, 4), vector(0, -2)])
+    client = client_with(
+        [1.0, 2.0],
+        sent={"centres": {"h": centres}},
+        memory={"representation": {"h": vector(3, 0)}},
+        each={"cluster": torch.tensor(2)},
+    )
+    found = FedGC(similarity=similarity, tau=0.7).customization(client)
+    below = sum(math.exp(value / 0.7) for value in (*products, own))
+    wanted = -math.log(math.exp(products[2] / 0.7) / below)
+    assert found.tolist() == pytest.approx([wanted] * 3, rel=1e-12)
+
+
+def test_terms_that_are_not_known_are_left_out():
+    centres = {"centres": {"h": torch.stack([vector(2, 0), vector(0, 1)])}}
+    memory = {"representation": {"h": vector(9, 9)}}
+    stranger = client_with([1.0, 2.0], sent=centres, memory=memory, each={"cluster": torch.tensor(-1)})
+    assert FedGC().customization(stranger).tolist() == [0, 0, 0]
+    forgetful = client_with(
+        [1.0, 2.0], sent=centres, memory=memory, each={"cluster": torch.tensor(0)}, seen=torch.tensor(False)
+    )
+    wanted = -math.log(math.exp(4) / (math.exp(4) + math.exp(4)))
+    assert FedGC().customization(forgetful).tolist() == pytest.approx([wanted] * 3, rel=1e-12)
+
+
+def test_shares_of_clusters_mix_the_losses_of_both():
+    centres = {"centres": {"h": torch.stack([vector(2, 0), vector(0, 1), vector(1, 1)])}}
+    about = {"sent": centres, "memory": {"representation": {"h": vector(1, 0)}}}
+    alone = [
+        FedGC().customization(client_with([1.0, 2.0], each={"cluster": torch.tensor(t)}, **about))[0].item()
+        for t in range(3)
+    ]
+    both = client_with([1.0, 2.0], each={"membership": torch.tensor([0.25, 0.0, 0.75])}, **about)
+    assert FedGC().customization(both)[0].item() == pytest.approx(0.25 * alone[0] + 0.75 * alone[2], rel=1e-12)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+def test_representation_alignment_by_hand(similarity):
+    client = client_with([1.0, 2.0])
+    trained = [name for name in client.params if name.startswith("features")]
+    received, previous = (
+        {name: client.params[name] + 0.3 * (seed + 1) for name in trained} for seed, _ in enumerate("ab")
+    )
+    client = client_with([1.0, 2.0], sent={"model": received}, memory={"previous": previous})
+    z, z0, z_prev = (client.at(tree).features() for tree in ({}, received, previous))
+    found = FedGC(similarity=similarity, tau=0.7).alignment(client)
+    for image in range(3):
+        near, far = (
+            (F.cosine_similarity(z[image], other[image], dim=0) if similarity == "cosine" else z[image] @ other[image])
+            for other in (z0, z_prev)
+        )
+        wanted = -torch.log(torch.exp(near / 0.7) / (torch.exp(near / 0.7) + torch.exp(far / 0.7)))
+        assert found[image].item() == pytest.approx(wanted.item(), rel=1e-9)
+    stranger = client_with([1.0], sent={"model": received}, memory={"previous": previous}, seen=torch.tensor(False))
+    assert FedGC().alignment(stranger).tolist() == [0, 0, 0]
+
+
+def test_anchors_drop_nothing():
+    module = transformer("fedgc", dropout=0.5)
+    network = Network(module, Task("classification"), dtype=torch.float64)
+    tree = {name: tensor for name, tensor in network.initial().items() if name.startswith("features")}
+    client = client_with([1.0])
+    about = {"network": network, "params": network.initial(), "moving": frozenset(network.initial())}
+    about |= {"sent": {"model": network.initial()}, "memory": {"previous": tree}}
+    training = Client(
+        **{
+            **{n: getattr(client, n) for n in ("x", "y", "each", "seen", "round")},
+            **about,
+            "forward": Forward(train=True, key=torch.tensor(3)),
+        }
+    )
+    assert bool((training.features() == 0).any())
+    assert not bool((training.at(tree).features() == 0).any())
+    # Both anchors are the same model, so what is left of the loss is log 2.
+    assert FedGC().alignment(training).tolist() == pytest.approx([math.log(2)] * 3, rel=1e-12)
+
+
+def test_client_representations_by_hand():
+    """Two classes are present: means (2, 4) of three samples and (0, 6) of one."""
+    sums = {"h": torch.tensor([[6.0, 12.0], [0.0, 0.0], [0.0, 6.0]]), "count": torch.tensor([3.0, 0.0, 1.0])}
+    assert balanced_mean(sums)["h"].tolist() == [1.0, 5.0]
+
+
+def test_beta_by_hand():
+    assert [FedGR(delta=0.8, gamma=0.9).beta(r) for r in range(3)] == pytest.approx([0, 0.08, 0.152])
+    assert FedGR().beta(50) == pytest.approx(0.5)
+
+
+PRIOR, LOSSES = float64([0.1, 0.2, 0.3, 0.4]), float64([1.0, 2.0, 100 / 33, 4.0])
+PAIRS = F.one_hot(torch.tensor([0, 0, 1, 1]))
+
+
+def test_group_weights_by_hand():
+    single = PRIOR * LOSSES**2
+    assert group_weights(PRIOR, LOSSES, PAIRS, 1, 0).tolist() == pytest.approx((single / single.sum()).tolist())
+    wanted = [0.015674, 0.062697, 0.333923, 0.587705]
+    assert group_weights(PRIOR, LOSSES, PAIRS, 1, 0.5).tolist() == pytest.approx(wanted, abs=5e-7)
+    equal = torch.full((4,), 0.37)
+    for beta in (0, 0.3, 1):
+        assert group_weights(PRIOR, equal, PAIRS, 2, beta).tolist() == pytest.approx(PRIOR.tolist(), rel=1e-12)
+    assert group_weights(PRIOR, LOSSES, PAIRS, -1, 0.5).tolist() == pytest.approx(PRIOR.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], PRIOR.tolist()),
+        ([0.0, 0.0, 0.0, 3.0], [0, 0, 0, 1]),
+        ([1e200, 1e200, 1e200, 1e200], PRIOR.tolist()),
+    ],
+)
+def test_weights_of_extreme_losses(losses, wanted):
+    assert group_weights(PRIOR, float64(losses), PAIRS, 1, 0.0).tolist() == pytest.approx(wanted)
+
+
+def test_given_groups_weigh_clients():
+    """Losses and groups reach the weights through combine, with β of the second round."""
+    cohort = SimpleNamespace(ids=np.arange(4), groups=np.array([3, 3, 7, 7]), prior=PRIOR)
+    updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
+    method = FedGR(groups="given", delta=1.0)
+    state = method.combine(State(1, {"w": torch.zeros(4).double()}), updates, cohort)
+    assert state.model["w"].tolist() == pytest.approx([0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7)
+    assert state.notes["beta"] == 0.5
+    assert torch.equal(state.notes["weights"], state.model["w"])
+
+
+# ---- rounds against a plain loop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chunk"),
+    [
+        ("fedgcr", {}, 10),
+        ("fedgcr", {"similarity": "cosine", "representation": "received"}, 1),
+        ("fedgc", {"representation": "received"}, 2),
+    ],
+)
+def test_rounds_equal_the_plain_loop(name, options, chunk):
+    module = transformer("fedgc", dropout=0.25)
+    with torch.no_grad():
+        # As initialized h is near 0 and ℓ_GC near a constant.
+        module.features.gcnet[2].weight.mul_(3)
+    method = build(name, clusters=2, clustering="kmeans", **options)
+    how = {"batch_size": 4, "optimizer": Sgd(lr=0.1)}
+    played = play(method, pictures(), module, COHORTS, chunk=chunk, **how)
+    wanted, told = rounds_by_hand(
+        module,
+        pictures(),
+        COHORTS,
+        seed=5,
+        lr=0.1,
+        batch=4,
+        clusters=2,
+        cosine=options.get("similarity") == "cosine",
+        received="representation" in options,
+        reweighted=name == "fedgcr",
+    )
+    for state, updates, plain in zip(played.states[1:], played.updates, told, strict=True):
+        assert state.notes["clusters"].tolist() == plain["clusters"]
+        assert (updates.uploads["representation"]["h"] - plain["h"]).norm() <= 1e-9 * plain["h"].norm()
+        if name == "fedgcr":
+            assert state.notes["weights"].tolist() == pytest.approx(plain["weights"], rel=1e-9)
+    assert distance(played.model, wanted) <= 1e-9
+    assert any(len(set(plain["clusters"])) == 2 for plain in told)
+
+
+def test_both_terms_of_the_loss_count():
+    how = {"batch_size": 4, "optimizer": Sgd(lr=0.1)}
+    both, *others = (
+        play(build("fedgc", **options), pictures(), transformer("fedgc"), COHORTS, **how).model
+        for options in ({}, {"lam1": 0.0}, {"lam2": 0.0}, {"tau": 2.0}, {"similarity": "cosine"})
+    )
+    assert min(distance(other, both) for other in others) > 1e-5
+
+
+def test_without_centres_the_first_round_is_federated_averaging():
+    how = {"batch_size": 4, "optimizer": Sgd(lr=0.1)}
+    found, wanted = (
+        play(build(name), pictures(), transformer("fedgc"), COHORTS[:1], **how).model for name in ("fedgc", "fedavg")
+    )
+    assert distance(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["fedgcr", "fedgr"])
+def test_encoded_and_plain_first_passes_agree(name):
+    def trained(encode):
+        trainer = Trainer(
+            pictures(),
+            build(name, clusters=2),
+            transformer("fedgc" if name == "fedgcr" else "vitprompts"),
+            Training(rounds=3, cohort=4, batch_size=4, optimizer=Sgd(lr=0.1)),
+            Machine(device="cpu", precision="float64", encode=encode),
+            Evaluation(every=0),
+            seed=0,
+        )
+        trainer.run()
+        assert trainer.engine.network.encoded == encode
+        return trainer.state.model
+
+    assert distance(trained(True), trained(False)) <= 1e-9
+
+
+# ---- clusters --------------------------------------------------------------------------------------------------------
+
+
+def cohort_of(ids, key=0):
+    return SimpleNamespace(ids=np.array(ids), key=key)
+
+
+def grouped(method, rounds):
+    """Cluster in one round after the other; gives the states."""
+    state, states = State(0, {"w": torch.zeros(1)}), []
+    for number, (ids, points) in enumerate(rounds):
+        state = method.grouped(state, float64(points).unsqueeze(1), cohort_of(ids, number))
+        states.append(state)
+    return states
+
+
+def test_absent_clients_keep_their_clusters_and_count_for_centres():
+    method = FedGC(clusters=2)
+    first, second = grouped(method, [([0, 1, 2, 3], [1.0, 1.2, 5.0, 5.2]), ([1, 3, 7], [5.1, 5.0, 1.1])])
+    assert first.notes["clusters"].tolist() == [0, 0, 1, 1]
+    assert first.server["clusters"]["h"].flatten().tolist() == pytest.approx([1.1, 5.1])
+    # Client 1 has changed its type; clients 0 and 2 are absent.
+    assert second.notes["clusters"].tolist() == [1, 1, 0]
+    assert second.server["clients"]["ids"].tolist() == [0, 1, 2, 3, 7]
+    assert second.server["clusters"]["h"].flatten().tolist() == pytest.approx([(1.0 + 1.1) / 2, (5.1 + 5.0 + 5.0) / 3])
+    shared, each = method.send(second, cohort_of([2, 5, 7]))
+    assert shared["centres"]["h"].flatten().tolist() == pytest.approx([1.05, 5.033333], rel=1e-6)
+    # Nobody knows client 5 yet.
+    assert each["cluster"].tolist() == [1, -1, 0]
+
+
+def test_fewer_clients_than_clusters_and_clusters_without_members():
+    method = FedGC(clusters=4)
+    two, moved = grouped(method, [([0, 1], [1.0, 9.0]), ([0, 1], [9.5, 9.5])])
+    assert two.notes["clusters"].tolist() == [0, 1]
+    shared, _ = method.send(two, cohort_of([0, 1]))
+    assert shared["centres"]["h"].flatten().tolist() == [1, 9]
+    # Both are in cluster 1 now. Cluster 0 is not sent, but its centre is kept, and so is its number.
+    assert moved.notes["clusters"].tolist() == [1, 1]
+    shared, each = method.send(moved, cohort_of([0, 1]))
+    assert shared["centres"]["h"].flatten().tolist() == [9.5]
+    assert each["cluster"].tolist() == [0, 0]
+    assert moved.server["clusters"]["h"].flatten().tolist()[:2] == [1, 9.5]
+    back = method.grouped(moved, float64([[1.5]]), cohort_of([1], 2))
+    assert back.notes["clusters"].tolist() == [0]
+
+
+def test_the_number_of_clusters_may_be_chosen_each_round():
+    points = [0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 9.0, 9.1]
+    for choice in ("bic", "stability"):
+        (state,) = grouped(FedGC(clusters=4, choice=choice), [(range(8), points)])
+        assert state.notes["clusters"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_hybrid_clients_belong_to_two_clusters():
+    method = FedGC(clusters=2, soft=True)
+    rounds = [(range(5), [0.0, 0.0, 8.0, 8.0, 8.0]), (range(6), [0.0, 0.0, 8.0, 8.0, 8.0, 2.0])]
+    _, state = grouped(method, rounds)
+    # With client 5 the first centre is 2/3, so that it is (8 − 2)/(8 − 2/3) of the first type.
+    share = 6 / (8 - 2 / 3)
+    assert state.notes["memberships"][5].tolist() == pytest.approx([share, 1 - share], abs=1e-6)
+    _, each = method.send(state, cohort_of([0, 5, 9]))
+    assert each["membership"].tolist()[1:] == [pytest.approx([share, 1 - share], abs=1e-6), [0, 0]]
+    # Its group's loss is the mean of both groups' losses in these shares.
+    shares, losses = float64([[1, 0], [0, 1], [0.5, 0.5]]), float64([1, 4, 2])
+    means = [(1 + 0.5 * 2) / 1.5, (4 + 0.5 * 2) / 1.5]
+    raw = float64([means[0], means[1], sum(means) / 2]) ** 2
+    found = group_weights(torch.ones(3) / 3, losses, shares, 1, 1.0)
+    assert found.tolist() == pytest.approx((raw / raw.sum()).tolist(), rel=1e-12)
+
+
+# ---- class tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vitprompts", "fedgc"])
+def test_class_tokens_are_asked_for_once(kind):
+    module = transformer(kind)
+    asked = []
+
+    class Watched(FedGR):
+        def class_tokens(self, client):
+            asked.append(len(client.y))
+            return super().class_tokens(client)
+
+    method = build("fedavg", aggregation=Watched(clusters=2))
+    played = play(method, pictures(), module, COHORTS, chunk=1, batch_size=4, optimizer=Sgd(lr=0.1))
+    # Everyone in the first round, and those of the second round, in which client 4 is new.
+    assert sorted(asked) == sorted([4, 2, 6, 3] + [4, 6, 3])
+    tokens = module.stem.tokens if kind == "fedgc" else module.stem
+    for client in range(5):
+        x = pictures().x[torch.from_numpy(pictures().train.of(client))]
+        wanted = module.features.encoder(tokens(x)).mean(0)
+        found = played.states[-1].server["clients"]["h"][client]
+        assert (found - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+def test_notes_have_clusters_every_round():
+    run = train(load("digits"), method={"name": "fedgr", "clusters": 3}, model=SMALL, rounds=2)
+    for row in run.trainer.rounds:
+        assert len(row["notes"]["clusters"]) == len(row["notes"]["weights"]) == 22
+        assert sum(row["notes"]["weights"]) == pytest.approx(1)
+
+
+SMALL = {"name": "vitprompts", "width": 16, "depth": 1, "heads": 2}
+
+
+def test_styles_of_digits_are_found_by_class_tokens():
+    federation = load("digits")
+    run = train(federation, method="fedgr", model=SMALL, rounds=1)
+    clusters = next(iter(run.trainer.rounds))["notes"]["clusters"]
+    pairs = set(zip(clusters, federation.groups.tolist(), strict=True))
+    assert len(pairs) == 5
+
+
+# ---- combinations and refusals ---------------------------------------------------------------------------------------
+
+
+def test_parts_combine():
+    assert isinstance(build("fedgr", local="fedgc", groups="representation").local, FedGC)
+    assert build("fedgcr").usual_model == build("fedgr", local="fedgc", groups="representation").usual_model == "fedgc"
+    assert build("fedprox", aggregation="fedgr").usual_model == "vitprompts"
+    made = build("fedgcr", clusters=7, similarity="cosine", groups="given")
+    assert build(**describe(made)) == made
+    played = [
+        play(method, pictures(), transformer("fedgc"), COHORTS, batch_size=4, optimizer=Sgd(lr=0.1)).model
+        for method in (build("fedgcr"), build("fedgr", local="fedgc", groups="representation"))
+    ]
+    assert distance(*played) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"name": "fedgc", "lam1": -1.0}, "fedgc.lam1 must be a finite number of at least 0, got -1.0"),
+        ({"name": "fedgcr", "tau": 0.0}, "fedgcr.tau must be a finite number above 0, got 0.0"),
+        ({"name": "fedgcr", "similarity": "l2"}, "unknown value 'l2' in fedgcr.similarity"),
+        ({"name": "fedgc", "representation": "first"}, "unknown value 'first' in fedgc.representation"),
+        ({"name": "fedgr", "clusters": 0}, "fedgr.clusters must be a whole number of at least 1, got 0"),
+        ({"name": "fedgr", "clustering": "dbscan"}, "unknown value 'dbscan' in fedgr.clustering"),
+        ({"name": "fedgr", "choice": "aic"}, "unknown value 'aic' in fedgr.choice"),
+        ({"name": "fedgr", "groups": "own"}, "unknown value 'own' in fedgr.groups"),
+        ({"name": "fedgcr", "groups": "classtoken"}, "unknown value 'classtoken' in fedgcr.groups"),
+        ({"name": "fedgr", "delta": 1.5}, "fedgr.delta must be a number from 0 to 1, got 1.5"),
+        ({"name": "fedgr", "q": -2.0}, "fedgr.q must be a finite number of at least -1, got -2.0"),
+        ({"name": "fedgr", "groups": "representation"}, "FedGR needs representation, which PlainTraining does not provide"),
+        ({"name": "fedgc", "aggregation": "qffl"}, "FedGC needs centres, which QFedAvg does not provide"),
+    ],
+)
+def test_refusals(method, message):
+    with pytest.raises(InputError) as caught:
+        build(**method)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fedgc", "fedgcr", "fedgr"])
+def test_other_models_are_refused(name):
+    with pytest.raises(InputError, match="GC-Net, which the model lacks|needs a model with a frozen transformer"):
+        train(load("digits"), method=name, model="mlp", rounds=1)
+
+
+def test_clients_that_are_unseen_are_placed():
+    server = {
+        "clients": {"share": torch.eye(3).double()[[0, 2, 2]]},
+        "clusters": {"h": torch.tensor([[0.0, 0.0], [3.0, 3.0], [4.0, 4.0]]).double()},
+    }
+    state = State(3, {}, server)
+    # The second cluster has no members, although it is nearer.
+    assert place(state, torch.tensor([[2.9, 2.9], [0.1, 1.0]])).tolist() == [2, 0]
+
+
+def test_fedgcr_is_fedgc_and_fedgr():
+    assert issubclass(FedGCR, FedGR)
+    assert {"loss_before"} == set(FedGCR.needs)
