@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import vmap
 
 from equipoise.checks import count, flag, real
 from equipoise.client import Client, Finished
@@ -28,6 +29,8 @@ from equipoise.method import Aggregation, Cohort, Fact, LocalRule, Phase, Sees, 
 from equipoise.methods import register
 from equipoise.models.fedgc import Customized
 from equipoise.models.vit import Prompted
+from equipoise.privacy import gaussian_epsilon
+from equipoise.random import Purpose, fold_tensor, normal
 from equipoise.solvers import Floats
 from equipoise.tree import Tree, select
 
@@ -55,6 +58,15 @@ class Customization(LocalRule):
     representation : {"trained", "received"}
         The model that h̃ is computed with: the client's own after training (algorithm 1, line 15), or the received one, as
         in public code.
+    clip : float, optional
+        C, the length to which h̃ is clipped.
+    noise : float
+        The standard deviation of Gaussian noise on h̃, as a multiple of C. The notes of a round give the ε that has been spent
+        on h̃ by clients that have taken part in all rounds; see :func:`equipoise.privacy.gaussian_epsilon`. The parameters that
+        clients send are not protected by it. Noise is drawn from the run's seed, which must therefore not be known to those
+        who see h̃.
+    privacy_delta : float
+        The δ that belongs to this ε.
     """
 
     lam1: float = 0.5
@@ -62,6 +74,9 @@ class Customization(LocalRule):
     tau: float = 0.5
     similarity: str = "dot"
     representation: str = "trained"
+    clip: float | None = None
+    noise: float = 0.0
+    privacy_delta: float = 1e-5
     usual_model = "fedgc"
     receives = ("centres",)
     uploads = ("representation",)
@@ -73,6 +88,12 @@ class Customization(LocalRule):
         real(self.tau, f"{self.name}.tau")
         _one_of(self.similarity, ("dot", "cosine"), f"{self.name}.similarity")
         _one_of(self.representation, ("trained", "received"), f"{self.name}.representation")
+        if self.clip is not None:
+            real(self.clip, f"{self.name}.clip")
+        if real(self.noise, f"{self.name}.noise", least=0) and self.clip is None:
+            raise InputError(f"{self.name}.noise={self.noise} is a multiple of {self.name}.clip, which is not given")
+        if not 0 < self.privacy_delta < 1:
+            raise InputError(f"{self.name}.privacy_delta must be between 0 and 1, got {self.privacy_delta!r}")
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Refuse a model without GC-Net."""
@@ -116,7 +137,7 @@ class Customization(LocalRule):
 
     def facts(self) -> dict[str, Fact]:
         """Compute h̃ every round."""
-        return {"representation": Fact(sums=self.sums_of_h, then=balanced_mean, model=self.representation)}
+        return {"representation": Fact(sums=self.sums_of_h, then=self.released, model=self.representation)}
 
     def sums_of_h(self, client: Client) -> Tree:
         """Sum h over the samples of each class, and count them."""
@@ -125,10 +146,29 @@ class Customization(LocalRule):
         if client.network.task.kind != "classification":
             # Without classes there is nothing to balance: all samples are of one class.
             labels, classes = torch.zeros_like(h[:, 0], dtype=torch.int64), 1
-        return {
+        sums = {
             "h": label_sums(h, labels, classes, client.mask),
             "count": label_sums(torch.ones_like(h[:, 0]), labels, classes, client.mask),
         }
+        if self.noise:
+            # The same noise in every pass over some of the samples; the passes are counted, to have it once.
+            numbers = torch.arange(h.shape[1], device=h.device)
+            sums["noise"] = normal(fold_tensor(client.forward.key, Purpose.NOISE, numbers), h.dtype)
+            sums["passes"] = torch.ones_like(h[0, 0])
+        return sums
+
+    def released(self, sums: Tree) -> Tree:
+        """Make h̃ of the sums, clipped and noised if this is wanted."""
+        h = balanced_mean(sums)["h"]
+        if self.clip is not None:
+            h = h * (self.clip / h.norm().clamp(min=self.clip))
+        if self.noise:
+            h = h + self.noise * self.clip * sums["noise"] / sums["passes"]
+        return {"h": h}
+
+    def spent(self, state: State) -> dict[str, float]:
+        """Return the note of the ε spent after a round, if there is noise."""
+        return {"epsilon": gaussian_epsilon(self.noise, state.round + 1, self.privacy_delta)} if self.noise else {}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Return the received prompts and GC-Net; ``seen`` keeps losses from using them."""
@@ -287,8 +327,10 @@ class FedGC(Customization, Grouping):
 
     Parameters
     ----------
-    lam1, lam2, tau, similarity, representation
+    lam1, lam2, tau, similarity
         The losses; see :class:`Customization`.
+    representation, clip, noise, privacy_delta
+        The client representations; see :class:`Customization`.
     clusters, clustering, choice, soft
         The clusters; see :class:`Grouping`.
     """
@@ -304,7 +346,7 @@ class FedGC(Customization, Grouping):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average the models, and cluster the clients."""
         state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
-        return state.with_global(mix(updates, cohort.prior))
+        return state.with_global(mix(updates, cohort.prior)).with_notes(**self.spent(state))
 
 
 @register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
@@ -448,8 +490,10 @@ class FedGCR(Customization, FedGR):
 
     Parameters
     ----------
-    lam1, lam2, tau, similarity, representation
+    lam1, lam2, tau, similarity
         The losses; see :class:`Customization`.
+    representation, clip, noise, privacy_delta
+        The client representations; see :class:`Customization`.
     clusters, clustering, choice, soft
         The clusters; see :class:`Grouping`.
     groups : {"representation", "given"}
@@ -469,6 +513,28 @@ class FedGCR(Customization, FedGR):
         FedGR.__post_init__(self)
         _one_of(self.groups, ("representation", "given"), f"{self.name}.groups")
 
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Weigh clients by their losses and those of their clusters."""
+        return super().combine(state, updates, cohort).with_notes(**self.spent(state))
+
+
+def representations_of(state: State, cohort: Cohort) -> Tensor:
+    """Ask clients, who may be new or held out, for their h̃ of the global model, without noise.
+
+    Parameters
+    ----------
+    state : State
+        Holds the model.
+    cohort : Cohort
+        The clients. Their local rule must be ``fedgc`` or ``fedgcr``.
+
+    Returns
+    -------
+    Tensor
+        One row a client.
+    """
+    return vmap(balanced_mean)(cohort.ask("sums_of_h", model=state.model))["h"]
+
 
 def place(state: State, representations: Tensor) -> Tensor:
     """Return the cluster numbers of clients that have not taken part: those of the nearest centres.
@@ -478,7 +544,7 @@ def place(state: State, representations: Tensor) -> Tensor:
     state : State
         Of a run with clusters.
     representations : Tensor
-        Their h̃, or their mean class tokens if clusters are made of those; one row a client.
+        Their h̃ (see :func:`representations_of`), or their mean class tokens if clusters are made of those; one row a client.
 
     Returns
     -------

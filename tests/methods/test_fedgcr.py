@@ -16,13 +16,23 @@ from equipoise import Evaluation, Machine, Training, train
 from equipoise.client import Client
 from equipoise.data import load
 from equipoise.engine.network import Network
+from equipoise.engine.stacked import StackedEngine
 from equipoise.engine.task import Task
 from equipoise.errors import InputError
 from equipoise.method import State, Updates
 from equipoise.methods import build, describe
-from equipoise.methods.fedgcr import FedGC, FedGCR, FedGR, balanced_mean, group_weights, place
+from equipoise.methods.fedgcr import (
+    FedGC,
+    FedGCR,
+    FedGR,
+    balanced_mean,
+    group_weights,
+    place,
+    representations_of,
+)
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Sgd
+from equipoise.privacy import gaussian_epsilon
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
@@ -368,7 +378,7 @@ def test_class_tokens_are_asked_for_once(kind):
     method = build("fedavg", aggregation=Watched(clusters=2))
     played = play(method, pictures(), module, COHORTS, chunk=1, batch_size=4, optimizer=Sgd(lr=0.1))
     # Everyone in the first round, and those of the second round, in which client 4 is new.
-    assert sorted(asked) == sorted([4, 2, 6, 3] + [4, 6, 3])
+    assert sorted(asked) == sorted([4, 2, 6, 3, 4, 6, 3])
     tokens = module.stem.tokens if kind == "fedgc" else module.stem
     for client in range(5):
         x = pictures().x[torch.from_numpy(pictures().train.of(client))]
@@ -425,7 +435,10 @@ def test_parts_combine():
         ({"name": "fedgcr", "groups": "classtoken"}, "unknown value 'classtoken' in fedgcr.groups"),
         ({"name": "fedgr", "delta": 1.5}, "fedgr.delta must be a number from 0 to 1, got 1.5"),
         ({"name": "fedgr", "q": -2.0}, "fedgr.q must be a finite number of at least -1, got -2.0"),
-        ({"name": "fedgr", "groups": "representation"}, "FedGR needs representation, which PlainTraining does not provide"),
+        (
+            {"name": "fedgr", "groups": "representation"},
+            "FedGR needs representation, which PlainTraining does not provide",
+        ),
         ({"name": "fedgc", "aggregation": "qffl"}, "FedGC needs centres, which QFedAvg does not provide"),
     ],
 )
@@ -441,7 +454,95 @@ def test_other_models_are_refused(name):
         train(load("digits"), method=name, model="mlp", rounds=1)
 
 
-def test_clients_that_are_unseen_are_placed():
+# ---- beyond the paper ------------------------------------------------------------------------------------------------
+
+RECEIVED = {"clusters": 2, "representation": "received"}
+
+
+def rounds_on(federations, method, module):
+    """Play one round a federation: the same clients, whose data may change; gives the states."""
+    engine, memory = None, {}
+    states = []
+    for round_, federation in enumerate(federations):
+        training = Training(rounds=len(federations), batch_size=4, optimizer=Sgd(lr=0.05))
+        engine = StackedEngine(federation, module, training, Machine(device="cpu", precision="float64"), 3)
+        engine.restore(memory)
+        state = replace(states[-1], round=round_) if states else State(0, engine.network.initial())
+        cohort = engine.cohort(method, federation.seen, round_)
+        shared, each = method.aggregation.send(state, cohort)
+        states.append(method.aggregation.combine(state, cohort.train(shared, each, method.local), cohort))
+        engine.commit(cohort)
+        memory = engine.export()
+    return states
+
+
+def of_types(*shares, samples=12):
+    """Clients whose images are brighter in the given share of samples."""
+    federation = images(sizes=[samples] * len(shares), shape=(1, 8, 8))
+    bright = torch.cat([torch.arange(samples) < round(share * samples) for share in shares])
+    return replace(federation, x=federation.x + 3 * bright.double().view(-1, 1, 1, 1))
+
+
+def test_a_client_whose_data_change_changes_its_cluster():
+    before, after = of_types(0, 0, 0, 1, 1, 1), of_types(0, 0, 1, 1, 1, 1)
+    states = rounds_on([before, before, after, after], build("fedgcr", **RECEIVED), transformer("fedgc"))
+    found = [state.notes["clusters"].tolist() for state in states]
+    assert found == [[0, 0, 0, 1, 1, 1]] * 2 + [[0, 0, 1, 1, 1, 1]] * 2
+
+
+def test_shares_of_a_client_with_two_types_are_those_of_its_data():
+    mixed = of_types(0, 0, 0, 1, 1, 1, 0.25)
+    state = rounds_on([mixed] * 2, build("fedgcr", soft=True, **RECEIVED), transformer("fedgc"))[-1]
+    shares = state.notes["memberships"]
+    bright = shares[3].argmax()
+    assert shares[3:6, bright].min() > 0.9
+    assert shares[:3, bright].max() < 0.1
+    # Classes are not equally bright, and h is no linear function of an image.
+    assert shares[6, bright].item() == pytest.approx(0.25, abs=0.15)
+
+
+def test_clients_that_never_took_part_are_placed_by_their_representations():
+    federation, method = of_types(0, 0, 1, 1, 1, 0), build("fedgcr", **RECEIVED)
+    played = play(method, federation, transformer("fedgc"), [range(4)] * 2, batch_size=4, optimizer=Sgd(lr=0.05))
+    newcomers = played.engine.cohort(method, np.array([4, 5]), 2)
+    found = place(played.states[-1], representations_of(played.states[-1], newcomers))
+    assert found.tolist() == played.states[-1].notes["clusters"][[2, 0]].tolist()
+
+
+def test_representations_are_clipped_and_noised_once(monkeypatch):
+    plain, clipped = (
+        play(build("fedgc", **options, **RECEIVED), pictures(), transformer("fedgc"), COHORTS[:1], batch_size=4)
+        for options in ({}, {"clip": 0.1})
+    )
+    h, short = (made.updates[0].uploads["representation"]["h"] for made in (plain, clipped))
+    assert (h.norm(dim=1) > 0.1).all()
+    torch.testing.assert_close(short, 0.1 * h / h.norm(dim=1, keepdim=True))
+
+    def noised(chunk=10, seed=5):
+        method = build("fedgc", clip=0.1, noise=2.0, **RECEIVED)
+        how = {"batch_size": 4, "chunk": chunk, "seed": seed}
+        return play(method, pictures(), transformer("fedgc"), COHORTS[:1], **how)
+
+    first = noised()
+    noise = first.updates[0].uploads["representation"]["h"] - short
+    assert float(noise.std()) == pytest.approx(0.2, rel=0.25)
+    assert abs(float(torch.corrcoef(noise).fill_diagonal_(0).max())) < 0.7
+    # Neither the number of passes over a client's samples nor its chunk changes the noise; the seed does.
+    monkeypatch.setattr("equipoise.engine.chunking._PASS", 2)
+    again = noised(chunk=1).updates[0].uploads["representation"]["h"]
+    torch.testing.assert_close(again, short + noise, rtol=1e-9, atol=1e-12)
+    assert (noised(seed=6).updates[0].uploads["representation"]["h"] - short - noise).abs().max() > 0.1
+    assert first.states[1].notes["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
+
+
+def test_noise_needs_a_length():
+    with pytest.raises(InputError, match=r"fedgc.noise=1.0 is a multiple of fedgc.clip, which is not given"):
+        build("fedgc", noise=1.0)
+    with pytest.raises(InputError, match="fedgcr.privacy_delta must be between 0 and 1, got 2"):
+        build("fedgcr", privacy_delta=2.0)
+
+
+def test_clusters_without_members_are_nobodys_place():
     server = {
         "clients": {"share": torch.eye(3).double()[[0, 2, 2]]},
         "clusters": {"h": torch.tensor([[0.0, 0.0], [3.0, 3.0], [4.0, 4.0]]).double()},
