@@ -150,7 +150,7 @@ class Customization(LocalRule):
             "h": label_sums(h, labels, classes, client.mask),
             "count": label_sums(torch.ones_like(h[:, 0]), labels, classes, client.mask),
         }
-        if self.noise:
+        if self.noise and client.forward.key is not None:
             # The same noise in every pass over some of the samples; the passes are counted, to have it once.
             numbers = torch.arange(h.shape[1], device=h.device)
             sums["noise"] = normal(fold_tensor(client.forward.key, Purpose.NOISE, numbers), h.dtype)
@@ -162,8 +162,8 @@ class Customization(LocalRule):
         h = balanced_mean(sums)["h"]
         if self.clip is not None:
             h = h * (self.clip / h.norm().clamp(min=self.clip))
-        if self.noise:
-            h = h + self.noise * self.clip * sums["noise"] / sums["passes"]
+            if self.noise:
+                h = h + self.noise * self.clip * sums["noise"] / sums["passes"]
         return {"h": h}
 
     def spent(self, state: State) -> dict[str, float]:
