@@ -148,11 +148,15 @@ class Client:
             if "z" in known:
                 known["output"] = self._apply(known["z"], "head").output
             else:
-                known["output"], known["z"] = self._apply(self.encoded(), encoded=True)[:2]
+                known["output"], known["z"] = self._from_batch()[:2]
         return known["output"]
 
     def encoded(self) -> Tensor:
-        """Return what the model's stem makes of the batch; x itself if the data are encoded, or if there is no stem."""
+        """Return what the model's stem makes of the batch; x itself if the data are encoded, or if there is no stem.
+
+        If data are not encoded, a loss that needs it should ask for it before it asks for z or the output, which then use
+        it too.
+        """
         known = self._known()
         if "encoded" not in known:
             known["encoded"] = self.network.stemmed(self.x, self.forward)
@@ -163,7 +167,7 @@ class Client:
         self._check_composed()
         known = self._known()
         if "z" not in known:
-            known["z"] = self._apply(self.encoded(), "features", encoded=True).z
+            known["z"] = self._from_batch("features").z
         return known["z"].to(self.network.dtype)
 
     def head(self, z: Tensor) -> Tensor:
@@ -254,6 +258,11 @@ class Client:
                 f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
                 "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
             )
+
+    def _from_batch(self, part: str | None = None) -> Pass:
+        """Apply the model or its features to the batch, after the stem if that has been applied already."""
+        known = self._known()
+        return self._apply(known["encoded"], part, encoded=True) if "encoded" in known else self._apply(self.x, part)
 
     def _apply(self, x: Tensor, part: str | None = None, *, encoded: bool = False) -> Pass:
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)

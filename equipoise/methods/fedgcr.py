@@ -111,7 +111,9 @@ class Customization(LocalRule):
         """Add both terms to the cross-entropy once there are centres (eq. 6)."""
         if "centres" not in client.sent:
             return client.task_loss()
-        return client.task_loss() + self.lam1 * self.customization(client) + self.lam2 * self.alignment(client)
+        # h first, so that images that are not encoded pass the stem once.
+        customization = self.customization(client)
+        return client.task_loss() + self.lam1 * customization + self.lam2 * self.alignment(client)
 
     def customization(self, client: Client) -> Tensor:
         """Return ℓ_GC of each sample (eq. 7), with a sum over the cluster numbers weighted by the client's memberships."""
