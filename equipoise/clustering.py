@@ -203,7 +203,8 @@ def nearest(points: Floats, centres: Floats) -> Labels:
     >>> nearest(np.array([[0.2], [3.0]]), np.array([[0.0], [1.0]])).tolist()
     [0, 1]
     """
-    return np.asarray(np.square(points[:, None] - centres).sum(-1).argmin(1), dtype=np.int64)
+    distances = np.stack([np.square(points - centre).sum(1) for centre in centres])
+    return np.asarray(distances.argmin(0), dtype=np.int64)
 
 
 def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gmm", key: int = 0) -> int:

@@ -10,28 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from equipoise.checks import count, flag, real
+from equipoise.checks import one_of, real
 from equipoise.client import Client, Finished
-from equipoise.clustering import (
-    CHOICES,
-    CLUSTERINGS,
-    Labels,
-    centres_of,
-    choose_number,
-    cluster,
-    mixture_shares,
-    nearest,
-    numbered,
-)
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
+from equipoise.grouping import Grouping
 from equipoise.masked import label_sums
-from equipoise.method import Aggregation, Cohort, Fact, LocalRule, Phase, Sees, State, Updates, locate, mix
+from equipoise.method import Cohort, Fact, LocalRule, Phase, Sees, State, Updates, mix
 from equipoise.methods import register
 from equipoise.models.fedgc import Customized
 from equipoise.models.vit import Prompted
 from equipoise.privacy import gaussian_epsilon
 from equipoise.random import Purpose, fold_tensor, normal
-from equipoise.solvers import Floats
 from equipoise.tree import Tree, select
 
 _GCNET = "features.gcnet"
@@ -86,8 +75,8 @@ class Customization(LocalRule):
         for name in ("lam1", "lam2"):
             real(getattr(self, name), f"{self.name}.{name}", least=0)
         real(self.tau, f"{self.name}.tau")
-        _one_of(self.similarity, ("dot", "cosine"), f"{self.name}.similarity")
-        _one_of(self.representation, ("trained", "received"), f"{self.name}.representation")
+        one_of(self.similarity, ("dot", "cosine"), f"{self.name}.similarity")
+        one_of(self.representation, ("trained", "received"), f"{self.name}.representation")
         if self.clip is not None:
             real(self.clip, f"{self.name}.clip")
         if real(self.noise, f"{self.name}.noise", least=0) and self.clip is None:
@@ -117,7 +106,7 @@ class Customization(LocalRule):
 
     def customization(self, client: Client) -> Tensor:
         """Return ℓ_GC of each sample (eq. 7), with a sum over the cluster numbers weighted by the client's memberships."""
-        h = prompt_shift(client)
+        h = _shift_of(client)
         toward = self._similarity(h, client.sent["centres"]["h"])
         own = self._similarity(h, self._own_before(client).unsqueeze(0))
         own = torch.where(client.seen, own, -torch.inf)
@@ -143,7 +132,7 @@ class Customization(LocalRule):
 
     def sums_of_h(self, client: Client) -> Tree:
         """Sum h over the samples of each class, and count them."""
-        h, labels = prompt_shift(client), client.y
+        h, labels = _shift_of(client), client.y
         classes = len(client.network.initial()["head.bias"])
         if client.network.task.kind != "classification":
             # Without classes there is nothing to balance: all samples are of one class.
@@ -191,7 +180,7 @@ class Customization(LocalRule):
         return client.memory["before" if self.representation == "received" else "representation"]["h"]
 
 
-def prompt_shift(client: Client) -> Tensor:
+def _shift_of(client: Client) -> Tensor:
     """Return h of each image of the batch: what GC-Net makes of the class token of the first pass."""
     return client.part(_GCNET, client.encoded()[:, 0].to(client.network.dtype))
 
@@ -218,110 +207,6 @@ def _membership(client: Client, toward: Tensor) -> Tensor:
     return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(toward.dtype)
 
 
-@dataclass(frozen=True)
-class Grouping(Aggregation):
-    """Cluster clients by their representations every round (anonymized clustering).
-
-    The server keeps the last representation of every client that has taken part, and fits T' clusters to all of them. Clusters
-    are numbered like the nearest ones of the round before. Clients that are absent keep their cluster. A centre in H is the
-    mean of its members' representations. Clusters without members are not sent; a number that has lost its members keeps its
-    last centre, so that it can be given again. With fewer clients than T', every client is a cluster of its own.
-
-    Parameters
-    ----------
-    clusters : int
-        T', or the largest number to choose from.
-    clustering : {"gmm", "kmeans", "agglomerative"}
-        A Gaussian mixture, as in the paper, k-means or agglomerative clustering; see :func:`equipoise.clustering.cluster`.
-    choice : {"fixed", "bic", "stability"}
-        Whether T' is fixed or chosen in each round; see :func:`equipoise.clustering.choose_number`.
-    soft : bool
-        Whether clients with data of several types belong to several clusters; see
-        :func:`equipoise.clustering.mixture_shares`.
-    """
-
-    clusters: int = 5
-    clustering: str = "gmm"
-    choice: str = "fixed"
-    soft: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse unknown values."""
-        count(self.clusters, f"{self.name}.clusters")
-        _one_of(self.clustering, CLUSTERINGS, f"{self.name}.clustering")
-        _one_of(self.choice, CHOICES, f"{self.name}.choice")
-        flag(self.soft, f"{self.name}.soft")
-
-    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Send H to all, and to each client the place of its cluster in H, or its shares."""
-        if "centres" not in self.sends or "clusters" not in state.server:
-            return {"model": state.model}, {}
-        members = _members(state)
-        centres = state.server["clusters"]["h"][members]
-        own = self.memberships(state, cohort)[:, members]
-        # Clients that have not sent a representation yet have no cluster.
-        place = torch.where(own.sum(1) > 0, own.argmax(1), -1)
-        like = next(iter(state.model.values()))
-        each = {"membership": own.to(like.dtype)} if self.soft else {"cluster": place}
-        return {"model": state.model, "centres": {"h": centres.to(like)}}, each
-
-    def grouped(self, state: State, points: Tensor, cohort: Cohort) -> State:
-        """Return the state with the cohort's new representations, clusters and centres, and with notes of them."""
-        ids, vectors, shares = _known(state, cohort, points, self.clusters)
-        before = state.server.get("clusters", {"h": torch.full((self.clusters, vectors.shape[1]), torch.nan)})
-        last = before["h"].double().cpu().numpy()
-        number = self.clusters
-        if self.choice != "fixed":
-            number = choose_number(vectors, self.clusters, by=self.choice, kind=self.clustering, key=cohort.key)
-        labels = numbered(cluster(vectors, number, kind=self.clustering, key=cohort.key), vectors, last)
-        here = np.isin(ids, cohort.ids)
-        shares[here] = np.eye(self.clusters)[labels[here]]
-        centres = centres_of(vectors, shares)
-        if self.soft:
-            there = ~np.isnan(centres[:, 0])
-            shares[np.ix_(here, there)] = [mixture_shares(vector, centres[there]) for vector in vectors[here]]
-        kept = np.where(np.isnan(centres), last, centres)
-        clients = {"ids": ids, "h": vectors, "share": shares}
-        made = state.with_server(
-            clients={name: torch.from_numpy(values) for name, values in clients.items()},
-            clusters={"h": torch.from_numpy(kept)},
-        )
-        return self.noted(made, cohort)
-
-    def memberships(self, state: State, cohort: Cohort) -> Tensor:
-        """Return how much each client of the cohort belongs to each cluster; zeros for clients without one."""
-        clients = state.server["clients"]
-        known = torch.isin(torch.from_numpy(cohort.ids), clients["ids"])
-        shares = torch.zeros(len(cohort.ids), clients["share"].shape[1], dtype=torch.float64)
-        shares[known] = clients["share"][locate(clients, cohort)[known]]
-        return shares
-
-    def noted(self, state: State, cohort: Cohort) -> State:
-        """Note the clusters of the cohort."""
-        shares = self.memberships(state, cohort)
-        notes = {"clusters": shares.argmax(1)} | ({"memberships": shares} if self.soft else {})
-        return state.with_notes(**notes)
-
-
-def _members(state: State) -> Tensor:
-    """Return the numbers of the clusters that have members."""
-    return state.server["clients"]["share"].sum(0).nonzero().flatten()
-
-
-def _known(state: State, cohort: Cohort, points: Tensor, clusters: int) -> tuple[Labels, Floats, Floats]:
-    """Return ids, last representations and memberships of all clients that have taken part, by ascending id."""
-    new = points.double().cpu().numpy()
-    if "clients" not in state.server:
-        return cohort.ids.copy(), new, np.zeros((len(new), clusters))
-    before = {name: tensor.numpy() for name, tensor in state.server["clients"].items()}
-    absent = ~np.isin(before["ids"], cohort.ids)
-    ids = np.concatenate([before["ids"][absent], cohort.ids])
-    vectors = np.concatenate([before["h"][absent], new])
-    shares = np.concatenate([before["share"][absent], np.zeros((len(new), clusters))])
-    order = np.argsort(ids)
-    return ids[order], vectors[order], shares[order]
-
-
 @register("fedgc", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGC(Customization, Grouping):
@@ -334,7 +219,7 @@ class FedGC(Customization, Grouping):
     representation, clip, noise, privacy_delta
         The client representations; see :class:`Customization`.
     clusters, clustering, choice, soft
-        The clusters; see :class:`Grouping`.
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
     """
 
     sends = ("centres",)
@@ -362,7 +247,7 @@ class FedGR(Grouping):
     Parameters
     ----------
     clusters, clustering, choice, soft
-        The clusters; see :class:`Grouping`.
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
     groups : {"classtoken", "representation", "given"}
         Clusters of the clients' mean frozen class tokens, for which a client is asked once; clusters of h̃, which the local
         rule must send (``fedgc``); or the federation's own groups.
@@ -384,7 +269,7 @@ class FedGR(Grouping):
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         super().__post_init__()
-        _one_of(self.groups, ("classtoken", "representation", "given"), f"{self.name}.groups")
+        one_of(self.groups, ("classtoken", "representation", "given"), f"{self.name}.groups")
         real(self.q, f"{self.name}.q", least=-1)
         for name in ("delta", "gamma"):
             if not real(getattr(self, name), f"{self.name}.{name}", least=0) <= 1:
@@ -497,7 +382,7 @@ class FedGCR(Customization, FedGR):
     representation, clip, noise, privacy_delta
         The client representations; see :class:`Customization`.
     clusters, clustering, choice, soft
-        The clusters; see :class:`Grouping`.
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
     groups : {"representation", "given"}
         The groups of the weights: the clusters, or the federation's own.
     q, delta, gamma
@@ -513,7 +398,7 @@ class FedGCR(Customization, FedGR):
         """Refuse values outside the paper's range."""
         Customization.__post_init__(self)
         FedGR.__post_init__(self)
-        _one_of(self.groups, ("representation", "given"), f"{self.name}.groups")
+        one_of(self.groups, ("representation", "given"), f"{self.name}.groups")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Weigh clients by their losses and those of their clusters."""
@@ -534,36 +419,16 @@ def representations_of(state: State, cohort: Cohort) -> Tensor:
     -------
     Tensor
         One row a client.
-    """
-    return vmap(balanced_mean)(cohort.ask("sums_of_h", model=state.model))["h"]
-
-
-def place(state: State, representations: Tensor) -> Tensor:
-    """Return the cluster numbers of clients that have not taken part: those of the nearest centres.
-
-    Parameters
-    ----------
-    state : State
-        Of a run with clusters.
-    representations : Tensor
-        Their h̃ (see :func:`representations_of`), or their mean class tokens if clusters are made of those; one row a client.
-
-    Returns
-    -------
-    Tensor
-        One number a client, as in the notes of the rounds.
 
     Examples
     --------
-    >>> server = {"clients": {"share": torch.eye(3)[:2]}, "clusters": {"h": torch.tensor([[0.0], [5.0], [7.0]])}}
-    >>> place(State(1, {}, server), torch.tensor([[6.5], [1.0]]))
-    tensor([1, 0])
+    >>> from equipoise import train
+    >>> from equipoise.data import load
+    >>> from equipoise.grouping import place
+    >>> federation = load("digits", unseen=[3, 20])
+    >>> run = train(federation, method="fedgc", model={"name": "fedgc", "width": 8, "heads": 2, "patch": 4}, rounds=1)
+    >>> strangers = run.trainer.engine.cohort(run.trainer.method, np.flatnonzero(federation.unseen), 1)
+    >>> place(run.trainer.state, representations_of(run.trainer.state, strangers)).shape
+    torch.Size([2])
     """
-    members = _members(state)
-    centres = state.server["clusters"]["h"][members].double().cpu().numpy()
-    return members[torch.from_numpy(nearest(representations.double().cpu().numpy(), centres))]
-
-
-def _one_of(value: str, valid: tuple[str, ...], where: str) -> None:
-    if value not in valid:
-        raise unknown("value", value, valid, where=where)
+    return vmap(balanced_mean)(cohort.ask("sums_of_h", model=state.model))["h"]
