@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from equipoise import Evaluation, Machine, Training, train
 from equipoise.client import Client
+from equipoise.clustering import purity
 from equipoise.data import load
 from equipoise.engine.network import Network
 from equipoise.engine.stacked import StackedEngine
@@ -341,6 +342,34 @@ def test_styles_of_digits_are_found_by_class_tokens():
     clusters = next(iter(run.trainer.rounds))["notes"]["clusters"]
     pairs = set(zip(clusters, federation.groups.tolist(), strict=True))
     assert len(pairs) == 5
+
+
+def test_styles_of_digits_are_found_by_representations_of_the_received_model():
+    """GC-Nets that clients have trained differ more by the clients' sizes than by their styles."""
+    federation = load("digits")
+    found = {}
+    for representation in ("received", "trained"):
+        method = {"name": "fedgcr", "representation": representation, "similarity": "cosine"}
+        run = train(federation, method=method, model={**SMALL, "name": "fedgc"}, rounds=2)
+        noted = [np.array(row["notes"]["clusters"]) for row in run.trainer.rounds]
+        found[representation] = [purity(clusters, federation.groups) for clusters in noted]
+    assert min(found["received"]) >= 0.9
+    assert max(found["trained"]) < 0.7
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_clusters(tmp_path):
+    how = {"method": {"name": "fedgcr", "representation": "received"}, "model": {**SMALL, "name": "fedgc"}, "rounds": 4}
+    whole = train(load("digits"), **how, out=tmp_path / "whole")
+
+    def stop(progress):
+        if progress.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(load("digits"), **how, out=tmp_path / "stopped", on_round=stop)
+    resumed = train(load("digits"), **how, out=tmp_path / "stopped", resume=True)
+    assert all(torch.equal(t, resumed.trainer.state.model[n]) for n, t in whole.trainer.state.model.items())
+    assert (tmp_path / "whole" / "rounds.jsonl").read_bytes() == (tmp_path / "stopped" / "rounds.jsonl").read_bytes()
 
 
 # ---- combinations and refusals ---------------------------------------------------------------------------------------
