@@ -12,6 +12,8 @@ from equipoise.errors import InputError
 from equipoise.models import build, defaults
 from equipoise.models.fedgc import fedgc
 from equipoise.models.frozen import frozen_names
+from equipoise.models.pretrained import encoder
+from tests.tiny_encoder import write_encoder
 
 SMALL = {"width": 8, "depth": 2, "heads": 2, "patch": 4}
 
@@ -101,6 +103,19 @@ def test_options():
     x = normal(2, 1, 8, 8)
     torch.testing.assert_close(dropping(x), model()(x))
     assert int((dropping.train().features(dropping.stem(x)) == 0).sum()) > 0
+
+
+def test_pretrained_transformers(tmp_path):
+    source = write_encoder(tmp_path / "encoder")
+    made = build("fedgc", shape=(3, 16, 16), classes=5, source=source, prompts=2).double().eval()
+    x = normal(3, 3, 16, 16)
+    torch.testing.assert_close(made.features(made.stem(x)), by_hand(made, x), rtol=0, atol=1e-12)
+    # The first pass is that of the encoder as it was saved.
+    torch.testing.assert_close(made.stem(x)[:, 0], encoder(source).double()(x), rtol=0, atol=1e-5)
+    assert {name.split(".")[1] for name, p in made.features.named_parameters("features") if p.requires_grad} == {
+        "prompts",
+        "gcnet",
+    }
 
 
 @pytest.mark.parametrize(
