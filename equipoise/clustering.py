@@ -1,4 +1,4 @@
-"""Clusters of clients by a vector that each of them sends: fitting, numbering from round to round, shares of memberships."""
+"""Clusters of clients by a vector that each of them sends."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def cluster(points: Floats, number: int, *, kind: str = "gmm", key: int = 0) -> 
     number : int
         How many clusters. If there are fewer distinct points, each of them is a cluster.
     kind : {"gmm", "kmeans", "agglomerative"}
-        A Gaussian mixture with spherical covariances, initialized by k-means; k-means; or Ward's agglomerative clustering.
-        Full covariances cannot be estimated from few clients in many dimensions.
+        A Gaussian mixture with spherical covariances, initialized by k-means; k-means; or Ward's
+        agglomerative clustering. Full covariances cannot be estimated from few clients in many
+        dimensions.
     key : int
         What random numbers are drawn from.
 
     Returns
     -------
     int array
-        The cluster of each point, numbered from 0 in the order of the clusters' first points. A mixture may leave
-        components without points, so there may be fewer clusters than asked for.
+        The cluster of each point, numbered from 0 in the order of the clusters' first points. A
+        mixture may leave components without points, so there may be fewer clusters than asked for.
 
     Examples
     --------
@@ -93,7 +94,10 @@ def _quietly(fit: Callable[[Floats], Any], points: Floats) -> Labels:
 
 
 def _scaled(points: Floats) -> Floats:
-    """Return points with mean 0 and variance 1, since mixtures add a constant to variances to keep them positive."""
+    """Return points with mean 0 and variance 1.
+
+    Mixtures add a constant to variances to keep them positive, which should not depend on the scale.
+    """
     centred = points - points.mean(0)
     scale = np.sqrt(np.square(centred).mean())
     return centred / scale if scale > 0 else centred
@@ -133,8 +137,8 @@ def centres_of(points: Floats, memberships: Floats) -> Floats:
 def numbered(labels: Labels, points: Floats, before: Floats) -> Labels:
     """Give clusters the numbers of the nearest clusters of the round before.
 
-    The assignment with the smallest sum of squared distances between centres is used (Kuhn, 1955). Clusters that remain get
-    numbers that have not been used.
+    The assignment with the smallest sum of squared distances between centres is used (Kuhn, 1955).
+    Clusters that remain get numbers that have not been used.
 
     Parameters
     ----------
@@ -169,8 +173,9 @@ def numbered(labels: Labels, points: Floats, before: Floats) -> Labels:
 def mixture_shares(point: Floats, centres: Floats) -> Floats:
     """Return the shares in which centres are mixed to come nearest to a point.
 
-    The mean vector of a client with data of two types lies between the means of both. So the weights m on the simplex that
-    minimise ‖point − Σ m_t H_t‖² say how much of its data is of which type.
+    The mean vector of a client with data of two types lies between the means of both. So the
+    weights m on the simplex that minimise ‖point − Σ m_t H_t‖² say how much of its data is of which
+    type.
 
     Parameters
     ----------
@@ -217,16 +222,18 @@ def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gm
     most : int
         The largest number to consider.
     by : {"bic", "stability"}
-        The smallest Bayesian information criterion of a mixture of spherical Gaussians that share one variance; or the most
-        stable clusters, from two on: those which parts of the points reproduce best, by the mean adjusted Rand index. Of
-        equally stable numbers the largest is chosen.
+        The smallest Bayesian information criterion of a mixture of spherical Gaussians that share
+        one variance; or the most stable clusters, from two on: those which parts of the points
+        reproduce best, by the mean adjusted Rand index. Of equally stable numbers the largest is
+        chosen.
     kind, key
         As in :func:`cluster`.
 
     Returns
     -------
     int
-        At least 1. No more than half the number of distinct points, so that a variance can be estimated.
+        At least 1. No more than half the number of distinct points, so that a variance can be
+        estimated.
 
     Examples
     --------
@@ -248,7 +255,7 @@ def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gm
 
 
 def _bic(points: Floats, labels: Labels) -> float:
-    """Return −2 log L + k log n of a mixture with these clusters, with one variance for all of them.
+    """Return −2 log L + k log n of a mixture with these clusters and a single variance.
 
     With a variance of its own, a cluster of a single client would have an infinite likelihood.
     """
@@ -269,14 +276,16 @@ def _stability(points: Floats, number: int, kind: str, key: int) -> float:
     for resample in range(_RESAMPLES):
         own = fold(key, number, resample)
         part = np.sort(np.random.default_rng(own).permutation(len(points))[:size])
-        # A part may lack small clusters altogether; it is not to make up for them by dividing others.
+        # A part may lack small clusters altogether, and must not divide others instead.
         found = cluster(points[part], len(np.unique(whole[part])), kind=kind, key=own)
         scores.append(adjusted_rand_score(whole[part], found))
     return float(np.mean(scores))
 
 
 def purity(labels: Labels, groups: Labels) -> float:
-    """Return the share of clients whose group is the most frequent one in their cluster (FedGCR, table 3).
+    """Return the share of clients whose group is the most frequent one in their cluster.
+
+    FedGCR's table 3 calls it clustering accuracy.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The server half of anonymized clustering: which client belongs to which cluster, from round to round."""
+"""Which client belongs to which cluster, from round to round."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from equipoise.tree import Tree
 class Grouping(Aggregation):
     """Cluster clients by their representations every round (anonymized clustering).
 
-    The server keeps the last representation of every client that has taken part, and fits T' clusters to all of them. Clusters
-    are numbered like the nearest ones of the round before. Clients that are absent keep their cluster. A centre in H is the
-    mean of its members' representations. Clusters without members are not sent; a number that has lost its members keeps its
-    last centre, so that it can be given again. With fewer clients than T', every client is a cluster of its own. A
-    representation that is not finite is ignored: the client's last one stays.
+    The server keeps the last representation of every client that has taken part, and fits T'
+    clusters to all of them. Clusters are numbered like the nearest ones of the round before.
+    Clients that are absent keep their cluster. A centre in H is the mean of its members'
+    representations. Clusters without members are not sent; a number that has lost its members keeps
+    its last centre, so that it can be given again. With fewer clients than T', every client is a
+    cluster of its own. A representation that is not finite is ignored: the client's last one stays.
 
     Parameters
     ----------
     clusters : int
         T', or the largest number to choose from.
     clustering : {"gmm", "kmeans", "agglomerative"}
-        A Gaussian mixture, as in the paper, k-means or agglomerative clustering; see :func:`equipoise.clustering.cluster`.
+        A Gaussian mixture, as in the paper, k-means or agglomerative clustering; see
+        :func:`equipoise.clustering.cluster`.
     choice : {"fixed", "bic", "stability"}
         Whether T' is fixed or chosen in each round; see :func:`equipoise.clustering.choose_number`.
     soft : bool
@@ -74,7 +76,7 @@ class Grouping(Aggregation):
         return {"model": state.model, "centres": {"h": centres.to(like)}}, each
 
     def grouped(self, state: State, points: Tensor, cohort: Cohort) -> State:
-        """Return the state with the cohort's new representations, clusters and centres, and with notes of them."""
+        """Return the state with the cohort's new representations, clusters and centres, and notes."""
         ids, vectors, shares = _known(state, cohort, points, self.clusters)
         if not len(ids):
             return self.noted(state, cohort)
@@ -99,7 +101,7 @@ class Grouping(Aggregation):
         return self.noted(made, cohort)
 
     def memberships(self, state: State, cohort: Cohort) -> Tensor:
-        """Return how much each client of the cohort belongs to each cluster; zeros for clients without one."""
+        """Return how much each client belongs to each cluster; zeros for clients without one."""
         shares = torch.zeros(len(cohort.ids), self.clusters, dtype=torch.float64)
         if "clients" in state.server:
             clients = state.server["clients"]
@@ -121,7 +123,7 @@ def _members(state: State) -> Tensor:
 
 
 def _known(state: State, cohort: Cohort, points: Tensor, clusters: int) -> tuple[Labels, Floats, Floats]:
-    """Return ids, last representations and memberships of all clients that have taken part, by ascending id."""
+    """Return ids, last representations and memberships of all clients known, by ascending id."""
     finite = points.isfinite().all(1).cpu().numpy()
     present, new = cohort.ids[finite], points.double().cpu().numpy()[finite]
     if "clients" not in state.server:
@@ -143,7 +145,8 @@ def place(state: State, representations: Tensor) -> Tensor:
     state : State
         Of a run with clusters.
     representations : Tensor
-        Their h̃ (see :func:`representations_of`), or their mean class tokens if clusters are made of those; one row a client.
+        Their h̃ (see :func:`representations_of`), or their mean class tokens if clusters are made
+        of those; one row a client.
 
     Returns
     -------

@@ -11,9 +11,10 @@ from equipoise.errors import InputError
 def gaussian_epsilon(noise: float, releases: int, delta: float) -> float:
     """Return the ε of vectors that are clipped and released with Gaussian noise.
 
-    Vectors of a length of at most C differ by at most 2 C, whatever the data they were made of. With noise of standard
-    deviation σ = ``noise`` · C, n releases are μ-Gaussian differentially private with μ = 2 √n / ``noise``. The ε for a given
-    δ solves δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) (Dong, Roth and Su, 2022), which is exact.
+    Vectors of a length of at most C differ by at most 2 C, whatever the data they were made of.
+    With noise of standard deviation σ = ``noise`` · C, n releases are μ-Gaussian differentially
+    private with μ = 2 √n / ``noise``. The ε for a given δ solves δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 −
+    ε/μ) (Dong, Roth and Su, 2022), which is exact.
 
     Parameters
     ----------

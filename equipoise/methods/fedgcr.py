@@ -1,4 +1,4 @@
-"""FedGCR (Cheng et al., AAAI 2024): prompts customized for types of clients, and weights that follow their losses."""
+"""FedGCR (Cheng et al., AAAI 2024): prompts for types of clients, and weights by their losses."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ _GCNET = "features.gcnet"
 class Customization(LocalRule):
     """Train with ℓ_CE + λ₁ ℓ_GC + λ₂ ℓ_RA (eq. 6), and send the client representation h̃ (eq. 4).
 
-    ℓ_GC (eq. 7) draws an image's h to the centre of its client's cluster, away from the other centres and from the client's
-    own h̃ of the round before. ℓ_RA (eq. 8) draws z to that of the received model, away from that of the client's own model
-    of the round before. Until the server knows centres, the loss is the cross-entropy (algorithm 1, line 9). A client that
-    has no cluster yet, or no memory, leaves out the terms that need them. The anchors, which hold prompts and GC-Net only,
-    behave as in evaluation: public code leaves their dropout on, and takes a received model that is one round old.
+    ℓ_GC (eq. 7) draws an image's h to the centre of its client's cluster, away from the other
+    centres and from the client's own h̃ of the round before. ℓ_RA (eq. 8) draws z to that of the
+    received model, away from that of the client's own model of the round before. Until the server
+    knows centres, the loss is the cross-entropy (algorithm 1, line 9). A client that has no cluster
+    yet, or no memory, leaves out the terms that need them. The anchors, which hold prompts and
+    GC-Net only, behave as in evaluation: public code leaves their dropout on, and takes a received
+    model that is one round old.
 
     Parameters
     ----------
@@ -45,15 +47,16 @@ class Customization(LocalRule):
     similarity : {"dot", "cosine"}
         The dot product, as eqs. 7 and 8 say, or the cosine, as in public code.
     representation : {"trained", "received"}
-        The model that h̃ is computed with: the client's own after training (algorithm 1, line 15), or the received one, as
-        in public code.
+        The model that h̃ is computed with: the client's own after training (algorithm 1, line 15),
+        or the received one, as in public code.
     clip : float, optional
         C, the length to which h̃ is clipped.
     noise : float
-        The standard deviation of Gaussian noise on h̃, as a multiple of C. The notes of a round give the ε that has been spent
-        on h̃ by clients that have taken part in all rounds; see :func:`equipoise.privacy.gaussian_epsilon`. The parameters that
-        clients send are not protected by it. Noise is drawn from the run's seed, which must therefore not be known to those
-        who see h̃.
+        The standard deviation of Gaussian noise on h̃, as a multiple of C. The notes of a round
+        give the ε that has been spent on h̃ by clients that have taken part in all rounds; see
+        :func:`equipoise.privacy.gaussian_epsilon`. The parameters that clients send are not
+        protected by it. Noise is drawn from the run's seed, which must therefore not be known to
+        those who see h̃.
     privacy_delta : float
         The δ that belongs to this ε.
     """
@@ -105,7 +108,10 @@ class Customization(LocalRule):
         return client.task_loss() + self.lam1 * customization + self.lam2 * self.alignment(client)
 
     def customization(self, client: Client) -> Tensor:
-        """Return ℓ_GC of each sample (eq. 7), with a sum over the cluster numbers weighted by the client's memberships."""
+        """Return ℓ_GC of each sample (eq. 7).
+
+        Of a client with shares in several clusters it is the mean, weighted by these shares.
+        """
         h = _shift_of(client)
         toward = self._similarity(h, client.sent["centres"]["h"])
         own = self._similarity(h, self._own_before(client).unsqueeze(0))
@@ -121,7 +127,7 @@ class Customization(LocalRule):
         return client.seen * F.softplus(previous - first)
 
     def _similarity(self, a: Tensor, b: Tensor, *, paired: bool = False) -> Tensor:
-        """Compare rows of a with all rows of b, or each with the row of b in its place; divided by τ."""
+        """Compare rows of a with all rows of b, or with those in the same place; divided by τ."""
         if self.similarity == "cosine":
             a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
         return ((a * b).sum(1) if paired else a @ b.T) / self.tau
@@ -142,7 +148,7 @@ class Customization(LocalRule):
             "count": label_sums(torch.ones_like(h[:, 0]), labels, classes, client.mask),
         }
         if self.noise and client.forward.key is not None:
-            # The same noise in every pass over some of the samples; the passes are counted, to have it once.
+            # Every pass over some of the samples adds the same noise, so passes are counted.
             numbers = torch.arange(h.shape[1], device=h.device)
             sums["noise"] = normal(fold_tensor(client.forward.key, Purpose.NOISE, numbers), h.dtype)
             sums["passes"] = torch.ones_like(h[0, 0])
@@ -169,7 +175,7 @@ class Customization(LocalRule):
         return memory
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Remember the trained prompts and GC-Net, and an h̃ that the next round would otherwise overwrite."""
+        """Remember the trained prompts and GC-Net, and h̃ if the next round will overwrite it."""
         memory = {"previous": {name: client.params[name] for name in client.memory["previous"]}}
         if self.representation == "received":
             memory["before"] = dict(client.memory["representation"])
@@ -181,14 +187,15 @@ class Customization(LocalRule):
 
 
 def _shift_of(client: Client) -> Tensor:
-    """Return h of each image of the batch: what GC-Net makes of the class token of the first pass."""
+    """Return h of each image: what GC-Net makes of the class token of the first pass."""
     return client.part(_GCNET, client.encoded()[:, 0].to(client.network.dtype))
 
 
 def balanced_mean(sums: Tree) -> Tree:
     """Return h̃, the mean over classes of the means of h (eq. 4).
 
-    The mean is over the classes that the client has: the paper's sum over all C classes is not defined for the others.
+    The mean is over the classes that the client has: the paper's sum over all C classes is not
+    defined for the others.
 
     Examples
     --------
@@ -201,7 +208,7 @@ def balanced_mean(sums: Tree) -> Tree:
 
 
 def _membership(client: Client, toward: Tensor) -> Tensor:
-    """Return how much the client belongs to each of the centres that were sent; zeros if it has no cluster yet."""
+    """Return the client's share in each of the centres that were sent; zeros without a cluster."""
     if "membership" in client.each:
         return client.each["membership"].to(toward.dtype)
     return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(toward.dtype)
@@ -210,7 +217,9 @@ def _membership(client: Client, toward: Tensor) -> Tensor:
 @register("fedgc", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGC(Customization, Grouping):
-    """Customize prompts for clusters of clients, and weigh clients by their data: FedGCR without FedGR.
+    """Customize prompts for clusters of clients, and weigh clients by their data.
+
+    It is FedGCR without FedGR.
 
     Parameters
     ----------
@@ -239,18 +248,19 @@ class FedGC(Customization, Grouping):
 @register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGR(Grouping):
-    """Weigh client j of group i by ω_ij (L_ij^(1−β) L̃_i^β)^(q+1), with L̃_i the mean loss of its group (eq. 3).
+    """Weigh client j of group i by ω_ij (L_ij^(1−β) L̃_i^β)^(q+1) (eq. 3).
 
-    Weights are normalised to sum to one, which the paper leaves out. L_ij is the mean loss of the received model on the
-    client's training samples: the sum of eq. 2 would count sizes twice. In round r, β = δ (1 − γ^(r−1)) (eq. 5).
+    L_ij is the mean loss of the received model on the client's training samples: the sum of eq. 2
+    would count sizes twice. L̃_i is the mean of L_ij over the clients of group i. In round r,
+    β = δ (1 − γ^(r−1)) (eq. 5). Weights are normalised to sum to one, which the paper leaves out.
 
     Parameters
     ----------
     clusters, clustering, choice, soft
         The clusters; see :class:`~equipoise.grouping.Grouping`.
     groups : {"classtoken", "representation", "given"}
-        Clusters of the clients' mean frozen class tokens, for which a client is asked once; clusters of h̃, which the local
-        rule must send (``fedgc``); or the federation's own groups.
+        Clusters of the clients' mean frozen class tokens, for which a client is asked once;
+        clusters of h̃, which the local rule must send (``fedgc``); or the federation's own groups.
     q : float
         How much more clients with high losses count; −1 gives data weights.
     delta : float
@@ -303,7 +313,7 @@ class FedGR(Grouping):
         return self.grouped(state, sums / torch.from_numpy(cohort.sizes).to(sums).unsqueeze(1), cohort)
 
     def class_tokens(self, client: Client) -> Tensor:
-        """Sum the class tokens of the frozen transformer, without prompts, over the samples of a batch."""
+        """Sum the class tokens of the frozen transformer without prompts over a batch."""
         encoded = client.encoded()
         features = client.network.module.features
         return client.sum(
@@ -346,7 +356,8 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
     losses : Tensor
         L, none negative.
     shares : Tensor
-        ``[clients, groups]``: how much each client belongs to each group, ones and zeros where groups are disjoint.
+        ``[clients, groups]``: how much each client belongs to each group, ones and zeros where
+        groups are disjoint.
     q, beta : float
         The exponents.
 
@@ -373,7 +384,7 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
 @register("fedgcr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGCR(Customization, FedGR):
-    """Customize prompts for clusters of clients (FedGC), and weigh clients by their clusters' losses (FedGR).
+    """Customize prompts for clusters of clients, and weigh clients by their losses (FedGC + FedGR).
 
     Parameters
     ----------

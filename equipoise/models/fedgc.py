@@ -30,9 +30,9 @@ def fedgc(
 ) -> Model:
     """Build the model of FedGC (Cheng et al., 2024): prompts that GC-Net shifts for every image.
 
-    The transformer sees an image twice. GC-Net makes h of the class token of the first pass, which has no prompts. The second
-    pass has the prompts p₁ + h, ..., pₙ + h after the image's tokens, and z is its class token. Only prompts, GC-Net and head
-    are trained.
+    The transformer sees an image twice. GC-Net makes h of the class token of the first pass, which
+    has no prompts. The second pass has the prompts p₁ + h, ..., pₙ + h after the image's tokens,
+    and z is its class token. Only prompts, GC-Net and head are trained.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ def fedgc(
     classes : int
         Number of classes, or of outputs in regression.
     source : str, optional
-        A pretrained ViT, DINOv2 or CLIP, as in model ``vitprompts``. Without one the transformer is that of model ``vit``,
-        with random weights drawn from the seed.
+        A pretrained ViT, DINOv2 or CLIP, as in model ``vitprompts``. Without one the transformer is
+        that of model ``vit``, with random weights drawn from the seed.
     prompts : int
         Number of prompts, drawn from N(0, 0.02²).
     hidden : int, optional
@@ -57,8 +57,8 @@ def fedgc(
     Returns
     -------
     Model
-        ``stem`` makes of an image the class token of the first pass and the tokens; ``features`` has ``prompts``, ``gcnet``
-        and the frozen encoder; ``head`` is the linear layer.
+        ``stem`` makes of an image the class token of the first pass and the tokens; ``features``
+        has ``prompts``, ``gcnet`` and the frozen encoder; ``head`` is the linear layer.
 
     Examples
     --------
@@ -77,7 +77,7 @@ def fedgc(
 
 
 class FirstPass(nn.Module):
-    """The frozen first pass over images: their class tokens after the encoder, followed by all tokens before it.
+    """Class tokens of the frozen first pass over images, followed by the tokens before the encoder.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class FirstPass(nn.Module):
 
 
 class Customized(nn.Module):
-    """A frozen encoder with learned prompts, shifted for every image by what GC-Net makes of its first pass.
+    """A frozen encoder with learned prompts, which GC-Net shifts for every image.
 
     Parameters
     ----------
