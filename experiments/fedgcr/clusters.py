@@ -1,8 +1,9 @@
 """FedGCR, table 3: how well the clusters that runs noted agree with the clients' types.
 
-``python experiments/fedgcr/clusters.py runs/table3-4``: a line for each setting and method, with means over seeds. Purity is the
-paper's clustering accuracy; ARI is the adjusted Rand index; stability is the share of clients that have the same cluster number
-as in the round before, over all rounds. The last columns are purities of single rounds.
+``python experiments/fedgcr/clusters.py runs/table3-4``: a line for each setting and method, with
+means over seeds. Purity is the paper's clustering accuracy; ARI is the adjusted Rand index;
+stability is the share of clients that have the same cluster number as in the round before, over all
+rounds. The last columns are purities of single rounds.
 """
 
 from __future__ import annotations
