@@ -45,7 +45,8 @@ class Customization(LocalRule):
     tau : float
         τ, in both losses; public code has none in ℓ_RA.
     similarity : {"dot", "cosine"}
-        The dot product, as eqs. 7 and 8 say, or the cosine, as in public code.
+        The dot product, as eqs. 7 and 8 say, or the cosine, as in public code. Dot products of a
+        pretrained transformer's z are large, and so is ℓ_RA then.
     representation : {"trained", "received"}
         The model that h̃ is computed with: the client's own after training (algorithm 1, line 15),
         or the received one, as in public code.
