@@ -345,7 +345,7 @@ def test_styles_of_digits_are_found_by_class_tokens():
 
 
 def test_styles_of_digits_are_found_by_representations_of_the_received_model():
-    """GC-Nets that clients have trained differ more by the clients' sizes than by their styles."""
+    """Those of models that clients have trained do not show the styles: all GC-Nets differ."""
     federation = load("digits")
     found = {}
     for representation in ("received", "trained"):
