@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 
 T = TypeVar("T")
 
@@ -191,6 +191,33 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(options.get("name"), str):
         raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     return options.pop("name"), options
+
+
+def one_of(value: str, valid: Sequence[str], where: str) -> str:
+    """Return one of several words.
+
+    Parameters
+    ----------
+    value : str
+        What was given.
+    valid : sequence of str
+        The words.
+    where : str
+        How the message names the place.
+
+    Returns
+    -------
+    str
+        The value.
+
+    Examples
+    --------
+    >>> one_of("dot", ("cosine", "dot"), "fedgc.similarity")
+    'dot'
+    """
+    if value not in valid:
+        raise unknown("value", value, valid, where=where)
+    return value
 
 
 def flag(value: object, what: str) -> bool:

@@ -152,15 +152,28 @@ class Client:
             if "z" in known:
                 known["output"] = self._apply(known["z"], "head").output
             else:
-                known["output"], known["z"] = self._apply(self.x)[:2]
+                known["output"], known["z"] = self._from_batch()[:2]
         return known["output"]
+
+    def encoded(self) -> Tensor:
+        """Return what the model's stem makes of the batch; x itself if the data are encoded, or if there is no stem.
+
+        If data are not encoded, a loss that needs it should ask for it before it asks for z or the output, which then use
+        it too.
+        """
+        if self.network.encoded or self.network.stem is None:
+            return self.x
+        known = self._known()
+        if "encoded" not in known:
+            known["encoded"] = self.network.stemmed(self.params, self.x, self.forward)
+        return known["encoded"]
 
     def features(self) -> Tensor:
         """Return z, what the model's features make of the batch; like the output, it is computed once."""
         self._check_composed()
         known = self._known()
         if "z" not in known:
-            known["z"] = self._apply(self.x, "features").z
+            known["z"] = self._from_batch("features").z
         return known["z"].to(self.network.dtype)
 
     def head(self, z: Tensor) -> Tensor:
@@ -191,7 +204,7 @@ class Client:
         return rows, self.mask if samples else None
 
     def part(self, name: str, z: Tensor) -> Tensor:
-        """Apply a part that the method has brought; see :meth:`equipoise.method.Part.extend`."""
+        """Apply a part that the method has brought (see :meth:`equipoise.method.Part.extend`), or a layer by its name."""
         return self._apply(z, name).output
 
     def at(self, params: Mapping[str, Tensor] | None = None, x: Tensor | None = None, *, train: bool = False) -> Client:
@@ -219,9 +232,13 @@ class Client:
         if isinstance(given, Precomputed) and any(in_parts(name, "features") for name in params or ()):
             # z belongs to the features it was computed with.
             given = given.fetch()
-        return replace(
+        client = replace(
             self, x=given, params={**self.params, **(params or {})}, moving=self.moving if train else frozenset()
         )
+        if x is None and self.network.inputs is None and "encoded" in (known := self._known()):
+            # A stem is frozen, so what it makes of a batch does not depend on parameters.
+            client._computed["encoded"] = known["encoded"]
+        return client
 
     def task_loss(self) -> Tensor:
         """Return the task's loss, sample by sample."""
@@ -270,9 +287,14 @@ class Client:
                 "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
             )
 
-    def _apply(self, x: Tensor, part: str | None = None) -> Pass:
+    def _from_batch(self, part: str | None = None) -> Pass:
+        """Apply the model or its features to the batch, after the stem if that has been applied already."""
+        known = self._known()
+        return self._apply(known["encoded"], part, encoded=True) if "encoded" in known else self._apply(self.x, part)
+
+    def _apply(self, x: Tensor, part: str | None = None, *, encoded: bool = False) -> Pass:
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
-        passed = self.network.apply(self.params, x, self.forward, part)
+        passed = self.network.apply(self.params, x, self.forward, part, encoded=encoded)
         if self.recorded is not None and transform_level() == self._level:
             for name, value in passed.buffers.items():
                 self.recorded.setdefault(self._kept_as(name), value)

@@ -140,7 +140,7 @@ class Cohort(Protocol):
     ) -> Any:
         """Ask every client a question and stack the answers.
 
-        A question is a method of the local rule. It takes a :class:`~equipoise.client.Client` with one
+        A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
         batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
         client's split batch by batch and adds the answers up.
 

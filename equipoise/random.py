@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     REPORT = 6
     EXTEND = 7
     SERVER = 8
+    NOISE = 20
 
 
 @contextmanager
@@ -130,6 +131,20 @@ def uniform(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     (True, 0.5)
     """
     return ((keys >> 40) & 0xFFFFFF).to(dtype) / (1 << 24)
+
+
+def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Turn keys into numbers with a standard normal distribution (Box and Muller, 1958).
+
+    Examples
+    --------
+    >>> numbers = normal(fold_tensor(0, torch.arange(10000)))
+    >>> abs(numbers.mean().item()) < 0.05, round(numbers.std().item(), 1)
+    (True, 1.0)
+    """
+    radius, angle = (uniform(fold_tensor(keys, half), torch.float64) for half in (0, 1))
+    # 1 - u is above 0, so that the logarithm is finite.
+    return ((-2 * (1 - radius).log()).sqrt() * (2 * torch.pi * angle).cos()).to(dtype)
 
 
 def keep_mask(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:

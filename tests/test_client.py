@@ -48,6 +48,39 @@ def normalised(dropout=0.0):
     return Model(features, nn.Linear(6, 4)).double()
 
 
+def test_the_stem_is_applied_once_and_layers_have_names():
+    passed = []
+
+    class Counting(nn.Module):
+        def forward(self, x):
+            passed.append(len(x))
+            return x.flatten(1)
+
+    torch.manual_seed(6)
+    features = nn.Sequential(nn.Linear(50, 6), nn.Tanh())
+    module = Model(features, nn.Linear(6, 4), stem=Counting()).double()
+
+    def loss(client):
+        first = client.part("features.0", client.encoded())
+        other = client.at({"head.bias": client.params["head.bias"] + 1}).task_loss()
+        return client.task_loss() + other + first.mean(1)
+
+    method = build("fedavg", local=WithLoss(loss))
+    data = images(sizes=SIZES)
+    engine = StackedEngine(
+        data, module, Training(rounds=1, **STILL), Machine(device="cpu", precision="float64", chunk=1, encode=False)
+    )
+    passed.clear()
+    cohort = engine.cohort(method, np.arange(3), 0)
+    updates = cohort.train({"model": engine.network.initial()}, {}, method.local)
+    assert passed == SIZES
+    for client, found in enumerate(updates.reports["train_loss"].tolist()):
+        x, y = held(client)
+        scores, layer = module(x), features[0](x.flatten(1))
+        wanted = F.cross_entropy(scores, y) + F.cross_entropy(scores + 1, y) + layer.mean()
+        assert found == pytest.approx(wanted.item(), abs=1e-12)
+
+
 def rule_played(loss, *, chunk, module=None, how=STILL, move="all", steps=1):
     method = build("fedavg", local=WithLoss(loss, move, steps))
     return play(method, images(sizes=SIZES), module or normalised(), [range(len(SIZES))], chunk=chunk, **how)
@@ -235,7 +268,7 @@ def mapped():
 class OwnModule(nn.Module):
     """No subclass of Model: it only borrows how features and head are put together."""
 
-    stem = None
+    inputs = stem = None
     forward = Model.forward
 
     def __init__(self):

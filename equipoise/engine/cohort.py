@@ -21,7 +21,7 @@ from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.questions import Asked, sums_over_samples
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
-from equipoise.method import Fact, LocalRule, Method, Phase, Reports, Updates
+from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
 from equipoise.optimizers import Column, TorchOptimizer
 from equipoise.random import Purpose, choose, fold, fold_tensor
 from equipoise.tree import PERSONAL, Tree, size_in_bytes
@@ -302,7 +302,7 @@ class StackedCohort:
     ) -> Any:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
-        answer = question_of(local, question)
+        answer = question_of(self.method, question)
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -437,22 +437,25 @@ def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
             raise InputError(f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client")
 
 
-def question_of(local: LocalRule, question: str) -> Callable[..., Any]:
-    """Return the method of a local rule that answers a question.
+def question_of(method: Method, question: str) -> Callable[..., Any]:
+    """Return what answers a question: a method of the local rule, or else of the aggregation.
 
     Examples
     --------
+    >>> from equipoise.methods import build
     >>> class Counting(LocalRule):
     ...     def samples(self, client: Client):
     ...         return client.sum(torch.ones_like(client.y))
-    >>> question_of(Counting(), "samples").__name__
+    >>> question_of(build("fedavg", local=Counting()), "samples").__name__
     'samples'
     """
-    answer = getattr(local, question, None)
-    if not callable(answer) or hasattr(LocalRule, question):
-        own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
-        raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
-    return answer
+    for part, kind in ((method.local, LocalRule), (method.aggregation, Aggregation)):
+        answer = getattr(part, question, None)
+        if callable(answer) and not hasattr(kind, question):
+            return answer
+    local = method.local
+    own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
+    raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
 
 
 def repeated(tensor: Tensor, count: int) -> Tensor:

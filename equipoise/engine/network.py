@@ -19,7 +19,7 @@ from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
 from equipoise.task import Task
-from equipoise.tree import Tree, digest, in_parts
+from equipoise.tree import Parts, Tree, digest, in_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Slot:
     ----------
     name : str
         The dotted name; of a tensor that is held in several slots, the first one.
-    part : str
-        The part of the model that the slot is in, such as ``features``; empty for the model itself.
+    path : str
+        The dotted name of the layer that holds it; empty for the model itself.
     owner : dict
         The dictionary of the layer that holds it.
     leaf : str
@@ -45,7 +45,7 @@ class Slot:
     """
 
     name: str
-    part: str
+    path: str
     owner: dict[str, Any]
     leaf: str
     tensor: Tensor
@@ -84,7 +84,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
                 frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
                 frozen = frozen or name in inside or (has_stem and part == "stem")
                 where = first.setdefault(id(tensor), name)
-                here.append(Slot(where, part, held, leaf, tensor, bool(is_parameter), frozen))
+                here.append(Slot(where, path, held, leaf, tensor, bool(is_parameter), frozen))
         found = here + found
     return found
 
@@ -209,7 +209,7 @@ class Network:
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
-            ([slot.name for slot in every_slot if slot.part == path.partition(".")[0]], layer)
+            ([slot.name for slot in every_slot if in_parts(slot.path, path.partition(".")[0])], layer)
             for path, layer in owners.items()
             if isinstance(layer, Dropout)
         ]
@@ -266,7 +266,15 @@ class Network:
         """Return a copy of the module as it came, in its own types, to be filled with other parameters."""
         return convert(copy.deepcopy(self._given))
 
-    def apply(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward, part: str | None = None) -> Pass:
+    def apply(
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        forward: Forward,
+        part: str | None = None,
+        *,
+        encoded: bool = False,
+    ) -> Pass:
         """Apply the model, or one part of it.
 
         Parameters
@@ -274,11 +282,14 @@ class Network:
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         x : Tensor
-            A batch: samples, or what the stem made of them if ``encoded``.
+            A batch: samples, or what the stem made of them if the network's or the argument's ``encoded`` is true.
         forward : Forward
             What the layers must know.
         part : str, optional
-            ``features``, ``head`` or a part that a method has brought; by default the whole model.
+            ``features``, ``head``, a part that a method has brought, or a layer by its dotted name; by default the whole
+            model.
+        encoded : bool
+            Whether x is what the stem made of samples, although the network's data are not encoded.
 
         Returns
         -------
@@ -288,10 +299,10 @@ class Network:
         slots = self._filled(params, part)
         with forward_pass(forward), self._arithmetic():
             if part is None and self.composed:
-                z = self._features(x)
+                z = self._features(x, encoded)
                 output = self._part("head")(z)
             elif part == "features":
-                output = z = self._features(x)
+                output = z = self._features(x, encoded)
             else:
                 output = z = (self.module if part is None else self._part(part))(x)
         buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
@@ -330,11 +341,12 @@ class Network:
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
         """Put tensors into the slots of what is applied, and return the slots."""
         if part not in self._slots_of_part:
-            parts: tuple[str | None, ...] = (part,)
-            if self.composed and part in (None, "features"):
+            parts: Parts | None = part
+            if part == _EVERY_PART or (part is None and not self.composed):
+                parts = None
+            elif part in (None, "features"):
                 parts = ("inputs", "features", "head") if part is None else ("inputs", "features")
-            every = parts == (None,) or part == _EVERY_PART
-            chosen = [slot for slot in self._slots if every or slot.part in parts]
+            chosen = [slot for slot in self._slots if parts is None or in_parts(slot.path, parts)]
             self._slots_of_part[part] = chosen
         try:
             for slot in self._slots_of_part[part]:
@@ -350,14 +362,27 @@ class Network:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
-    def _features(self, x: Tensor) -> Tensor:
+    def stemmed(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> Tensor:
+        """Return what the stem makes of a batch of samples; only for models that have a stem and data not yet encoded."""
+        if self.inputs is not None:
+            self._filled(params, "inputs")
+        with forward_pass(forward), self._arithmetic():
+            return self._encoded(x)
+
+    def _encoded(self, x: Tensor) -> Tensor:
+        """Apply what stands before the features to samples, unless it has been applied to all of them before training."""
         if self.inputs is not None:
             x = self.inputs(x)
-        z: Tensor = self._part("features")(x if self.encoded or self.stem is None else self.stem(x))
+        return x if self.encoded or self.stem is None else self.stem(x)
+
+    def _features(self, x: Tensor, encoded: bool) -> Tensor:
+        z: Tensor = self._part("features")(x if encoded else self._encoded(x))
         return z
 
     def _part(self, name: str) -> nn.Module:
-        part = getattr(self.module, name, None)
+        part: Any = self.module
+        for child in name.split("."):
+            part = getattr(part, child, None)
         if not isinstance(part, nn.Module):
             raise unknown("part", name, [child for child, _ in self.module.named_children()], where="the model")
         return part

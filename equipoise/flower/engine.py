@@ -442,7 +442,12 @@ class FlowerCohort:
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
-        question_of(self.method.local, question)
+        question_of(self.method, question)
+        if self.engine.settings.privacy is not None:
+            raise InputError(
+                f"flower.privacy protects parameters, but method {self.method.name!r} also asks clients for {question!r}; "
+                "choose another method or leave flower.privacy out"
+            )
         check_rows(each or {}, len(self.ids))
         text, tensors = pack(list(args))
         asked: dict[str, Any] = {

@@ -30,6 +30,7 @@ MODELS: Registry = {
     "unet": "equipoise.models.unet:unet",
     "vit": "equipoise.models.vit:vit",
     "vitprompts": "equipoise.models.vit:vitprompts",
+    "fedgc": "equipoise.models.fedgc:fedgc",
     "pretrained": "equipoise.models.pretrained:pretrained",
     "clip": "equipoise.models.clip:clip",
     "clipadapter": "equipoise.models.clip:clipadapter",

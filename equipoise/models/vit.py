@@ -18,7 +18,7 @@ from equipoise.models.frozen import Frozen, plain_attention
 from equipoise.models.layers import LayerNorm, Linear
 
 # The standard deviation that vision transformers draw tokens and positions with (Dosovitskiy et al., 2021).
-_SPREAD = 0.02
+TOKEN_SPREAD = 0.02
 
 
 def vit(
@@ -225,8 +225,8 @@ def _small(
     tokens = Tokens(
         nn.Linear(channels * side * side, width),
         (side, side),
-        class_token=_SPREAD * torch.randn(width),
-        positions=_SPREAD * torch.randn(1 + grid[0] * grid[1], width),
+        class_token=TOKEN_SPREAD * torch.randn(width),
+        positions=TOKEN_SPREAD * torch.randn(1 + grid[0] * grid[1], width),
         grid=grid,
     )
     blocks = [Block(width, heads, mlp_ratio=mlp_ratio, dropout=rate, fused=fused) for _ in layers]
@@ -430,7 +430,7 @@ class Prompted(nn.Module):
 
     def __init__(self, encoder: Frozen, prompts: int, width: int) -> None:
         super().__init__()
-        self.prompts = nn.Parameter(_SPREAD * torch.randn(prompts, width))
+        self.prompts = nn.Parameter(TOKEN_SPREAD * torch.randn(prompts, width))
         self.encoder = encoder
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -24,11 +24,14 @@ SETTINGS = {
     "clip adapter": (pictures, lambda: transformer("clipadapter"), 0.5),
     "clip prompts": (pictures, lambda: transformer("clipprompts", context=3), 0.5),
     "clip prompts, plain attention": (pictures, lambda: transformer("clipprompts", context=3, fused=False), 0.5),
+    "fedgc": (pictures, lambda: transformer("fedgc"), 0.1),
 }
 # What is not the name of a method itself.
 VARIANTS = {
     "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
     "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
+    "fedgr, given": {"name": "fedgr", "groups": "given"},
+    "fedgcr, received": {"name": "fedgcr", "representation": "received", "similarity": "cosine", "soft": True},
 }
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
@@ -45,15 +48,26 @@ OF_CLIP = (
     "fftgp",
     "fedclip, contrastive",
 )
+# A model of its own method, which differs from "prompts" little for others.
+OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
+# Methods for models of one kind: BatchNorm that keeps statistics, prompts with GC-Net, or frozen class tokens.
+ONLY = {
+    "fedbn": {"images"},
+    "fedgc": {"fedgc"},
+    "fedgcr": {"fedgc"},
+    "fedgcr, received": {"fedgc"},
+    "fedgr": {"prompts", "fedgc"},
+}
 
 
 def fits(method, what):
-    """Whether a method can be carried out: FedBN is for BatchNorm that keeps statistics, some methods are for images."""
-    if method == "fedbn" and what != "images":
+    """Whether a method can be carried out, and is worth the time."""
+    if what not in ONLY.get(method, SETTINGS):
         return False
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
         return False
-    return (method in OF_VIT or what != "vit") and (method in OF_CLIP or not what.startswith("clip"))
+    kinds = {"vit": OF_VIT, "fedgc": OF_FEDGC}
+    return method in kinds.get(what, (method,)) and (method in OF_CLIP or not what.startswith("clip"))
 
 
 PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)]

@@ -92,6 +92,11 @@ def test_what_would_leave_unprotected_is_refused(folder):
     path = write_experiment(folder, method="scaffold", flower=flower)
     with pytest.raises(InputError, match="protects parameters, but Scaffold also uploads control_change"):
         run_on_loop(path, own_nodes(folder))
+    path = write_experiment(folder, method="fedgr", flower=flower)
+    with pytest.raises(
+        InputError, match="protects parameters, but method 'fedgr' also asks clients for 'class_tokens'"
+    ):
+        run_on_loop(path, own_nodes(folder))
     path = write_experiment(folder, model={"name": "resnet18", "width": 4, "norm": "batch"}, flower=flower)
     with pytest.raises(InputError, match="noise on the statistics of BatchNorm; choose a model with GroupNorm"):
         run_on_loop(path, own_nodes(folder))

@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnet18": {"width": 4, "norm": "group"},
     "vit": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
     "vitprompts": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3},
+    "fedgc": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3, "hidden": 6, "dropout": 0.5},
 }
 CASES = [*SMALL.items(), ("resnet18", {"width": 4, "norm": "batch"})]
 NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.get('norm', '')}" for n, o in CASES])

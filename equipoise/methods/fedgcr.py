@@ -1,0 +1,446 @@
+"""FedGCR (Cheng et al., AAAI 2024): prompts for types of clients, and weights by their losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+
+from equipoise.checks import one_of, real
+from equipoise.client import Client, Finished
+from equipoise.errors import InputError
+from equipoise.grouping import Grouping
+from equipoise.masked import label_sums
+from equipoise.method import Cohort, Fact, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.methods import register
+from equipoise.models.fedgc import Customized
+from equipoise.models.vit import Prompted
+from equipoise.privacy import gaussian_epsilon
+from equipoise.random import Purpose, fold_tensor, normal
+from equipoise.tree import Tree, select
+
+_GCNET = "features.gcnet"
+
+
+@dataclass(frozen=True)
+class Customization(LocalRule):
+    """Train with ℓ_CE + λ₁ ℓ_GC + λ₂ ℓ_RA (eq. 6), and send the client representation h̃ (eq. 4).
+
+    ℓ_GC (eq. 7) draws an image's h to the centre of its client's cluster, away from the other
+    centres and from the client's own h̃ of the round before. ℓ_RA (eq. 8) draws z to that of the
+    received model, away from that of the client's own model of the round before. Until the server
+    knows centres, the loss is the cross-entropy (algorithm 1, line 9). A client that has no cluster
+    yet, or no memory, leaves out the terms that need them. The anchors, which hold prompts and
+    GC-Net only, behave as in evaluation: public code leaves their dropout on, and takes a received
+    model that is one round old.
+
+    Parameters
+    ----------
+    lam1, lam2 : float
+        λ₁ and λ₂.
+    tau : float
+        τ, in both losses; public code has none in ℓ_RA.
+    similarity : {"dot", "cosine"}
+        The dot product, as eqs. 7 and 8 say, or the cosine, as in public code. Dot products of a
+        pretrained transformer's z are large, and so is ℓ_RA then.
+    representation : {"trained", "received"}
+        The model that h̃ is computed with: the client's own after training (algorithm 1, line 15),
+        or the received one, as in public code.
+    clip : float, optional
+        C, the length to which h̃ is clipped.
+    noise : float
+        The standard deviation of Gaussian noise on h̃, as a multiple of C. The notes of a round
+        give the ε that has been spent on h̃ by clients that have taken part in all rounds; see
+        :func:`equipoise.privacy.gaussian_epsilon`. The parameters that clients send are not
+        protected by it. Noise is drawn from the run's seed, which must therefore not be known to
+        those who see h̃.
+    privacy_delta : float
+        The δ that belongs to this ε.
+    """
+
+    lam1: float = 0.5
+    lam2: float = 0.1
+    tau: float = 0.5
+    similarity: str = "dot"
+    representation: str = "trained"
+    clip: float | None = None
+    noise: float = 0.0
+    privacy_delta: float = 1e-5
+    usual_model = "fedgc"
+    receives = ("centres",)
+    uploads = ("representation",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        for name in ("lam1", "lam2"):
+            real(getattr(self, name), f"{self.name}.{name}", least=0)
+        real(self.tau, f"{self.name}.tau")
+        one_of(self.similarity, ("dot", "cosine"), f"{self.name}.similarity")
+        one_of(self.representation, ("trained", "received"), f"{self.name}.representation")
+        if self.clip is not None:
+            real(self.clip, f"{self.name}.clip")
+        if real(self.noise, f"{self.name}.noise", least=0) and self.clip is None:
+            raise InputError(f"{self.name}.noise={self.noise} is a multiple of {self.name}.clip, which is not given")
+        if not 0 < self.privacy_delta < 1:
+            raise InputError(f"{self.name}.privacy_delta must be between 0 and 1, got {self.privacy_delta!r}")
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse a model without GC-Net."""
+        if not isinstance(model.features, Customized):
+            raise InputError(
+                f"method {self.name!r} trains prompts and GC-Net, which the model lacks; valid: model 'fedgc'"
+            )
+        return model
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Train prompts, GC-Net and head together."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add both terms to the cross-entropy once there are centres (eq. 6)."""
+        if "centres" not in client.sent:
+            return client.task_loss()
+        # h first, so that images that are not encoded pass the stem once.
+        customization = self.customization(client)
+        return client.task_loss() + self.lam1 * customization + self.lam2 * self.alignment(client)
+
+    def customization(self, client: Client) -> Tensor:
+        """Return ℓ_GC of each sample (eq. 7).
+
+        Of a client with shares in several clusters it is the mean, weighted by these shares.
+        """
+        h = _shift_of(client)
+        toward = self._similarity(h, client.sent["centres"]["h"])
+        own = self._similarity(h, self._own_before(client).unsqueeze(0))
+        own = torch.where(client.seen, own, -torch.inf)
+        denominator = torch.cat([own, toward], 1).logsumexp(1)
+        return (_membership(client, toward) * (denominator.unsqueeze(1) - toward)).sum(1)
+
+    def alignment(self, client: Client) -> Tensor:
+        """Return ℓ_RA of each sample (eq. 8), which is log(1 + exp((z·z_prev − z·z₀)/τ))."""
+        z, own = client.features(), client.memory["previous"]
+        received = {name: client.received[name] for name in own}
+        previous, first = (self._similarity(z, client.at(anchor).features(), paired=True) for anchor in (own, received))
+        return client.seen * F.softplus(previous - first)
+
+    def _similarity(self, a: Tensor, b: Tensor, *, paired: bool = False) -> Tensor:
+        """Compare rows of a with all rows of b, or with those in the same place; divided by τ."""
+        if self.similarity == "cosine":
+            a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+        return ((a * b).sum(1) if paired else a @ b.T) / self.tau
+
+    def facts(self) -> dict[str, Fact]:
+        """Compute h̃ every round."""
+        return {"representation": Fact(sums=self.sums_of_h, then=self.released, model=self.representation)}
+
+    def sums_of_h(self, client: Client) -> Tree:
+        """Sum h over the samples of each class, and count them."""
+        h, labels = _shift_of(client), client.y
+        classes = len(client.network.initial()["head.bias"])
+        if not client.network.task.labels:
+            # Without classes there is nothing to balance: all samples are of one class.
+            labels, classes = torch.zeros_like(h[:, 0], dtype=torch.int64), 1
+        sums = {
+            "h": label_sums(h, labels, classes, client.mask),
+            "count": label_sums(torch.ones_like(h[:, 0]), labels, classes, client.mask),
+        }
+        if self.noise and client.forward.key is not None:
+            # Every pass over some of the samples adds the same noise, so passes are counted.
+            numbers = torch.arange(h.shape[1], device=h.device)
+            sums["noise"] = normal(fold_tensor(client.forward.key, Purpose.NOISE, numbers), h.dtype)
+            sums["passes"] = torch.ones_like(h[0, 0])
+        return sums
+
+    def released(self, sums: Tree) -> Tree:
+        """Make h̃ of the sums, clipped and noised if this is wanted."""
+        h = balanced_mean(sums)["h"]
+        if self.clip is not None:
+            h = h * (self.clip / h.norm().clamp(min=self.clip))
+            if self.noise:
+                h = h + self.noise * self.clip * sums["noise"] / sums["passes"]
+        return {"h": h}
+
+    def spent(self, state: State) -> dict[str, float]:
+        """Return the note of the ε spent after a round, if there is noise."""
+        return {"epsilon": gaussian_epsilon(self.noise, state.round + 1, self.privacy_delta)} if self.noise else {}
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Return the received prompts and GC-Net; ``seen`` keeps losses from using them."""
+        memory = {"previous": {name: model[name] for name in select(model, "features")}}
+        if self.representation == "received":
+            memory["before"] = {"h": torch.zeros_like(model["features.prompts"][0])}
+        return memory
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Remember the trained prompts and GC-Net, and h̃ if the next round will overwrite it."""
+        memory = {"previous": {name: client.params[name] for name in client.memory["previous"]}}
+        if self.representation == "received":
+            memory["before"] = dict(client.memory["representation"])
+        return memory, {}
+
+    def _own_before(self, client: Client) -> Tensor:
+        """Return h̃ of the client's previous round."""
+        return client.memory["before" if self.representation == "received" else "representation"]["h"]
+
+
+def _shift_of(client: Client) -> Tensor:
+    """Return h of each image: what GC-Net makes of the class token of the first pass."""
+    return client.part(_GCNET, client.encoded()[:, 0].to(client.network.dtype))
+
+
+def balanced_mean(sums: Tree) -> Tree:
+    """Return h̃, the mean over classes of the means of h (eq. 4).
+
+    The mean is over the classes that the client has: the paper's sum over all C classes is not
+    defined for the others.
+
+    Examples
+    --------
+    >>> balanced_mean({"h": torch.tensor([[6.0, 0.0], [0.0, 0.0], [1.0, 2.0]]), "count": torch.tensor([3.0, 0.0, 1.0])})
+    {'h': tensor([1.5000, 1.0000])}
+    """
+    counts = sums["count"].unsqueeze(1)
+    means = sums["h"] / counts.clamp(min=1)
+    return {"h": means.sum(0) / (counts > 0).sum().clamp(min=1)}
+
+
+def _membership(client: Client, toward: Tensor) -> Tensor:
+    """Return the client's share in each of the centres that were sent; zeros without a cluster."""
+    if "membership" in client.each:
+        return client.each["membership"].to(toward.dtype)
+    return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(toward.dtype)
+
+
+@register("fedgc", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
+@dataclass(frozen=True)
+class FedGC(Customization, Grouping):
+    """Customize prompts for clusters of clients, and weigh clients by their data.
+
+    It is FedGCR without FedGR.
+
+    Parameters
+    ----------
+    lam1, lam2, tau, similarity
+        The losses; see :class:`Customization`.
+    representation, clip, noise, privacy_delta
+        The client representations; see :class:`Customization`.
+    clusters, clustering, choice, soft
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
+    """
+
+    sends = ("centres",)
+    collects = ("representation",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        Customization.__post_init__(self)
+        Grouping.__post_init__(self)
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Average the models, and cluster the clients."""
+        state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
+        return state.with_global(mix(updates, cohort.prior)).with_notes(**self.spent(state))
+
+
+@register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
+@dataclass(frozen=True)
+class FedGR(Grouping):
+    """Weigh client j of group i by ω_ij (L_ij^(1−β) L̃_i^β)^(q+1) (eq. 3).
+
+    L_ij is the mean loss of the received model on the client's training samples: the sum of eq. 2
+    would count sizes twice. L̃_i is the mean of L_ij over the clients of group i. In round r,
+    β = δ (1 − γ^(r−1)) (eq. 5). Weights are normalised to sum to one, which the paper leaves out.
+
+    Parameters
+    ----------
+    clusters, clustering, choice, soft
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
+    groups : {"classtoken", "representation", "given"}
+        Clusters of the clients' mean frozen class tokens, for which a client is asked once;
+        clusters of h̃, which the local rule must send (``fedgc``); or the federation's own groups.
+    q : float
+        How much more clients with high losses count; −1 gives data weights.
+    delta : float
+        δ, the value that β approaches.
+    gamma : float
+        γ, which sets how fast; public code has 0.9, and begins at β = 0.05.
+    """
+
+    groups: str = "classtoken"
+    q: float = 1.0
+    delta: float = 0.5
+    gamma: float = 0.5
+    usual_model = "vitprompts"
+    needs = ("loss_before",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        super().__post_init__()
+        one_of(self.groups, ("classtoken", "representation", "given"), f"{self.name}.groups")
+        real(self.q, f"{self.name}.q", least=-1)
+        for name in ("delta", "gamma"):
+            if not real(getattr(self, name), f"{self.name}.{name}", least=0) <= 1:
+                raise InputError(f"{self.name}.{name} must be a number from 0 to 1, got {getattr(self, name)!r}")
+
+    @property
+    def sends(self) -> tuple[str, ...]:  # type: ignore[override]
+        """H, if it is made of h̃."""
+        return ("centres",) if self.groups == "representation" else ()
+
+    @property
+    def collects(self) -> tuple[str, ...]:  # type: ignore[override]
+        """h̃, if groups are made of it."""
+        return ("representation",) if self.groups == "representation" else ()
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse a model without a frozen class token, if groups are made of it."""
+        if self.groups == "classtoken" and not isinstance(model.features, Customized | Prompted):
+            raise InputError(
+                f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as vitprompts or fedgc; "
+                "valid for other models: groups='given'"
+            )
+        return model
+
+    def prepare(self, state: State, cohort: Cohort) -> State:
+        """Ask for class tokens if the cohort has clients that have not been asked."""
+        asked = "clients" in state.server and np.isin(cohort.ids, state.server["clients"]["ids"]).all()
+        if asked or self.groups != "classtoken":
+            return state
+        sums = cohort.ask("class_tokens")
+        return self.grouped(state, sums / torch.from_numpy(cohort.sizes).to(sums).unsqueeze(1), cohort)
+
+    def class_tokens(self, client: Client) -> Tensor:
+        """Sum the class tokens of the frozen transformer without prompts over a batch."""
+        encoded = client.encoded()
+        features = client.network.module.features
+        return client.sum(
+            encoded[:, 0] if isinstance(features, Customized) else client.part("features.encoder", encoded)
+        )
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Weigh clients by their losses and those of their groups."""
+        if self.collects:
+            state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
+        elif self.groups == "classtoken":
+            state = self.noted(state, cohort)
+        if self.groups == "given":
+            group = torch.from_numpy(np.unique(cohort.groups, return_inverse=True)[1].reshape(-1))
+            shares = F.one_hot(group)
+        else:
+            shares = self.memberships(state, cohort)
+        beta = self.beta(state.round)
+        weights = group_weights(cohort.prior, updates.reports["loss_before"], shares, self.q, beta)
+        return state.with_global(mix(updates, weights)).with_notes(weights=weights, beta=beta)
+
+    def beta(self, finished: int) -> float:
+        """Return β of a round (eq. 5).
+
+        Examples
+        --------
+        >>> [FedGR().beta(finished) for finished in range(3)]
+        [0.0, 0.25, 0.375]
+        """
+        return self.delta * (1 - self.gamma**finished)
+
+
+def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta: float) -> Tensor:
+    """Return the weights of eq. 3, normalised.
+
+    Parameters
+    ----------
+    prior : Tensor
+        ω, one number a client.
+    losses : Tensor
+        L, none negative.
+    shares : Tensor
+        ``[clients, groups]``: how much each client belongs to each group, ones and zeros where
+        groups are disjoint.
+    q, beta : float
+        The exponents.
+
+    Returns
+    -------
+    Tensor
+        Summing to one, float64. If all losses are zero, ω.
+
+    Examples
+    --------
+    >>> pairs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    >>> prior, losses = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([1.0, 2.0, 100 / 33, 4.0])
+    >>> group_weights(prior, losses, pairs, q=1.0, beta=0.5)
+    tensor([0.0157, 0.0627, 0.3339, 0.5877], dtype=torch.float64)
+    """
+    prior, losses, shares = (tensor.double().cpu() for tensor in (prior, losses, shares))
+    means = shares.T @ losses / shares.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    mixed = (1 - beta) * losses.log() + (beta * (shares @ means).log() if beta else 0)
+    # Logarithms do not overflow, whatever the losses and the exponent.
+    scores = prior.log() + (q + 1) * mixed if q > -1 else prior.log()
+    return scores.softmax(0) if scores.isfinite().any() else prior / prior.sum()
+
+
+@register("fedgcr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
+@dataclass(frozen=True)
+class FedGCR(Customization, FedGR):
+    """Customize prompts for clusters of clients, and weigh clients by their losses (FedGC + FedGR).
+
+    Parameters
+    ----------
+    lam1, lam2, tau, similarity
+        The losses; see :class:`Customization`.
+    representation, clip, noise, privacy_delta
+        The client representations; see :class:`Customization`.
+    clusters, clustering, choice, soft
+        The clusters; see :class:`~equipoise.grouping.Grouping`.
+    groups : {"representation", "given"}
+        The groups of the weights: the clusters, or the federation's own.
+    q, delta, gamma
+        The weights; see :class:`FedGR`.
+    """
+
+    groups: str = "representation"
+    usual_model = "fedgc"
+    sends = ("centres",)
+    collects = ("representation",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        Customization.__post_init__(self)
+        FedGR.__post_init__(self)
+        one_of(self.groups, ("representation", "given"), f"{self.name}.groups")
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Weigh clients by their losses and those of their clusters."""
+        return super().combine(state, updates, cohort).with_notes(**self.spent(state))
+
+
+def representations_of(state: State, cohort: Cohort) -> Tensor:
+    """Ask clients, who may be new or held out, for their h̃ of the global model, without noise.
+
+    Parameters
+    ----------
+    state : State
+        Holds the model.
+    cohort : Cohort
+        The clients. Their local rule must be ``fedgc`` or ``fedgcr``.
+
+    Returns
+    -------
+    Tensor
+        One row a client.
+
+    Examples
+    --------
+    >>> from equipoise import train
+    >>> from equipoise.data import load
+    >>> from equipoise.grouping import place
+    >>> federation = load("digits", unseen=[3, 20])
+    >>> run = train(federation, method="fedgc", model={"name": "fedgc", "width": 8, "heads": 2, "patch": 4}, rounds=1)
+    >>> strangers = run.trainer.engine.cohort(run.trainer.method, np.flatnonzero(federation.unseen), 1)
+    >>> place(run.trainer.state, representations_of(run.trainer.state, strangers)).shape
+    torch.Size([2])
+    """
+    return vmap(balanced_mean)(cohort.ask("sums_of_h", model=state.model))["h"]
