@@ -157,9 +157,15 @@ def test_fftgp_by_default_is_bgp_and_faa():
     assert method.local is method.aggregation
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
-    """Figure 6's protocol: the same local models under three aggregations, one client a style, one style left out."""
+def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits():
+    """The variance of gaps is that of FedAvg divided by five or more, at the median seed of three."""
+    variances = [median_variances(seed) for seed in range(3)]
+    assert all(faa < ga < fedavg for fedavg, ga, faa in variances)
+    assert np.median([faa / fedavg for fedavg, _, faa in variances]) <= 0.2
+
+
+def median_variances(seed):
+    """Medians over 40 rounds of FedAvg's local models, one client a style, one style left out: FedAvg, GA and FAA."""
     digits = load(
         "digits",
         imbalance=1,
@@ -168,7 +174,7 @@ def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
         leave_out="textured",
         seed=seed,
     )
-    module, rounds = build_model("mlp", shape=digits.shape, classes=10, seed=seed), 20
+    module, rounds = build_model("mlp", shape=digits.shape, classes=10, seed=seed), 40
     how = {"precision": "float32", "batch_size": 16, "optimizer": Sgd(lr=0.1), "reports": ("val_loss_after",)}
     played = play(build("fedavg"), digits, module, [digits.seen] * rounds, seed=seed, **how)
     variances = {"fedavg": [], "ga": [], "faa": []}
@@ -187,9 +193,7 @@ def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits(seed):
         for name, a in {"fedavg": cohort.prior, **weights}.items():
             variances[name].append(float(gaps(a).var(unbiased=False)))
         weights["ga"] = generalization_adjustment(weights["ga"], gaps(weights["ga"]), step)
-    fedavg, ga, faa = (np.median(variances[name]) for name in ("fedavg", "ga", "faa"))
-    assert faa < ga < fedavg
-    assert faa < 0.5 * fedavg
+    return [np.median(variances[name]) for name in ("fedavg", "ga", "faa")]
 
 
 def test_fftgp_narrows_the_gaps_of_bgp_on_digits():
