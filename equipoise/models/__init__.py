@@ -28,6 +28,7 @@ MODELS: Registry = {
     "resnet18": "equipoise.models.resnet:resnet18",
     "charlstm": "equipoise.models.recurrent:charlstm",
     "vit": "equipoise.models.vit:vit",
+    "cct": "equipoise.models.cct:cct",
     "vitprompts": "equipoise.models.vit:vitprompts",
     "pretrained": "equipoise.models.pretrained:pretrained",
 }

@@ -52,8 +52,9 @@ def test_rounds_equal_a_plain_loop(mu, tau, chunk):
     for cohort in COHORTS:
         trained = []
         for k in cohort:
+            known = previous.get(k)
 
-            def loss(copy, k=k, received=module, last=previous.get(k)):
+            def loss(copy, k=k, received=module, last=known):
                 value = cross_entropy(copy, data, k)
                 if last is None:
                     return value

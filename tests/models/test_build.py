@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pflcnn": {},
     "resnet18": {"width": 4, "norm": "group"},
     "vit": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
+    "cct": {"width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
     "vitprompts": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3},
 }
 CASES = [*SMALL.items(), ("resnet18", {"width": 4, "norm": "batch"})]
