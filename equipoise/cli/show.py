@@ -209,7 +209,9 @@ def method_documents() -> list[dict[str, Any]]:
                 "parts": registry.slots_of(part),
                 "server_sees": method.sees.words,
                 "personal_models": method.personal,
-                "hyper_parameters": {key: to_plain(value) for key, value in registry.options_of(name).items()},
+                "hyper_parameters": {
+                    key: to_plain(registry.describe_option(value)) for key, value in registry.options_of(name).items()
+                },
             }
         )
     return documents
