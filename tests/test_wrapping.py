@@ -164,6 +164,10 @@ def test_the_table_of_methods_names_the_host():
         ({"name": "unchanged", "host": 3}, "method.host must be a name, a mapping with 'name' or a method, got 3"),
         ({"name": "unchanged", "hots": "fedavg"}, "'hots'.*did you mean 'host'"),
         ({"name": "fedavg", "local": {"name": "twice", "inner": "fedadam"}}, "'fedadam' is no local"),
+        (
+            {"name": "fedavg", "local": "unchanged"},
+            "method.local: 'unchanged' wraps a whole method; valid: method: {name",
+        ),
     ],
 )
 def test_mistakes_are_named(method, message):

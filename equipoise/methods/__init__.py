@@ -152,14 +152,16 @@ def slots_of(part: type[Part]) -> list[str]:
 
 
 def fitting(slot: str) -> list[str]:
-    """List the names of the parts that can answer one of a method's questions.
+    """List the names of the parts that can answer one of a method's questions; a wrapper answers all of them at once.
 
     Examples
     --------
     >>> fitting("sampler")
     ['size', 'uniform']
     """
-    return sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
+    return sorted(
+        name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]) and not issubclass(kind, Wrapper)
+    )
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -271,6 +273,10 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         _check_types(kind, options, where)
     else:
         raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
+    if slot and isinstance(part, Wrapper):
+        raise InputError(
+            f"{where}: {part.name!r} wraps a whole method; valid: method: {{name: {part.name}, host: ...}}"
+        )
     if slot and not isinstance(part, SLOTS[slot]):
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
     return part

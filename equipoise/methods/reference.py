@@ -15,6 +15,7 @@ class Local(LocalRule, Aggregation):
     """Each client trains a model of its own; nothing is sent."""
 
     keeps = "all"
+    ignores_prior = "nothing is aggregated"
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Leave the global model alone."""

@@ -38,10 +38,11 @@ PAIRS = [
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
     federation, model, lr = SETTINGS[what]
+    data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
     trainer = Trainer(
-        federation(),
-        build(**VARIANTS.get(method, {"name": method})),
-        model(),
+        data,
+        made,
+        made.extend(model(), data.shape, 0),
         Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),

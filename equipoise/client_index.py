@@ -1,0 +1,177 @@
+"""Client indices: two vectors that describe the data of each client, and the file they are kept in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.errors import InputError, RunError, unknown
+from equipoise.run.files import load_tensors, save_tensors
+from equipoise.tree import digest
+
+COMPARED = ("both", "features", "labels")
+"""What similarities compare: β_f and β_l, or one of them."""
+_KIND = "client index"
+
+
+@dataclass(frozen=True, eq=False)
+class ClientIndex:
+    """β = [β_f; β_l] of every client.
+
+    Parameters
+    ----------
+    ids : int array
+        The clients' numbers, distinct. Rows are sorted by them.
+    features : Tensor
+        β_f, ``[clients, width]``: what is special about the inputs of a client.
+    labels : Tensor
+        β_l, ``[clients, width]``: which labels it has. The width may be another one.
+    made_by : str
+        A hash of what made the index, for the record.
+
+    Examples
+    --------
+    >>> index = ClientIndex(np.array([4, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 3))
+    >>> index.ids, index.of(np.array([4])).features
+    (array([1, 4]), tensor([[1., 0.]]))
+    """
+
+    ids: NDArray[np.int64]
+    features: Tensor
+    labels: Tensor
+    made_by: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the shapes and values, and sort the rows."""
+        ids = np.asarray(self.ids)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
+            raise InputError(f"ids of a client index must be a list of whole numbers, got {self.ids!r}")
+        order = np.argsort(ids, kind="stable")
+        if (repeated := np.flatnonzero(np.diff(ids[order]) == 0)).size:
+            raise InputError(f"client {int(ids[order][repeated[0]])} is more than once in the client index")
+        object.__setattr__(self, "ids", ids[order].astype(np.int64))
+        for name in ("features", "labels"):
+            rows = getattr(self, name)
+            if rows.dim() != 2 or len(rows) != len(ids) or not rows.shape[1]:
+                raise InputError(
+                    f"{name} of a client index must have a row for each of {len(ids)} clients, got shape {tuple(rows.shape)}"
+                )
+            if not rows.is_floating_point() or not bool(torch.isfinite(rows).all()):
+                raise InputError(f"{name} of a client index must be finite numbers")
+            object.__setattr__(self, name, rows[torch.from_numpy(order)])
+
+    @property
+    def width(self) -> int:
+        """How many numbers β_f has."""
+        return int(self.features.shape[1])
+
+    def of(self, ids: NDArray[np.int64]) -> ClientIndex:
+        """Return the rows of some clients.
+
+        Raises
+        ------
+        InputError
+            If a client is not in the index.
+        """
+        rows = np.searchsorted(self.ids, ids) % len(self.ids)
+        missing = np.asarray(ids)[self.ids[rows] != ids]
+        if len(missing):
+            raise InputError(
+                f"the client index has no rows for {len(missing)} of {len(ids)} clients, such as client {int(missing[0])}; "
+                f"it has {len(self.ids)} clients, from {int(self.ids[0])} to {int(self.ids[-1])}"
+            )
+        where = torch.from_numpy(rows)
+        return ClientIndex(np.asarray(ids), self.features[where], self.labels[where], self.made_by)
+
+    def digest(self) -> str:
+        """Return a hash of ids, vectors and what made them."""
+        return digest(self._tensors() | {f"made_by {self.made_by}": torch.empty(0)})
+
+    def similarity(self, compare: str = "both") -> Tensor:
+        """Return the similarity of all pairs of clients: the mean of the cosines of β_f and of β_l, or one of them.
+
+        Examples
+        --------
+        >>> index = ClientIndex(np.arange(2), torch.eye(2), torch.ones(2, 3))
+        >>> index.similarity()
+        tensor([[1.0000, 0.5000],
+                [0.5000, 1.0000]])
+        """
+        return torch.stack([rows @ rows.T for rows in directions(self.features, self.labels, compare)]).mean(0)
+
+    def write(self, path: str | Path) -> None:
+        """Write the index to a file.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "index.safetensors"
+        >>> ClientIndex(np.arange(2), torch.eye(2), torch.ones(2, 3), made_by="abc").write(path)
+        >>> ClientIndex.read(path).made_by
+        'abc'
+        """
+        save_tensors(Path(path), self._tensors(), {"kind": _KIND, "made_by": self.made_by})
+
+    @classmethod
+    def read(cls, path: str | Path) -> ClientIndex:
+        """Read what :meth:`write` wrote."""
+        try:
+            tensors, note = load_tensors(Path(path))
+        except RunError as error:
+            raise InputError(f"{path} is no client index: {error}") from error
+        if note.get("kind") != _KIND or set(tensors) != {"ids", "features", "labels"}:
+            raise InputError(f"{path} is no client index: it has {', '.join(sorted(tensors))}")
+        return cls(tensors["ids"].numpy(), tensors["features"], tensors["labels"], note["made_by"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"ids": torch.from_numpy(self.ids), "features": self.features, "labels": self.labels}
+
+
+def directions(features: Tensor, labels: Tensor, compare: str = "both") -> list[Tensor]:
+    """Return the rows of β_f and β_l, or of one of them, scaled to length 1; a row of zeros stays.
+
+    Examples
+    --------
+    >>> directions(torch.tensor([[3.0, 4.0]]), torch.ones(1, 2), "features")
+    [tensor([[0.6000, 0.8000]])]
+    """
+    if compare not in COMPARED:
+        raise unknown("part of a client index", compare, COMPARED)
+    chosen = {"both": (features, labels), "features": (features,), "labels": (labels,)}[compare]
+    return [torch.nn.functional.normalize(rows, dim=1) for rows in chosen]
+
+
+def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tensor, compare: str = "both") -> Tensor:
+    """Return S(β_i, C) = Σ_{j ∈ C} N_j (cos(β_f,i, β_f,j) + cos(β_l,i, β_l,j)) / (2 Σ_{j ∈ C} N_j) for all clients i.
+
+    Parameters
+    ----------
+    features, labels : Tensor
+        β_f and β_l, one row a client.
+    sizes : Tensor
+        N, the clients' numbers of samples.
+    members : Tensor
+        The positions of the clients in C.
+    compare : {"both", "features", "labels"}
+        Which cosines are averaged.
+
+    Returns
+    -------
+    Tensor
+        ``[clients]``, in [−1, 1].
+
+    Examples
+    --------
+    >>> members = torch.tensor([0, 1])
+    >>> similarity_to(torch.eye(3), torch.ones(3, 2), torch.tensor([1.0, 3.0, 5.0]), members)
+    tensor([0.6250, 0.8750, 0.5000])
+    """
+    share = sizes[members] / sizes[members].sum()
+    return torch.stack(
+        [rows @ (share.to(rows.dtype) @ rows[members]) for rows in directions(features, labels, compare)]
+    ).mean(0)

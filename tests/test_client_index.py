@@ -1,0 +1,106 @@
+"""The client index: its checks, its file, and similarities by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.client_index import ClientIndex, directions, similarity_to
+from equipoise.errors import InputError
+from equipoise.run.files import save_tensors
+
+
+def index(clients=5, made_by="a hash"):
+    draws = torch.Generator().manual_seed(1)
+    features, labels = (torch.randn(clients, width, generator=draws) for width in (4, 3))
+    return ClientIndex(np.arange(clients) * 2, features, labels, made_by)
+
+
+def test_what_is_written_is_read(tmp_path):
+    written = index()
+    written.write(tmp_path / "index")
+    found = ClientIndex.read(tmp_path / "index")
+    assert found.ids.tolist() == [0, 2, 4, 6, 8]
+    assert torch.equal(found.features, written.features)
+    assert torch.equal(found.labels, written.labels)
+    assert found.made_by == "a hash"
+    assert found.digest() == written.digest()
+
+
+def test_the_hash_depends_on_everything():
+    usual = index()
+    changed = [
+        ClientIndex(usual.ids + 1, usual.features, usual.labels, usual.made_by),
+        ClientIndex(usual.ids, usual.features + 1e-6, usual.labels, usual.made_by),
+        ClientIndex(usual.ids, usual.features, -usual.labels, usual.made_by),
+        index(made_by="another hash"),
+    ]
+    assert len({usual.digest(), *(other.digest() for other in changed)}) == 5
+
+
+def test_rows_follow_the_ids():
+    given = index()
+    turned = ClientIndex(given.ids[::-1].copy(), given.features.flip(0), given.labels.flip(0), given.made_by)
+    assert turned.digest() == given.digest()
+    two = given.of(np.array([2, 6]))
+    assert torch.equal(two.features, given.features[[1, 3]])
+    assert torch.equal(two.labels, given.labels[[1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "features", "labels", "message"),
+    [
+        ([0, 0], torch.ones(2, 2), torch.ones(2, 2), "client 0 is more than once in the client index"),
+        ([0.5, 1], torch.ones(2, 2), torch.ones(2, 2), "ids of a client index must be a list of whole numbers"),
+        ([], torch.ones(0, 2), torch.ones(0, 2), "ids of a client index must be a list of whole numbers"),
+        ([0, 1], torch.ones(3, 2), torch.ones(2, 2), r"features .* each of 2 clients, got shape \(3, 2\)"),
+        ([0, 1], torch.ones(2, 2), torch.ones(2), r"labels .* each of 2 clients, got shape \(2,\)"),
+        ([0, 1], torch.full((2, 2), torch.nan), torch.ones(2, 2), "features of a client index must be finite"),
+        ([0, 1], torch.ones(2, 2), torch.ones(2, 2).int(), "labels of a client index must be finite"),
+    ],
+)
+def test_refusals(ids, features, labels, message):
+    with pytest.raises(InputError, match=message):
+        ClientIndex(np.array(ids), features, labels)
+
+
+def test_clients_that_are_not_in_the_index_are_named():
+    with pytest.raises(InputError, match="no rows for 2 of 3 clients, such as client 3; it has 5 clients, from 0 to 8"):
+        index().of(np.array([2, 3, 99]))
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(InputError, match="is no client index: cannot read"):
+        ClientIndex.read(tmp_path / "nothing")
+    save_tensors(tmp_path / "model", {"w": torch.ones(2)}, {"round": 3})
+    with pytest.raises(InputError, match="is no client index: it has w"):
+        ClientIndex.read(tmp_path / "model")
+
+
+def cosine(one, other):
+    return float(np.dot(one, other) / (np.linalg.norm(one) * np.linalg.norm(other)))
+
+
+@pytest.mark.parametrize("compare", ["both", "features", "labels"])
+def test_similarities_in_numpy(compare):
+    given, sizes, members = index(), np.array([3.0, 1.0, 4.0, 1.0, 5.0]), [0, 3, 4]
+    vectors = {"both": ("features", "labels"), "features": ("features",), "labels": ("labels",)}[compare]
+    rows = [getattr(given, name).numpy().astype(float) for name in vectors]
+    pairs = np.array([[np.mean([cosine(r[i], r[j]) for r in rows]) for j in range(5)] for i in range(5)])
+    np.testing.assert_allclose(given.similarity(compare).numpy(), pairs, atol=1e-6)
+    wanted = pairs[:, members] @ sizes[members] / sizes[members].sum()
+    found = similarity_to(
+        given.features.double(), given.labels.double(), torch.from_numpy(sizes), torch.tensor(members), compare
+    )
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-7)
+
+
+def test_a_vector_of_zeros_is_similar_to_nothing():
+    found = similarity_to(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.ones(2, 2), torch.ones(2), torch.tensor([1]))
+    assert found.tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_an_unknown_part_of_the_index_is_refused():
+    with pytest.raises(InputError, match="unknown part of a client index 'feature'; did you mean 'features'"):
+        directions(torch.ones(1, 2), torch.ones(1, 2), "feature")
