@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.errors import InputError, RunError, unknown
+from equipoise.federation import Federation
+from equipoise.models.dsaign import LabelCosines
 from equipoise.run.files import load_tensors, save_tensors
 from equipoise.tree import digest
 
 COMPARED = ("both", "features", "labels")
 """What similarities compare: β_f and β_l, or one of them."""
 _KIND = "client index"
+# How many samples are looked at together.
+_TOGETHER = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,3 +180,81 @@ def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tens
     return torch.stack(
         [rows @ (share.to(rows.dtype) @ rows[members]) for rows in directions(features, labels, compare)]
     ).mean(0)
+
+
+@torch.no_grad()
+def make_index(
+    federation: Federation, of_samples: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, made_by: str = ""
+) -> ClientIndex:
+    """Average the indices of samples over the training samples of each client.
+
+    Parameters
+    ----------
+    federation : Federation
+        The clients; those without training samples get no index.
+    of_samples : callable
+        Takes x and y of some samples, and returns their feature and their label indices, one row a sample.
+    made_by : str
+        A hash of what makes the index.
+
+    Returns
+    -------
+    ClientIndex
+        Of all clients, those held out as unseen included.
+
+    Examples
+    --------
+    >>> federation = Federation.from_arrays(
+    ...     np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 1]), clients=[0, 0, 1], splits=(1, 0, 0)
+    ... )
+    >>> index = make_index(federation, lambda x, y: (x, torch.eye(2)[y]))
+    >>> index.features.tolist(), index.labels.tolist()
+    ([[2.0], [5.0]], [[0.5, 0.5], [0.0, 1.0]])
+    """
+    ids = np.flatnonzero(federation.train.sizes > 0)
+    means: list[list[Tensor]] = []
+    for client in ids:
+        rows = torch.from_numpy(federation.train.of(int(client)))
+        parts = [of_samples(federation.x[some], federation.y[some]) for some in rows.split(_TOGETHER)]
+        means.append([torch.cat(part).double().mean(0) for part in zip(*parts, strict=True)])
+    features, labels = (torch.stack(rows).float() for rows in zip(*means, strict=True))
+    return ClientIndex(ids, features, labels, made_by)
+
+
+def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
+    """Return the client index that a trained DSA-IGN makes: the mean of u, and the mean of the label vectors.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Model ``dsaign``, such as :func:`equipoise.load` returns it.
+    federation : Federation
+        The clients, whose samples are embeddings.
+
+    Returns
+    -------
+    ClientIndex
+        With a hash of the model and the federation.
+
+    Examples
+    --------
+    >>> from equipoise.data import load
+    >>> from equipoise.models import build
+    >>> model = build("dsaign", shape=(1, 8, 8), classes=10, feedforward=16)
+    >>> index_of(model, load("digits")).features.shape
+    torch.Size([22, 64])
+    """
+    features, head = getattr(model, "features", None), getattr(model, "head", None)
+    if not isinstance(features, nn.Module) or not isinstance(head, LabelCosines):
+        raise InputError(f"a client index is made by model 'dsaign', got {type(model).__name__} with another head")
+    made_by = digest({**model.state_dict(), "vectors": head.vectors, f"of {federation.fingerprint()}": torch.empty(0)})
+    training = model.training
+    model.eval()
+
+    def of_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        split = features(x.to(head.vectors.dtype))
+        return split[:, split.shape[1] // 2 :], head.vectors[y]
+
+    made = make_index(federation, of_samples, made_by=made_by)
+    model.train(training)
+    return made

@@ -30,6 +30,7 @@ MODELS: Registry = {
     "vit": "equipoise.models.vit:vit",
     "cct": "equipoise.models.cct:cct",
     "vitprompts": "equipoise.models.vit:vitprompts",
+    "dsaign": "equipoise.models.dsaign:dsaign",
     "pretrained": "equipoise.models.pretrained:pretrained",
 }
 """What builds each model."""

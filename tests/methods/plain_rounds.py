@@ -47,7 +47,7 @@ def steps(module, loss, *, lr=0.1, count=3):
     """Train a copy of a module with plain gradient steps; ``loss`` takes the copy."""
     trained = copy.deepcopy(module)
     for _ in range(count):
-        gradients = torch.autograd.grad(loss(trained), list(trained.parameters()))
+        gradients = torch.autograd.grad(loss(trained), list(trained.parameters()), materialize_grads=True)
         with torch.no_grad():
             for parameter, gradient in zip(trained.parameters(), gradients, strict=True):
                 parameter -= lr * gradient
