@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,6 +181,49 @@ def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tens
     return torch.stack(
         [rows @ (share.to(rows.dtype) @ rows[members]) for rows in directions(features, labels, compare)]
     ).mean(0)
+
+
+def similarity_by_group(index: ClientIndex, groups: NDArray[np.int64], compare: str = "both") -> dict[str, Any]:
+    """Compare the similarity of clients of the same group with that of clients of different groups.
+
+    Parameters
+    ----------
+    index : ClientIndex
+        Of some clients.
+    groups : int array
+        The group of each of them, in the order of ``index.ids``.
+    compare : {"both", "features", "labels"}
+        What is compared.
+
+    Returns
+    -------
+    dict
+        ``within`` and ``between``: mean similarity of pairs of clients. ``nearest``: the share of clients whose nearest
+        neighbour is in their own group. ``groups``: the mean similarity of each pair of groups. NaN where there are no pairs.
+
+    Examples
+    --------
+    >>> index = ClientIndex(np.arange(3), torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3, 1))
+    >>> found = similarity_by_group(index, np.array([0, 0, 1]), "features")
+    >>> found["within"], found["between"], round(found["nearest"], 2)
+    (1.0, 0.0, 0.67)
+    """
+    similarity = index.similarity(compare).double().numpy()
+    pairs = ~np.eye(len(groups), dtype=bool)
+    same = groups[:, None] == groups[None]
+    nearest = np.where(pairs, similarity, -np.inf).argmax(1)
+    kinds = np.unique(groups)
+    blocks = [[pairs & (groups[:, None] == one) & (groups[None] == other) for other in kinds] for one in kinds]
+    return {
+        "within": _mean(similarity[pairs & same]),
+        "between": _mean(similarity[~same]),
+        "nearest": float((groups[nearest] == groups).mean()) if len(groups) > 1 else float("nan"),
+        "groups": [[_mean(similarity[block]) for block in row] for row in blocks],
+    }
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean()) if values.size else float("nan")
 
 
 @torch.no_grad()

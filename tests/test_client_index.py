@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.client_index import ClientIndex, directions, similarity_to
+from equipoise.client_index import ClientIndex, directions, similarity_by_group, similarity_to
 from equipoise.errors import InputError
 from equipoise.run.files import save_tensors
 
@@ -104,3 +104,17 @@ def test_a_vector_of_zeros_is_similar_to_nothing():
 def test_an_unknown_part_of_the_index_is_refused():
     with pytest.raises(InputError, match="unknown part of a client index 'feature'; did you mean 'features'"):
         directions(torch.ones(1, 2), torch.ones(1, 2), "feature")
+
+
+def test_similarity_by_group_in_numpy():
+    given, groups = index(6), np.array([0, 0, 2, 2, 2, 5])
+    pairs = given.similarity().numpy()
+    found = similarity_by_group(given, groups)
+    within = [pairs[i, j] for i in range(6) for j in range(6) if i != j and groups[i] == groups[j]]
+    between = [pairs[i, j] for i in range(6) for j in range(6) if groups[i] != groups[j]]
+    assert found["within"] == pytest.approx(np.mean(within), abs=1e-6)
+    assert found["between"] == pytest.approx(np.mean(between), abs=1e-6)
+    nearest = [max((j for j in range(6) if j != i), key=lambda j, i=i: pairs[i, j]) for i in range(6)]
+    assert found["nearest"] == pytest.approx(np.mean(groups[nearest] == groups))
+    assert found["groups"][0][1] == pytest.approx(pairs[:2, 2:5].mean(), abs=1e-6)
+    assert np.isnan(found["groups"][2][2]), "a group of one client has no pairs"
