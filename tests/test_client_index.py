@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from equipoise.client_index import ClientIndex, directions, similarity_by_group, similarity_to
+from equipoise import Federation, train
+from equipoise.client_index import ClientIndex, directions, index_of, similarity_by_group, similarity_to
+from equipoise.data.encode import encode_federation
 from equipoise.errors import InputError
 from equipoise.run.files import save_tensors
 
@@ -118,3 +124,48 @@ def test_similarity_by_group_in_numpy():
     assert found["nearest"] == pytest.approx(np.mean(groups[nearest] == groups))
     assert found["groups"][0][1] == pytest.approx(pairs[:2, 2:5].mean(), abs=1e-6)
     assert np.isnan(found["groups"][2][2]), "a group of one client has no pairs"
+
+
+SHARED = Path(__file__).parents[2] / "shared"
+PACS = Path(os.environ.get("EQUIPOISE_DATA", SHARED / "data")) / "pacs"
+ENCODER = SHARED / "weights" / "vit-small-14"
+
+
+def pacs():
+    """Ten clients of 24 real pictures in each of four domains."""
+    domains = sorted(folder.name for folder in PACS.iterdir() if folder.is_dir())
+    classes = sorted(folder.name for folder in (PACS / domains[0]).iterdir())
+    draws = np.random.default_rng(0)
+    x, y = [], []
+    for domain in domains:
+        files = [(file, c) for c, name in enumerate(classes) for file in sorted((PACS / domain / name).glob("*.jpg"))]
+        for position in draws.permutation(len(files))[:240]:
+            file, label = files[position]
+            x.append(np.asarray(Image.open(file).convert("RGB")).transpose(2, 0, 1))
+            y.append(label)
+    groups = {client: domains[client // 10] for client in range(40)}
+    pixels = torch.from_numpy(np.stack(x)).float() / 255
+    return Federation.from_arrays(
+        pixels, np.array(y), clients=np.arange(960) // 24, groups=groups, splits=(1, 0, 0), classes=len(classes)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PACS.exists() and ENCODER.exists()), reason=f"needs {PACS} and {ENCODER}")
+def test_the_nearest_client_is_in_the_same_domain_on_real_pictures(tmp_path, monkeypatch):
+    """Both strategies, with random label vectors and short training."""
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
+    encoded = encode_federation(pacs(), str(ENCODER))
+    how = {
+        "model": {"name": "dsaign", "feedforward": 256},
+        "batch_size": 128,
+        "optimizer": {"name": "adam", "lr": 1e-3},
+    }
+    for method, length in (
+        ({"name": "central", "samples": 128, "local": "dsaign"}, {"rounds": 30}),
+        ({"name": "fedavg", "local": "dsaign"}, {"rounds": 15, "epochs": 4, "cohort": 0.25}),
+    ):
+        made = index_of(train(encoded, method=method, **how, **length).model(), encoded)
+        found = similarity_by_group(made, encoded.groups)
+        assert found["nearest"] >= 38 / 40
+        assert found["within"] - found["between"] > 0.25
