@@ -1,4 +1,4 @@
-"""Client indices: two vectors that describe the data of each client, and the file they are kept in."""
+"""Client indices: two vectors that describe the data of each client, and their file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ class ClientIndex:
         return digest(self._tensors() | {f"made_by {self.made_by}": torch.empty(0)})
 
     def similarity(self, compare: str = "both") -> Tensor:
-        """Return the similarity of all pairs of clients: the mean of the cosines of β_f and of β_l, or one of them.
+        """Return the similarity of all pairs of clients.
+
+        It is the mean of the cosines of β_f and of β_l, or one of them.
 
         Examples
         --------
@@ -139,7 +141,7 @@ class ClientIndex:
 
 
 def directions(features: Tensor, labels: Tensor, compare: str = "both") -> list[Tensor]:
-    """Return the rows of β_f and β_l, or of one of them, scaled to length 1; a row of zeros stays.
+    """Return the rows of β_f and β_l, or of one of them, scaled to length 1.
 
     Examples
     --------
@@ -153,7 +155,9 @@ def directions(features: Tensor, labels: Tensor, compare: str = "both") -> list[
 
 
 def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tensor, compare: str = "both") -> Tensor:
-    """Return S(β_i, C) = Σ_{j ∈ C} N_j (cos(β_f,i, β_f,j) + cos(β_l,i, β_l,j)) / (2 Σ_{j ∈ C} N_j) for all clients i.
+    """Return S(β_i, C), the similarity of all clients i to some clients C.
+
+    S(β_i, C) = Σ_{j ∈ C} N_j (cos(β_f,i, β_f,j) + cos(β_l,i, β_l,j)) / (2 Σ_{j ∈ C} N_j)
 
     Parameters
     ----------
@@ -198,8 +202,9 @@ def similarity_by_group(index: ClientIndex, groups: NDArray[np.int64], compare: 
     Returns
     -------
     dict
-        ``within`` and ``between``: mean similarity of pairs of clients. ``nearest``: the share of clients whose nearest
-        neighbour is in their own group. ``groups``: the mean similarity of each pair of groups. NaN where there are no pairs.
+        ``within`` and ``between``: mean similarity of pairs of clients. ``nearest``: the share of
+        clients whose nearest neighbour is in their own group. ``groups``: the mean similarity of
+        each pair of groups. NaN where there are no pairs.
 
     Examples
     --------
@@ -237,7 +242,8 @@ def make_index(
     federation : Federation
         The clients; those without training samples get no index.
     of_samples : callable
-        Takes x and y of some samples, and returns their feature and their label indices, one row a sample.
+        Takes x and y of some samples, and returns their feature and their label indices, one row a
+        sample.
     made_by : str
         A hash of what makes the index.
 
@@ -266,7 +272,9 @@ def make_index(
 
 
 def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
-    """Return the client index that a trained DSA-IGN makes: the mean of u, and the mean of the label vectors.
+    """Return the client index that a trained DSA-IGN makes.
+
+    β_f is the mean of u, and β_l the mean of the label vectors.
 
     Parameters
     ----------

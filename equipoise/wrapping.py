@@ -1,8 +1,9 @@
 """Methods around other methods.
 
-A :class:`Wrapper` has another method as an option, its host, and passes everything on to it. A wrapping method overrides
-what it changes: it maps phases to phases, replaces the prior of the cohort, or chooses clients itself. In experiments a
-host is written like any method: ``method: {name: mine, host: {name: fedprox, mu: 0.1}}``.
+A :class:`Wrapper` has another method as an option, its host, and passes everything on to it. A
+wrapping method overrides what it changes: it maps phases to phases, replaces the prior of the
+cohort, or chooses clients itself. In experiments a host is written like any method: ``method:
+{name: mine, host: {name: fedprox, mu: 0.1}}``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 class Wrapper(Sampler, LocalRule, Aggregation, View):
     """All four parts of a method, each passed on to the part of the host.
 
-    A subclass is a frozen dataclass with a field ``host: Method``. Questions that the host's aggregation asks are answered by
-    the host's local rule.
+    A subclass is a frozen dataclass with a field ``host: Method``. Questions that the host's
+    aggregation asks are answered by the host's local rule.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Client2Vec (Guo et al., 2024): an index of each client's data, for sampling, aggregation and local training of any method."""
+"""Client2Vec (Guo et al., 2024): an index of each client's data, used around any other method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from equipoise.tree import PERSONAL, Tree, in_parts
 from equipoise.wrapping import WithPrior, Wrapper
 
 USES = ("sampling", "aggregation", "training")
-# What the server keeps of every client: its index, its size, when it was drawn last, and the sum of eq. 3.
+# What the server keeps of every client: index, size, when it was drawn last, and the sum of eq. 3.
 _KEPT = "client2vec"
 _PROJECTION, _CLASSIFIER = "projection", "projection_head"
 
@@ -32,25 +32,29 @@ _PROJECTION, _CLASSIFIER = "projection", "projection_head"
 @register("client2vec", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class Client2Vec(Wrapper):
-    """Draw, weigh and train clients by the similarity of their indices β = [β_f; β_l], around any host.
+    """Draw, weight and train clients by their indices β = [β_f; β_l], around any host.
 
-    **Sampling**: a client is drawn with probability proportional to exp(S(β_i, C)/τ), where C are the clients of the round
-    before and S is :func:`~equipoise.client_index.similarity_to` (eq. 1). Clients drawn in the last M/(2|C|) rounds are left
-    out, with M the number of all clients. Round 1 is uniform. This takes the place of the host's sampler.
+    **Sampling**: a client is drawn with probability proportional to exp(S(β_i, C)/τ), where C are
+    the clients of the round before and S is :func:`~equipoise.client_index.similarity_to` (eq. 1).
+    Clients drawn in the last M/(2|C|) rounds are left out, with M the number of all clients. Round
+    1 is uniform. This takes the place of the host's sampler.
 
-    **Aggregation**: the host's prior q becomes q_i exp(A_i/λ), scaled to sum to one, with A_i = Σ_r γ^(t−r) S(β_i, C_r) over
-    all rounds up to the present one (eq. 3).
+    **Aggregation**: the host's prior q becomes q_i exp(A_i/λ), scaled to sum to one, with A_i = Σ_r
+    γ^(t−r) S(β_i, C_r) over all rounds up to the present one (eq. 3).
 
-    **Training**: wherever features move, ``weight`` times L_orth + L_dist is added to the loss (eq. 4). z_P = P z is a learned
-    projection of the features. L_orth is the mean of |⟨z_P, β_f,j⟩| over all clients j, and L_dist = KL(h(z) ‖ h_P(z_P))
-    compares the predictions of the head h and of a second one on the projection.
+    **Training**: wherever features move, ``weight`` times L_orth + L_dist is added to the loss (eq.
+    4). z_P = P z is a learned projection of the features. L_orth is the mean of |⟨z_P, β_f,j⟩| over
+    all clients j, and L_dist = KL(h(z) ‖ h_P(z_P)) compares the predictions of the head h and of a
+    second one on the projection.
 
-    The index is read from a file (:class:`~equipoise.client_index.ClientIndex`). Without one, the server asks all clients
-    before round 1 for the mean of z under the initial model and for their label frequencies.
+    The index is read from a file (:class:`~equipoise.client_index.ClientIndex`). Without one, the
+    server asks all clients before round 1 for the mean of z under the initial model and for their
+    label frequencies.
 
-    Choices, where the paper leaves them open: if fewer clients remain than are drawn, the ban gets shorter round by round.
-    P and h_P are trained, sent and averaged like the rest of the model. L_orth is a mean and not a sum, and gradients flow
-    to both sides of L_dist. A client that joins has A_i = 0.
+    Choices, where the paper leaves them open: if fewer clients remain than are drawn, the ban gets
+    shorter round by round. P and h_P are trained, sent and averaged like the rest of the model.
+    L_orth is a mean and not a sum, and gradients flow to both sides of L_dist. A client that joins
+    has A_i = 0.
 
     Parameters
     ----------
@@ -61,9 +65,11 @@ class Client2Vec(Wrapper):
     index : str, optional
         The file of the index. Only the server reads it.
     width : int, optional
-        How many numbers β_f has. By default it is read from the file, so clients on other machines need it.
+        How many numbers β_f has. By default it is read from the file, so clients on other machines
+        need it.
     digest : str, optional
-        The hash of the index in the file. It is filled in, so that a run is not resumed with another index.
+        The hash of the index in the file. It is filled in, so that a run is not resumed with
+        another index.
     compare : {"both", "features", "labels"}
         Which part of the index S compares.
     tau : float
@@ -383,7 +389,7 @@ def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
 
 
 def _moves_features(part: str, prefix: str) -> bool:
-    """Say whether a part is the features, part of them, or the whole model; of the shared or of the personal model."""
+    """Say whether a part contains features, of the shared or of the personal model."""
     whole = part == "personal" if prefix else part == "all"
     return whole or in_parts(part, f"{prefix}features")
 

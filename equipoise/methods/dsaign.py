@@ -1,4 +1,4 @@
-"""The losses of DSA-IGN, the network that makes the client indices of Client2Vec (Guo et al., 2024)."""
+"""The losses of DSA-IGN, the network that makes client indices (Guo et al., 2024)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from equipoise.methods import register
 @register("dsaign", paper="Guo et al., 2024", method=False)
 @dataclass(frozen=True)
 class DsaIgn(LocalRule):
-    """Minimise L_div + L_sim + L_orth + L_recon over model ``dsaign``, whose features split an embedding D into [z, u].
+    """Minimise L_div + L_sim + L_orth + L_recon, where features split an embedding D into [z, u].
 
-    For sample j of a batch of B: L_sim = 1 − cos(z_j, L_y), with L_y the vector of its label. L_orth is the mean of |⟨z_j, u_k⟩|
-    over the samples k of the batch. L_recon is the mean squared error of the reconstruction of D. L_div is
-    log Σ_{k ≠ j} exp(cos(u_j, u_k)), and 0 for a sample alone.
+    For sample j of a batch of B: L_sim = 1 − cos(z_j, L_y), with L_y the vector of its label.
+    L_orth is the mean of |⟨z_j, u_k⟩| over the samples k of the batch. L_recon is the mean squared
+    error of the reconstruction of D. L_div is log Σ_{k ≠ j} exp(cos(u_j, u_k)), and 0 for a sample
+    alone.
 
-    FEDERATED is this rule under FedAvg: ``{name: fedavg, local: dsaign}``. GLOBAL is this rule on 128 samples of each client
-    in one place: ``{name: central, samples: 128, local: dsaign}``.
+    FEDERATED is this rule under FedAvg: ``{name: fedavg, local: dsaign}``. GLOBAL is this rule on
+    128 samples of each client in one place: ``{name: central, samples: 128, local: dsaign}``.
 
     The paper leaves open whether ‖Z Uᵀ‖₁ is a sum or a mean; here it is a mean over all B² pairs.
 
@@ -69,7 +70,7 @@ class DsaIgn(LocalRule):
 
 
 def diversity(u: Tensor, kept: Tensor) -> Tensor:
-    """Return log Σ_{k ≠ j} exp(cos(u_j, u_k)) for each sample j, padding left out; 0 without other samples.
+    """Return log Σ_{k ≠ j} exp(cos(u_j, u_k)) for each sample j, or 0 without other samples.
 
     Parameters
     ----------

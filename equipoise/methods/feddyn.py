@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al., 2021): a local penalty that changes every round, so that clients agree at the optimum."""
+"""FedDyn (Acar et al., 2021): a penalty that changes every round, so that clients agree."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from equipoise.tree import Tree, inner_product, tree_map
 @register("feddyn", paper="Acar et al., ICLR 2021", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class FedDyn(LocalRule, Aggregation):
-    """Clients minimise F_k(w) − ⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖², where λ_k converges to the client's gradient at the optimum.
+    """Minimise F_k(w) − ⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖² on client k, where λ_k estimates its gradient.
 
-    After training, λ_k ← λ_k − α (w_k − wᵗ). The server updates h ← h − α/m Σ (w_k − wᵗ) over the clients that took part,
-    with m the number of all clients, and sends wᵗ⁺¹ = w̄ − h/α, where w̄ is the mean of their models. λ_k and h are 0 at first.
-    Clients that do not take part keep λ_k.
+    After training, λ_k ← λ_k − α (w_k − wᵗ). The server updates h ← h − α/m Σ (w_k − wᵗ) over the
+    clients that took part, with m the number of all clients, and sends wᵗ⁺¹ = w̄ − h/α, where w̄ is
+    the mean of their models. λ_k and h are 0 at first. Clients that do not take part keep λ_k.
 
-    The model that is evaluated is w̄, for which the paper proves convergence. w̄ − h/α is only what clients start from.
+    The model that is evaluated is w̄, for which the paper proves convergence. w̄ − h/α is only what
+    clients start from.
 
-    Choices: with weights other than equal ones, the sum over clients is |S|/m Σ a_k (w_k − wᵗ). All clients have the same α
-    (the public code divides it by n_k/n̄). Gradient clipping, which the public code uses, is ``training.clip``. Buffers of
-    BatchNorm are averaged.
+    Choices: with weights other than equal ones, the sum over clients is |S|/m Σ a_k (w_k − wᵗ). All
+    clients have the same α (the public code divides it by n_k/n̄). Gradient clipping, which the
+    public code uses, is ``training.clip``. Buffers of BatchNorm are averaged.
 
     Parameters
     ----------

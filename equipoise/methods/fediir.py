@@ -20,14 +20,17 @@ from equipoise.tree import Tree, select, squared_distance
 @register("fediir", paper="Guo et al., ICML 2023", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class FedIIR(LocalRule, Aggregation):
-    """Add γ ‖∇_h F_k − ḡ‖² to the loss, where ∇_h F_k is the gradient of the head on the batch and ḡ its mean over clients.
+    """Add γ ‖∇_h F_k − ḡ‖² to the loss.
 
-    Before a round, the server asks every client of the cohort for the gradient of the head on all its training samples, at
-    the model it is about to send, and updates ḡ ← β ḡ + (1 − β) Σ a_k ∇_h F_k. ḡ is 0 at first and is not corrected for
-    that. Clients are weighted equally by default. The penalty is differentiated through the gradient, so features learn too.
+    ∇_h F_k is the gradient of the head on the batch, and ḡ its mean over clients.
 
-    Choices: a client's gradient is the mean over its samples, with the model as in evaluation. The public code averages
-    over batches.
+    Before a round, the server asks every client of the cohort for the gradient of the head on all
+    its training samples, at the model it is about to send, and updates ḡ ← β ḡ + (1 − β) Σ a_k ∇_h
+    F_k. ḡ is 0 at first and is not corrected for that. Clients are weighted equally by default. The
+    penalty is differentiated through the gradient, so features learn too.
+
+    Choices: a client's gradient is the mean over its samples, with the model as in evaluation. The
+    public code averages over batches.
 
     Parameters
     ----------
@@ -57,7 +60,7 @@ class FedIIR(LocalRule, Aggregation):
         return state.with_server(mean_gradient={n: self.ema * old[n] + (1 - self.ema) * g for n, g in new.items()})
 
     def head_gradient(self, client: Client) -> tuple[Tree, Tensor]:
-        """Answer with the sum over samples of the gradient of the head, and the number of samples."""
+        """Answer with the sum of the gradients of the head, and the number of samples."""
         z = client.features()
 
         def total(head: Tree) -> Tensor:

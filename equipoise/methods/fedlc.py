@@ -16,20 +16,22 @@ from equipoise.method import Fact, LocalRule, Phase
 from equipoise.methods import register
 from equipoise.tree import Tree
 
-# A class that a client does not have counts as this many samples, so that its shift is 100 τ and finite.
+# A class that a client does not have counts as this many samples. Its shift is 100 τ, not infinite.
 _ABSENT = 1e-8
 
 
 @register("fedlc", paper="Zhang et al., ICML 2022")
 @dataclass(frozen=True)
 class FedLC(LocalRule):
-    """Train with cross-entropy of the logits f_c − τ n_c^(−1/4), where n_c counts the client's samples of class c.
+    """Train with cross-entropy of the logits f_c − τ n_c^(−1/4).
 
-    Rare classes thus get a larger margin, and classes that a client does not have are not unlearned. Label counts stay with
-    the client. The trained model is used without the shift. Any aggregation can be used.
+    n_c is the number of the client's samples of class c.     Rare classes thus get a larger margin,
+    and classes that a client does not have are not unlearned. Label counts stay with the client.
+    The trained model is used without the shift. Any aggregation can be used.
 
-    Choices: the denominator of the softmax contains the true class, as in public code. The paper's equation leaves it out;
-    that loss has no lower bound, and training with it can diverge. A class without samples counts as 1e-8 samples.
+    Choices: the denominator of the softmax contains the true class, as in public code. The paper's
+    equation leaves it out; that loss has no lower bound, and training with it can diverge. A class
+    without samples counts as 1e-8 samples.
 
     Parameters
     ----------

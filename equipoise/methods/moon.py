@@ -1,4 +1,4 @@
-"""MOON (Li, He and Song, 2021): local features stay near those of the received model, away from the client's last ones."""
+"""MOON (Li, He and Song, 2021): local features stay near those of the received model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from equipoise.tree import Tree, select
 @register("moon", paper="Li et al., CVPR 2021")
 @dataclass(frozen=True)
 class Moon(LocalRule):
-    """Add μ times the contrastive loss −log(e^{s(z, z_g)/τ} / (e^{s(z, z_g)/τ} + e^{s(z, z_p)/τ})) to the task's loss.
+    """Add μ times a contrastive loss on features to the task's loss.
 
-    s is the cosine similarity. z are the features of a sample under the client's model, z_g under the received model, and z_p
-    under the client's own model at the end of the last round it took part in. The client keeps the features of that model.
-    The received and the previous model behave as in evaluation. Any aggregation can be used.
+    The contrastive loss is −log(e^{s(z, z_g)/τ} / (e^{s(z, z_g)/τ} + e^{s(z, z_p)/τ})). s is the
+    cosine similarity. z are the features of a sample under the client's model, z_g under the
+    received model, and z_p under the client's own model at the end of the last round it took part
+    in. The client keeps the features of that model. The received and the previous model behave as
+    in evaluation. Any aggregation can be used.
 
-    Choices: a client that has never taken part has no previous model, and its contrastive loss is 0. z is what the model's
-    features return. The networks of the paper end their features with a two-layer projection; it is a matter of the model here.
+    Choices: a client that has never taken part has no previous model, and its contrastive loss is
+    0. z is what the model's features return. The networks of the paper end their features with a
+    two-layer projection; it is a matter of the model here.
 
     Parameters
     ----------

@@ -33,10 +33,12 @@ def cct(
 ) -> Model:
     """Build a compact convolutional transformer (Hassani et al., 2021); the defaults are CCT-7/3×1.
 
-    A convolution, ReLU and max-pooling make tokens of an image, so there is no class token. Learned positions are added.
-    After the blocks, a softmax over scores of the tokens weighs them, and their sum is z (sequence pooling).
+    A convolution, ReLU and max-pooling make tokens of an image, so there is no class token. Learned
+    positions are added. After the blocks, a softmax over scores of the tokens weighs them, and
+    their sum is z (sequence pooling).
 
-    Blocks are those of the paper, with normalisation before attention and MLP. Stochastic depth is left out.
+    Blocks are those of the paper, with normalisation before attention and MLP. Stochastic depth is
+    left out.
 
     Parameters
     ----------
@@ -94,7 +96,7 @@ def cct(
 
 
 class ConvolutionalTokens(nn.Sequential):
-    """Convolutions without bias, each followed by ReLU and max-pooling over 3 × 3 pixels in steps of 2.
+    """Convolutions without bias, each with ReLU and max-pooling over 3 × 3 pixels in steps of 2.
 
     Parameters
     ----------
@@ -124,7 +126,7 @@ class ConvolutionalTokens(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Make tokens ``[samples, tokens, width]`` of images ``[samples, channels, height, width]``."""
+        """Make tokens ``[samples, tokens, width]`` of images."""
         return super().forward(x).flatten(2).transpose(1, 2)
 
 

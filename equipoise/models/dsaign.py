@@ -1,4 +1,4 @@
-"""DSA-IGN (Guo et al., 2024): a network that splits embeddings into what the label explains and what is left."""
+"""DSA-IGN (Guo et al., 2024): split embeddings into what the label explains and the rest."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ def dsaign(
     feedforward: int = 2048,
     dropout: float = 0.0,
 ) -> Model:
-    """Build the network that makes client indices of embeddings (section 3.2 and appendix D.2 of Client2Vec).
+    """Build the network that makes client indices of embeddings.
 
-    An embedding D is doubled to [D, D], cut into tokens of 32 numbers, passed through a transformer encoder, and put together
-    again to [z, u]: what the label explains, and the feature index of the sample. A projection of [z, u] reconstructs D.
+    See section 3.2 and appendix D.2 of Client2Vec.
 
-    The paper leaves open: dropout (here none), and how label vectors are scaled (only their directions count).
+    An embedding D is doubled to [D, D], cut into tokens of 32 numbers, passed through a transformer
+    encoder, and put together again to [z, u]: what the label explains, and the feature index of the
+    sample. A projection of [z, u] reconstructs D.
+
+    The paper leaves open: dropout (here none), and how label vectors are scaled (only their
+    directions count).
 
     Parameters
     ----------
@@ -43,8 +47,8 @@ def dsaign(
     classes : int
         Number of classes.
     labels : str, optional
-        A safetensors file with the tensor ``labels``, ``[classes, width]``: the embedding of a text for each class. Without
-        it, label vectors are drawn from a normal distribution.
+        A safetensors file with the tensor ``labels``, ``[classes, width]``: the embedding of a text
+        for each class. Without it, label vectors are drawn from a normal distribution.
     projection : {"matrix", "linear", "mlp"}
         What reconstructs D: a matrix, a linear layer with a bias, or two layers (figure 8).
     depth : int
@@ -59,8 +63,8 @@ def dsaign(
     Returns
     -------
     Model
-        ``features`` returns [z, u]; ``head`` the cosines of z with the label vectors, which are frozen; the part
-        ``reconstruction`` is the projection.
+        ``features`` returns [z, u]; ``head`` the cosines of z with the label vectors, which are
+        frozen; the part ``reconstruction`` is the projection.
 
     Examples
     --------
@@ -108,7 +112,9 @@ def _label_vectors(path: str, classes: int, width: int) -> Tensor:
 
 
 class EncoderLayer(nn.Module):
-    """A layer of the original transformer encoder (Vaswani et al., 2017): normalisation after each sum, and ReLU.
+    """A layer of the original transformer encoder (Vaswani et al., 2017).
+
+    Sums are normalised after they are taken, and the activation is ReLU.
 
     Parameters
     ----------
