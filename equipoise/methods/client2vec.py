@@ -53,8 +53,9 @@ class Client2Vec(Wrapper):
 
     Choices, where the paper leaves them open: if fewer clients remain than are drawn, the ban gets
     shorter round by round. P and h_P are trained, sent and averaged like the rest of the model.
-    L_orth is a mean and not a sum, and gradients flow to both sides of L_dist. A client that joins
-    has A_i = 0.
+    L_orth is a mean and not a sum, and β_f has length 1 there, as in S: with the long vectors of
+    DSA-IGN, L_orth is much larger than the other losses, and models can collapse. Gradients flow to
+    both sides of L_dist. A client that joins has A_i = 0.
 
     Parameters
     ----------
@@ -82,6 +83,8 @@ class Client2Vec(Wrapper):
         Of L_orth and L_dist, at least 0.
     orthogonal : bool
         Whether there is L_orth, or L_dist alone.
+    unit_length : bool
+        Whether β_f is scaled to length 1 in L_orth, or used as it is.
     """
 
     host: Method = field(default_factory=lambda: build("fedavg"))
@@ -95,6 +98,7 @@ class Client2Vec(Wrapper):
     lam: float = 1.0
     weight: float = 1.0
     orthogonal: bool = True
+    unit_length: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that are not defined, and hosts that cannot use the index."""
@@ -279,8 +283,9 @@ class Client2Vec(Wrapper):
         """Send β_f of all clients along with what the host sends."""
         shared, each = super().send(state, self._weighed(state, cohort))
         if self._sends_index:
-            like = next(iter(state.model.values()))
-            shared = {**shared, "index": {"features": state.server[_KEPT]["features"].to(like.device, like.dtype)}}
+            like, features = next(iter(state.model.values())), state.server[_KEPT]["features"]
+            features = nn.functional.normalize(features, dim=1) if self.unit_length else features
+            shared = {**shared, "index": {"features": features.to(like.device, like.dtype)}}
         return shared, each
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:

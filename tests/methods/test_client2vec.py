@@ -219,9 +219,12 @@ def with_projection(index, seed=8):
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize(("factor", "orthogonal"), [(1.0, True), (5.0, True), (1.0, False)])
-def test_rounds_equal_a_plain_loop(path, factor, orthogonal, chunk):
+@pytest.mark.parametrize(
+    ("factor", "orthogonal", "unit"), [(1.0, True, True), (5.0, True, True), (1.0, True, False), (1.0, False, True)]
+)
+def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
     index, data = random_index(), federation()
+    vectors = [beta / beta.norm() if unit else beta for beta in index.features.double()]
     module = with_projection(index)
     for cohort in COHORTS:
         trained = []
@@ -236,13 +239,13 @@ def test_rounds_equal_a_plain_loop(path, factor, orthogonal, chunk):
                     p, q = scores.softmax(0), copy.projection_head(projected).softmax(0)
                     total = total - torch.log(p[label]) + factor * (p * torch.log(p / q)).sum()
                     if orthogonal:
-                        products = [torch.dot(projected, beta).abs() for beta in index.features.double()]
+                        products = [torch.dot(projected, beta).abs() for beta in vectors]
                         total = total + factor * sum(products) / len(products)
                 return total / len(x)
 
             trained.append(steps(module, loss))
         module = average(trained, by_size(cohort))
-    method = build("client2vec", uses=["training"], index=path, weight=factor, orthogonal=orthogonal)
+    method = build("client2vec", uses=["training"], index=path, weight=factor, orthogonal=orthogonal, unit_length=unit)
     found = play(method, data, with_projection(index), COHORTS, chunk=chunk, **FULL_BATCHES)
     assert_equal(found.model, module)
 
