@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -432,20 +433,35 @@ class _Reader:
         return listed
 
     def method(self, given: Any) -> Method:
-        name, options = self.named(given, "method", "method", methods.names(), default="fedavg")
-        types = _types(methods.part_class(name)) | dict.fromkeys(("sampling", "local", "aggregation"), Any)
-        parts = {slot: self.part for slot in ("sampling", "local", "aggregation")}
-        checked = self.fields(options, types | {"weights": str}, "method", parts)
+        checked = self.method_options(given, "method")
         with self.origins.named("method"):
-            return methods.build(name, **checked)
+            return methods.build(**checked)
 
-    def part(self, given: Any, path: str) -> dict[str, Any]:
-        slot = path.rpartition(".")[2]
+    def method_options(self, given: Any, path: str) -> dict[str, Any]:
+        """Check the options of a method, and those of methods and parts inside it."""
+        name, options = self.named(given, path, "method", methods.names(), default="fedavg")
+        types, special = self.options_of_part(name)
+        for slot in ("sampling", "local", "aggregation"):
+            types[slot], special[slot] = Any, self.part
+        return {"name": name, **self.fields(options, types | {"weights": str}, path, special)}
+
+    def part(self, given: Any, path: str, slot: str | None = None) -> dict[str, Any]:
+        slot = slot or path.rpartition(".")[2]
         name, options = self.named(given, path, default={"sampling": "uniform"}.get(slot))
         valid = methods.fitting("sampler" if slot == "sampling" else slot)
         if name not in valid:
             raise unknown(path, name, valid, where=self.origins.of(path))
-        return {"name": name, **self.fields(options, _types(methods.part_class(name)), path)}
+        types, special = self.options_of_part(name)
+        return {"name": name, **self.fields(options, types, path, special)}
+
+    def options_of_part(self, name: str) -> tuple[dict[str, Any], dict[str, Callable[[Any, str], Any]]]:
+        """Return the types of a part's options, and what checks those that are methods or parts themselves."""
+        kind = methods.part_class(name)
+        special: dict[str, Callable[[Any, str], Any]] = {
+            option: partial(self.part, slot=inner) if isinstance(inner, str) else self.method_options
+            for option, inner in methods.nested_in(kind).items()
+        }
+        return _types(kind), special
 
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)

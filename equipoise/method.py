@@ -10,7 +10,7 @@ all this happens (:class:`View`). A part is a frozen dataclass of its hyper-para
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -689,11 +689,14 @@ class Aggregation(Part):
         Uploads of the local rule that :meth:`combine` uses.
     usual_weights : {"size", "uniform"}
         The cohort's prior in the paper.
+    ignores_prior : str, optional
+        Why the cohort's prior does not change the result, if it does not: what clients are weighted by instead.
     lasting : tuple of str, optional
         Of the numbers kept of every client, those that stay when clients join; all by default.
     """
 
     usual_weights: ClassVar[str] = "size"
+    ignores_prior: ClassVar[str | None] = None
     lasting: ClassVar[tuple[str, ...] | None] = None
     needs: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
@@ -714,7 +717,7 @@ class Aggregation(Part):
         single clients.
         """
         fresh = self.begin(replace(state, server={}), everyone)
-        lasting = {n: _carried(tree, fresh.server.get(n, tree), self.lasting) for n, tree in state.server.items()}
+        lasting = {n: carried_over(tree, fresh.server.get(n, tree), self.lasting) for n, tree in state.server.items()}
         return fresh.with_server(**lasting)
 
     def prepare(self, state: State, cohort: Cohort) -> State:
@@ -793,8 +796,27 @@ def check_state(state: State, after: object, where: str) -> State:
     return after
 
 
-def _carried(old: Tree, new: Tree, lasting: tuple[str, ...] | None) -> Tree:
-    """Put what lasts of clients into a tree made for more of them; a tree that is not about clients stays."""
+def carried_over(old: Tree, new: Tree, lasting: tuple[str, ...] | None = None) -> Tree:
+    """Put what lasts of clients into a tree made for more of them; a tree that is not about clients stays.
+
+    Parameters
+    ----------
+    old, new : Tree
+        What the server keeps of the clients registered before, and of those registered now, with their ``ids``.
+    lasting : tuple of str, optional
+        The names that keep their old values; all by default.
+
+    Returns
+    -------
+    Tree
+        Like ``new``.
+
+    Examples
+    --------
+    >>> old = {"ids": torch.tensor([1, 4]), "last": torch.tensor([7, 8])}
+    >>> carried_over(old, {"ids": torch.tensor([1, 2, 4]), "last": torch.tensor([0, 0, 0])})["last"]
+    tensor([7, 0, 8])
+    """
     if "ids" not in new:
         return old
     where = torch.searchsorted(new["ids"], old["ids"])
@@ -879,8 +901,8 @@ class Method:
 
     @property
     def sees(self) -> Sees:
-        """The most that any part lets the server see."""
-        return max(part.sees for part in self.parts)
+        """The most that any part lets the server see, those inside other parts included."""
+        return max(shown.sees for part in self.parts for shown in (part, *held_by(part)))
 
     @property
     def needs_images(self) -> bool:
@@ -896,6 +918,19 @@ class Method:
     def personal(self) -> bool:
         """Whether clients end up with models of their own."""
         return bool(self.local.keeps or self.local.adapt())
+
+
+def held_by(part: Part) -> list[Method | Part]:
+    """List the methods and parts that a part has as options.
+
+    Examples
+    --------
+    >>> from equipoise.methods import build
+    >>> held_by(build("fedprox").local)
+    []
+    """
+    options: list[Any] = [getattr(part, option.name) for option in fields(part)] if is_dataclass(part) else []
+    return [option for option in options if isinstance(option, (Method, Part))]
 
 
 def personal_model(model: Tree, kept: Tree) -> Tree:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import equipoise.cli
 from equipoise import data, methods, models, tasks
 from equipoise.cli import paths, show
+from equipoise.client_index import make_index, similarity_by_group
 from equipoise.config import experiment_from
 from equipoise.data import load
 from equipoise.errors import InputError
@@ -425,6 +427,27 @@ def test_data_as_tables_and_a_picture(call):
     assert [[mark != "·" for mark in histogram] for histogram in histograms] == (held > 0).tolist()
     assert call("data", "digits", "--picture", "mine.svg")[0] == 0
     assert Path("mine.svg").exists()
+
+
+def test_the_similarities_of_a_client_index(call):
+    digits = load("digits")
+    made = make_index(digits, lambda x, y: (x.flatten(1), torch.eye(10)[y]), made_by="pixels")
+    made.write("index.safetensors")
+    code, stdout, _ = call("data", "digits", "--index", "index.safetensors")
+    assert code == 0, stdout
+    assert "picture: runs/digits-index.png" in stdout
+    assert Path("runs/digits-index.png").read_bytes().startswith(b"\x89PNG")
+    code, stdout, stderr = call("data", "digits", "--index", "index.safetensors", "--json")
+    assert (code, stderr) == (0, "")
+    document = json.loads(stdout)
+    assert (document["made_by"], document["digest"]) == ("pixels", made.digest())
+    found = similarity_by_group(made, digits.groups, "features")
+    assert document["similarity"]["features"]["within"] == pytest.approx(found["within"])
+    assert document["group_names"] == list(digits.group_names)
+    few = ("--set", "partition.name=iid", "--set", "partition.clients=5")
+    code, _, stderr = call("data", "digits", "--index", "index.safetensors", *few)
+    assert code == 2
+    assert "client 5 is not in 'digits', which has 5 clients" in stderr
 
 
 def test_histogram_uses_the_full_height():

@@ -163,6 +163,10 @@ def data(
         Path | None,
         typer.Option(help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"),
     ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help="A client index: draw and show how similar clients are, within and between groups."),
+    ] = None,
     download: Annotated[
         bool, typer.Option("--download", help="Get the files of mnist, emnist or cifar if they are not there.")
     ] = False,
@@ -182,12 +186,17 @@ def data(
         overrides += [Override("data.download", True, "--download")] if download else []
         made = experiment_from({}, "", overrides)
         # A script that wants only the numbers gets only the numbers.
-        where = picture or (None if json_ else RUNS / f"{name}.png")
+        where = picture or (None if json_ else RUNS / f"{name}{'-index' if index else ''}.png")
         if where:
             check_file(where, "choose another with --picture")
         federation = made.federation()
-        drawn = show.draw(federation, where, asked=picture is not None) if where else None
-        if json_:
+        found = show.read_index(index, federation) if index else None
+        drawn = show.draw(federation, where, asked=picture is not None, index=found) if where else None
+        if found is not None and json_:
+            _print_json(show.index_document(found, federation, drawn))
+        elif found is not None:
+            show.index(found, federation, drawn)
+        elif json_:
             _print_json(show.federation_document(federation, drawn))
         else:
             show.federation(federation, drawn)

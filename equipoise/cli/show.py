@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise import methods as registry
+from equipoise.client_index import COMPARED, ClientIndex, similarity_by_group
 from equipoise.data import draw as draw_federation
+from equipoise.data.picture import draw_similarity
 from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.federation import SPLITS, Federation
@@ -222,7 +225,9 @@ def method_documents() -> list[dict[str, Any]]:
                 "parts": registry.slots_of(part),
                 "server_sees": method.sees.words,
                 "personal_models": method.personal,
-                "hyper_parameters": {key: to_plain(value) for key, value in registry.options_of(name).items()},
+                "hyper_parameters": {
+                    key: to_plain(registry.describe_option(value)) for key, value in registry.options_of(name).items()
+                },
             }
         )
     return documents
@@ -247,16 +252,70 @@ def methods() -> None:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def draw(federation: Federation, path: Path, *, asked: bool) -> Path | None:
-    """Draw a federation; only a picture that was asked for is missed when there is nothing to draw with."""
+def draw(federation: Federation, path: Path, *, asked: bool, index: ClientIndex | None = None) -> Path | None:
+    """Draw a federation or its index; only a picture that was asked for is missed when there is nothing to draw with."""
     try:
-        return draw_federation(federation, path)
+        return draw_federation(federation, path) if index is None else draw_similarity(index, federation, path)
     except ModuleNotFoundError as error:
         if asked:
             raise InputError(f"--picture needs {error.name}: pip install 'equipoise[report]'") from error
         return None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_index(path: Path, federation: Federation) -> ClientIndex:
+    """Read a client index, and see that its clients are those of a federation."""
+    index = ClientIndex.read(path)
+    if strange := [client for client in index.ids.tolist() if not 0 <= client < federation.clients]:
+        raise InputError(
+            f"--index {path}: client {strange[0]} is not in {federation.name!r}, which has {federation.clients} clients"
+        )
+    return index
+
+
+def index_document(index: ClientIndex, federation: Federation, picture: Path | None) -> dict[str, Any]:
+    """Return what ``equipoise data --index FILE --json`` prints; there is null where there are no pairs of clients."""
+    groups = federation.groups[index.ids]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if math.isnan(value) else value
+
+    compared = {compare: similarity_by_group(index, groups, compare) for compare in COMPARED}
+    return {
+        "name": federation.name,
+        "clients": index.ids.tolist(),
+        "made_by": index.made_by,
+        "digest": index.digest(),
+        "group_names": [federation.group_names[group] for group in sorted(set(groups.tolist()))],
+        "similarity": {
+            compare: {key: plain(value) for key, value in found.items()} for compare, found in compared.items()
+        },
+        "picture": str(picture) if picture else None,
+    }
+
+
+def index(index: ClientIndex, federation: Federation, picture: Path | None) -> None:
+    """Show how similar the indices of clients are."""
+    console, document = _console(), index_document(index, federation, picture)
+    table = _table(
+        f"mean cosines of {len(index.ids)} clients of {federation.name}",
+        *("index", "within groups", "between groups", "nearest client in the same group"),
+        numbers=3,
+    )
+    for compare, found in document["similarity"].items():
+        share = "–" if found["nearest"] is None else f"{found['nearest']:.1%}"
+        table.add_row(compare, _number(found["within"]), _number(found["between"]), share)
+    console.print(table)
+    names = document["group_names"]
+    between = _table("\nbetween groups, both parts of the index", "group", *names, numbers=len(names))
+    for name, row in zip(names, document["similarity"]["both"]["groups"], strict=True):
+        between.add_row(name, *(_number(value) for value in row))
+    console.print(between)
+    if picture:
+        console.print(f"\npicture: {picture}", soft_wrap=True)
 
 
 def federation_document(federation: Federation, picture: Path | None) -> dict[str, Any]:

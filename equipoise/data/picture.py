@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.errors import InputError
 from equipoise.federation import SPLITS, Federation
+
+if TYPE_CHECKING:
+    from equipoise.client_index import ClientIndex
 
 FORMATS = (".png", ".svg", ".pdf")
 INK, GRID, PAPER = "#2b2d33", "#e6e8ec", "#f6f7f9"
@@ -60,6 +63,57 @@ def draw(federation: Federation, path: str | Path) -> Path:
     _name_clients(below, order)
     _title_and_groups(figure, federation, sizes)
     return save(figure, path)
+
+
+def draw_similarity(index: ClientIndex, federation: Federation, path: str | Path) -> Path:
+    """Draw how similar the indices of clients are: both parts together, feature and label indices, ordered by group.
+
+    Parameters
+    ----------
+    index : ClientIndex
+        Of clients of the federation.
+    federation : Federation
+        Says which group a client belongs to.
+    path : str or Path
+        Where to write it; the suffix (.png, .svg or .pdf) decides the format.
+
+    Returns
+    -------
+    Path
+        Where it was written.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from equipoise.client_index import make_index
+    >>> from equipoise.data import load
+    >>> digits = load("digits")
+    >>> index = make_index(digits, lambda x, y: (x.flatten(1), torch.eye(10)[y]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     draw_similarity(index, digits, Path(folder) / "index.png").stat().st_size > 10_000
+    True
+    """
+    path = checked_path(path)
+    from matplotlib.figure import Figure
+
+    groups = federation.groups[index.ids]
+    order = np.argsort(groups, kind="stable")
+    figure = Figure(figsize=(13.0, 4.6), layout="constrained")
+    for axes, (compare, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
+        shown = axes.imshow(index.similarity(compare).numpy()[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r")
+        for edge in np.flatnonzero(np.diff(groups[order])) + 0.5:
+            axes.axhline(edge, color=INK, linewidth=0.8)
+            axes.axvline(edge, color=INK, linewidth=0.8)
+        middles = [float(np.flatnonzero(groups[order] == group).mean()) for group in np.unique(groups)]
+        axes.set_yticks(middles, [federation.group_names[group] for group in np.unique(groups)])
+        axes.set_xticks([])
+        axes.set_title(title, color=INK, fontsize=10)
+        quiet(axes)
+    figure.colorbar(shown, ax=figure.axes, label="mean cosine", shrink=0.8)
+    return save(figure, path)
+
+
+_TITLES = {"both": "client index", "features": "feature index", "labels": "label index"}
 
 
 def checked_path(path: str | Path) -> Path:

@@ -41,6 +41,7 @@ from equipoise.flower.wire import (
     without_evaluation,
 )
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
+from equipoise.methods import describe_part
 from equipoise.random import Purpose, fold
 from equipoise.tree import PERSONAL, Tree, digest
 
@@ -358,7 +359,7 @@ class FlowerCohort:
         self._refuse_unprotected(local)
         settings: dict[str, Any] = {"reports": json.dumps(sorted(self.wanted_reports))}
         if local != self.method.local:
-            settings["local"] = json.dumps({"name": local.name, **dataclasses.asdict(local)})  # type: ignore[call-overload]
+            settings["local"] = json.dumps(describe_part(local))
         once = {n: self.engine.delivered.digest_of(t) for n, t in shared.items() if n in self._sends_once}
         self.delivers = set(once.values())
         settings["once"] = json.dumps(once)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, LocalRule, Method, Part, Sampler, Sees, View
+from equipoise.wrapping import Wrapper
 
 SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggregation": Aggregation, "view": View}
 WEIGHTS = ("size", "uniform")
@@ -151,14 +152,16 @@ def slots_of(part: type[Part]) -> list[str]:
 
 
 def fitting(slot: str) -> list[str]:
-    """List the names of the parts that can answer one of a method's questions.
+    """List the names of the parts that can answer one of a method's questions; a wrapper answers all of them at once.
 
     Examples
     --------
     >>> fitting("sampler")
     ['size', 'uniform']
     """
-    return sorted(name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]))
+    return sorted(
+        name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]) and not issubclass(kind, Wrapper)
+    )
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -170,10 +173,13 @@ def options_of(name: str) -> dict[str, Any]:
     {'mu': 0.1}
     """
     fields = dataclasses.fields(part_class(name))  # type: ignore[arg-type]
-    return {field.name: field.default for field in fields}
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in fields
+    }
 
 
-def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", **options: Any) -> Method:
+def build(name: str, *, weights: str | None = None, sampling: Any = None, **options: Any) -> Method:
     """Make a method by name.
 
     Parameters
@@ -183,11 +189,12 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
     weights : {"size", "uniform"}, optional
         The clients' weights before the aggregation changes them; by default those of the local
         rule's or the aggregation's paper.
-    sampling : str, mapping or Sampler
-        The sampler: ``uniform``, ``size``, or another registered one with its options.
+    sampling : str, mapping or Sampler, optional
+        The sampler: ``uniform`` (the default), ``size``, or another registered one with its options.
     **options
         The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
-        each a name, a mapping with ``name`` and hyper-parameters, or a part.
+        each a name, a mapping with ``name`` and hyper-parameters, or a part. A hyper-parameter that is a method itself is
+        a name, a mapping or a method. Of a method that wraps a host, weights and parts are those of the host.
 
     Returns
     -------
@@ -203,9 +210,13 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
         raise unknown("method", name, names())
     if weights is not None and weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
+    if issubclass(part_class(name), Wrapper):
+        around = {"weights": weights, "sampling": sampling}
+        return _wrap(name, options, {key: value for key, value in around.items() if value is not None})
     exchanged = {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
     main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
-    parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
+    parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone"}
+    parts["sampler"] = "uniform" if sampling is None else sampling
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
     if options and main not in made.values():
@@ -215,6 +226,16 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
         )
     usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
     return Method(name=name, weights=weights or usual, **made)
+
+
+def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:
+    """Make a method that wraps a host; weights and parts that are given beside the host are the host's."""
+    around |= {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
+    if around:
+        host = _made_from(options.get("host", options_of(name)["host"]), Method, "method.host")
+        options = {**options, "host": build(**{**describe(host), **around})}
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
+    return Method(name=name, weights=main.host.weights, **dict.fromkeys(SLOTS, main))
 
 
 def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:
@@ -240,6 +261,9 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         for key in options:
             if key not in valid:
                 raise unknown(f"hyper-parameter of {kind.name}", key, [*valid, *extra], where=where)
+        nested = nested_in(kind)
+        for key in nested.keys() & options.keys():
+            options[key] = _made_from(options[key], nested[key], f"{where}.{key}")
         # The part's own error comes first, because it is more specific.
         try:
             part = kind(**{key: _hashable(value) for key, value in options.items()})
@@ -249,9 +273,51 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         _check_types(kind, options, where)
     else:
         raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
+    if slot and isinstance(part, Wrapper):
+        raise InputError(
+            f"{where}: {part.name!r} wraps a whole method; valid: method: {{name: {part.name}, host: ...}}"
+        )
     if slot and not isinstance(part, SLOTS[slot]):
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
     return part
+
+
+def nested_in(kind: type[Part]) -> dict[str, type[Method] | str]:
+    """Say which options of a part are methods, and which are parts: ``Method``, or the slot that the part must fit.
+
+    Examples
+    --------
+    >>> nested_in(part_class("fedprox"))
+    {}
+    """
+    try:
+        wanted = get_type_hints(kind)
+    except NameError:
+        # Of a class inside a function, names used in annotations may be out of reach.
+        return {}
+    found: dict[str, type[Method] | str] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        options = get_args(wanted[field.name]) or (wanted[field.name],)
+        if Method in options:
+            found[field.name] = Method
+        for slot, part in SLOTS.items():
+            if part in options:
+                found[field.name] = slot
+    return found
+
+
+def _made_from(value: Any, wanted: type[Method] | str, where: str) -> Any:
+    """Make the method or the part that is an option of another part."""
+    if value is None or isinstance(value, (Method, Part)):
+        return value
+    if not isinstance(value, (str, Mapping)):
+        raise InputError(f"{where} must be a name, a mapping with 'name' or a method, got {value!r}")
+    try:
+        if isinstance(wanted, str):
+            return make_part(value, wanted)
+        return build(**({"name": value} if isinstance(value, str) else {"name": "fedavg", **value}))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _hashable(value: Any) -> Any:
@@ -310,19 +376,40 @@ def describe(method: Method) -> dict[str, Any]:
     >>> describe(build("fedprox", mu=0.5))
     {'name': 'fedprox', 'mu': 0.5, 'weights': 'size', 'sampling': {'name': 'uniform'}}
     """
+    if isinstance(method.local, Wrapper):
+        return describe_part(method.local)
     usual = build(method.name)
     main = part_class(method.name)
     own = next((part for part in method.parts if isinstance(part, main)), None)
-    plain: dict[str, Any] = {"name": method.name}
-    if own is not None:
-        plain |= dataclasses.asdict(own)  # type: ignore[call-overload]
-    plain |= {"weights": method.weights, "sampling": _describe_part(method.sampler)}
+    plain: dict[str, Any] = {"name": method.name} if own is None else describe_part(own)
+    plain |= {"weights": method.weights, "sampling": describe_part(method.sampler)}
     for slot in ("local", "aggregation"):
         part = getattr(method, slot)
         if part is not own and part != getattr(usual, slot):
-            plain[slot] = _describe_part(part)
+            plain[slot] = describe_part(part)
     return plain
 
 
-def _describe_part(part: Part) -> dict[str, Any]:
-    return {"name": part.name, **dataclasses.asdict(part)}  # type: ignore[call-overload]
+def describe_part(part: Part) -> dict[str, Any]:
+    """Write a part as the plain values from which :func:`make_part` makes it again.
+
+    Examples
+    --------
+    >>> describe_part(build("fedprox", mu=0.5).local)
+    {'name': 'fedprox', 'mu': 0.5}
+    """
+    fields = dataclasses.fields(part)  # type: ignore[arg-type]
+    return {"name": part.name, **{field.name: describe_option(getattr(part, field.name)) for field in fields}}
+
+
+def describe_option(value: Any) -> Any:
+    """Write the value of a hyper-parameter, which may be a method or a part, as plain values.
+
+    Examples
+    --------
+    >>> describe_option(build("fedavg").local), describe_option(0.5)
+    ({'name': 'plain'}, 0.5)
+    """
+    if isinstance(value, Method):
+        return describe(value)
+    return describe_part(value) if isinstance(value, Part) else value

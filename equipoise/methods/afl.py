@@ -34,6 +34,7 @@ class Afl(Aggregation):
     ascent: float = 0.1
     average: bool = True
     needs = ("loss_before",)
+    ignores_prior = "AFL weights clients by λ, which follows their losses"
     needs_everyone = True
 
     def __post_init__(self) -> None:

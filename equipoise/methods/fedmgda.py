@@ -36,6 +36,7 @@ class FedMgda(Aggregation):
     epsilon: float = 0.1
     lr: float = 1.0
     decay: float = 1.0
+    ignores_prior = "FedMGDA+ weights clients by the shortest mixture of their updates"
 
     def __post_init__(self) -> None:
         """Refuse a region or a step that is not defined."""

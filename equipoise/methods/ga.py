@@ -41,6 +41,7 @@ class GeneralizationAdjustment(Aggregation):
     decay: bool = True
     centred: bool = True
     metric: str = "loss"
+    ignores_prior = "weights follow the clients' generalization gaps"
     needs_everyone = True
 
     def __post_init__(self) -> None:

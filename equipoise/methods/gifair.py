@@ -63,6 +63,7 @@ class Gifair(LocalRule, Aggregation):
     exact: bool = False
     personal: bool = False
     lasting = ("loss",)
+    ignores_prior = "GIFAIR uses the clients' shares of all samples, whoever takes part"
     needs_everyone = True
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ class QFedAvg(Aggregation):
     q: float = 1.0
     lipschitz: float | None = None
     needs = ("loss_before", "lr")
+    ignores_prior = "q-FFL weights clients by powers of their losses"
 
     def __post_init__(self) -> None:
         """Refuse powers and constants for which the step is not defined."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from equipoise.federation import Federation
+from equipoise.checks import count
+from equipoise.federation import Federation, Split
 from equipoise.method import Aggregation, Cohort, LocalRule, Sees, State, Updates, View
 from equipoise.methods import register
 
@@ -15,6 +16,7 @@ class Local(LocalRule, Aggregation):
     """Each client trains a model of its own; nothing is sent."""
 
     keeps = "all"
+    ignores_prior = "nothing is aggregated"
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Leave the global model alone."""
@@ -24,8 +26,24 @@ class Local(LocalRule, Aggregation):
 @register("central", sees=Sees.DATA)
 @dataclass(frozen=True)
 class Central(View):
-    """All clients' training data in one place. This is a reference and not a federated method."""
+    """All clients' training data in one place. This is a reference and not a federated method.
+
+    Parameters
+    ----------
+    samples : int, optional
+        How many training samples of each client are pooled, the first of its split; all by default.
+    """
+
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse to pool nothing."""
+        if self.samples is not None:
+            count(self.samples, "central.samples")
 
     def of(self, federation: Federation) -> Federation:
         """Pool the data of all seen clients."""
-        return federation.pooled()
+        if self.samples is None:
+            return federation.pooled()
+        first = [federation.train.of(client)[: self.samples] for client in range(federation.clients)]
+        return replace(federation, train=Split.from_lists(first)).pooled()

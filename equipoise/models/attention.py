@@ -27,6 +27,8 @@ class Attention(nn.Module):
         Whether to use PyTorch's fused attention. It is faster and needs less memory, but cannot be stacked or
         differentiated twice. It is meant for the inside of a :class:`~equipoise.models.frozen.Frozen`, which takes care of
         both.
+    qkv_bias : bool
+        Whether queries, keys and values have a bias.
 
     Attributes
     ----------
@@ -39,12 +41,12 @@ class Attention(nn.Module):
     torch.Size([5, 3, 8])
     """
 
-    def __init__(self, width: int, heads: int, fused: bool = False) -> None:
+    def __init__(self, width: int, heads: int, fused: bool = False, *, qkv_bias: bool = True) -> None:
         super().__init__()
         if count(width, "width of attention") % count(heads, "heads of attention"):
             raise InputError(f"heads={heads} do not divide width={width} of attention")
         self.heads, self.fused, self.causal = heads, fused, False
-        self.qkv = Linear(nn.Linear(width, 3 * width))
+        self.qkv = Linear(nn.Linear(width, 3 * width, bias=qkv_bias))
         self.out = Linear(nn.Linear(width, width))
 
     def forward(self, tokens: Tensor, *, class_only: bool = False) -> Tensor:
@@ -117,6 +119,8 @@ class Block(nn.Module):
         Whether to use fused attention; see :class:`Attention`.
     activation : nn.Module, optional
         Between the layers of the MLP; GELU by default.
+    qkv_bias : bool
+        Whether queries, keys and values have a bias.
 
     Examples
     --------
@@ -133,12 +137,13 @@ class Block(nn.Module):
         dropout: float = 0.0,
         fused: bool = False,
         activation: nn.Module | None = None,
+        qkv_bias: bool = True,
     ) -> None:
         super().__init__()
         hidden = count(round(width * mlp_ratio), f"width={width} times mlp_ratio={mlp_ratio} of a block, rounded,")
         rate = probability(dropout, "dropout of a block")
         self.norm1 = LayerNorm(nn.LayerNorm(width))
-        self.attention = Attention(width, heads, fused)
+        self.attention = Attention(width, heads, fused, qkv_bias=qkv_bias)
         self.dropout1 = nn.Dropout(rate) if rate > 0 else nn.Identity()
         self.norm2 = LayerNorm(nn.LayerNorm(width))
         self.mlp = nn.Sequential(

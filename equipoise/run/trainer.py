@@ -175,7 +175,9 @@ class Trainer:
 
     @property
     def _that_need_everyone(self) -> list[Sampler | Aggregation]:
-        return [part for part in (self.method.sampler, self.method.aggregation) if part.needs_everyone]
+        # One part may be both.
+        parts: dict[Sampler | Aggregation, None] = dict.fromkeys((self.method.sampler, self.method.aggregation))
+        return [part for part in parts if part.needs_everyone]
 
     def begin(self) -> None:
         """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""

@@ -76,11 +76,11 @@ PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
     federation, model, lr = SETTINGS[what]
-    made = build(**VARIANTS.get(method, {"name": method}))
+    data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
     trainer = Trainer(
-        federation(),
+        data,
         made,
-        made.extend(model(), federation().shape, seed=0),
+        made.extend(model(), data.shape, 0),
         Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pflcnn": {},
     "resnet18": {"width": 4, "norm": "group"},
     "vit": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
+    "cct": {"width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
     "vitprompts": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3},
     "fedgc": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3, "hidden": 6, "dropout": 0.5},
 }
@@ -34,9 +35,9 @@ NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.
 
 def test_every_registered_model_is_covered_here() -> None:
     ours = {name for name, place in MODELS.items() if isinstance(place, str)}
-    # charlstm takes text, unet returns maps, pretrained needs files, and heads of CLIP are no linear layers; they have
-    # tests of their own.
-    assert set(SMALL) | {"charlstm", "unet", "pretrained", "clip", "clipadapter", "clipprompts"} == ours
+    # charlstm takes text, unet returns maps, pretrained needs files, dsaign takes embeddings, and heads of CLIP are no
+    # linear layers; they have tests of their own.
+    assert set(SMALL) | {"charlstm", "unet", "pretrained", "dsaign", "clip", "clipadapter", "clipprompts"} == ours
 
 
 @NAMED_CASES

@@ -1,0 +1,406 @@
+"""Client2Vec (Guo et al., 2024): an index of each client's data, used around any other method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from equipoise.checks import count, real
+from equipoise.client import Client
+from equipoise.client_index import COMPARED, ClientIndex, similarity_to
+from equipoise.errors import InputError, unknown
+from equipoise.masked import label_sums
+from equipoise.method import Candidates, Cohort, Loss, Method, Phase, Sees, State, Updates, carried_over, locate
+from equipoise.methods import build, register
+from equipoise.models.base import width_of
+from equipoise.random import choose, choose_by_weight
+from equipoise.tree import PERSONAL, Tree, in_parts
+from equipoise.wrapping import WithPrior, Wrapper
+
+USES = ("sampling", "aggregation", "training")
+# What the server keeps of every client: index, size, when it was drawn last, and the sum of eq. 3.
+_KEPT = "client2vec"
+_PROJECTION, _CLASSIFIER = "projection", "projection_head"
+
+
+@register("client2vec", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS)
+@dataclass(frozen=True)
+class Client2Vec(Wrapper):
+    """Draw, weight and train clients by their indices β = [β_f; β_l], around any host.
+
+    **Sampling**: a client is drawn with probability proportional to exp(S(β_i, C)/τ), where C are
+    the clients of the round before and S is :func:`~equipoise.client_index.similarity_to` (eq. 1).
+    Clients drawn in the last M/(2|C|) rounds are left out, with M the number of all clients. Round
+    1 is uniform. This takes the place of the host's sampler.
+
+    **Aggregation**: the host's prior q becomes q_i exp(A_i/λ), scaled to sum to one, with A_i = Σ_r
+    γ^(t−r) S(β_i, C_r) over all rounds up to the present one (eq. 3).
+
+    **Training**: wherever features move, ``weight`` times L_orth + L_dist is added to the loss (eq.
+    4). z_P = P z is a learned projection of the features. L_orth is the mean of |⟨z_P, β_f,j⟩| over
+    all clients j, and L_dist = KL(h(z) ‖ h_P(z_P)) compares the predictions of the head h and of a
+    second one on the projection.
+
+    The index is read from a file (:class:`~equipoise.client_index.ClientIndex`). Without one, the
+    server asks all clients before round 1 for the mean of z under the initial model and for their
+    label frequencies.
+
+    Choices, where the paper leaves them open: if fewer clients remain than are drawn, the ban gets
+    shorter round by round. P and h_P are trained, sent and averaged like the rest of the model.
+    L_orth is a mean and not a sum. Gradients flow to both sides of L_dist. A client that joins has
+    A_i = 0.
+
+    Parameters
+    ----------
+    host : Method
+        The method inside. ``local`` and ``central`` have nothing to wrap.
+    uses : tuple of {"sampling", "aggregation", "training"}
+        What the index is used for.
+    index : str, optional
+        The file of the index. Only the server reads it.
+    width : int, optional
+        How many numbers β_f has. By default it is read from the file, so clients on other machines
+        need it.
+    digest : str, optional
+        The hash of the index in the file. It is filled in, so that a run is not resumed with
+        another index.
+    compare : {"both", "features", "labels"}
+        Which part of the index S compares.
+    tau : float
+        τ, the temperature of sampling, above 0.
+    gamma : float
+        γ in [0, 1], how much earlier rounds count in aggregation.
+    lam : float
+        λ, the temperature of aggregation, above 0.
+    weight : float
+        Of L_orth and L_dist, at least 0.
+    orthogonal : bool
+        Whether there is L_orth, or L_dist alone.
+    unit_length : bool
+        Whether β_f is scaled to length 1 in L_orth, as in S, or used as it is (eq. 4). With long
+        vectors L_orth is much larger than the other losses, and models can collapse.
+    """
+
+    host: Method = field(default_factory=lambda: build("fedavg"))
+    uses: tuple[str, ...] = USES
+    index: str | None = None
+    width: int | None = None
+    digest: str | None = None
+    compare: str = "both"
+    tau: float = 0.5
+    gamma: float = 0.5
+    lam: float = 1.0
+    weight: float = 1.0
+    orthogonal: bool = True
+    unit_length: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not defined, and hosts that cannot use the index."""
+        for use in self.uses:
+            if use not in USES:
+                raise unknown("use", use, USES, where="client2vec.uses")
+        if not self.uses or len(set(self.uses)) < len(self.uses):
+            raise InputError(
+                f"client2vec.uses must name each use once, got {list(self.uses)!r}; valid: {', '.join(USES)}"
+            )
+        if self.compare not in COMPARED:
+            raise unknown("value", self.compare, COMPARED, where="client2vec.compare")
+        real(self.tau, "client2vec.tau")
+        real(self.lam, "client2vec.lam")
+        real(self.weight, "client2vec.weight", least=0)
+        if not 0 <= self.gamma <= 1:
+            raise InputError(f"client2vec.gamma must be in [0, 1], got {self.gamma!r}")
+        if self.width is not None:
+            count(self.width, "client2vec.width")
+        self._refuse_host()
+        self._read_about_index()
+
+    def _refuse_host(self) -> None:
+        host = self.host
+        reason = None
+        if isinstance(host.local, Client2Vec):
+            reason = "it has an index of its own"
+        elif host.sees is Sees.DATA:
+            reason = "it pools the data of all clients"
+        elif host.local.keeps == "all":
+            reason = "its clients share nothing"
+        if reason:
+            raise InputError(f"client2vec cannot wrap {host.name!r}: {reason}; valid: any other method as host")
+        if "aggregation" in self.uses and (reason := host.aggregation.ignores_prior):
+            others = [use for use in USES if use != "aggregation"]
+            raise InputError(
+                f"client2vec.uses: aggregation changes the weights that {host.name!r} begins with, which do not matter "
+                f"there: {reason}; valid: {', '.join(others)}"
+            )
+
+    def _read_about_index(self) -> None:
+        """Note width and hash of the index, where its file can be read."""
+        if self.index is None:
+            if self.width is not None or self.digest is not None:
+                raise InputError("client2vec.width and client2vec.digest belong to client2vec.index, which is missing")
+            return
+        if not Path(self.index).exists():
+            if self.width is None:
+                raise InputError(
+                    f"client2vec.index: there is no file {self.index}; valid: a file, or client2vec.width on machines "
+                    "that need not read it"
+                )
+            return
+        found = ClientIndex.read(self.index)
+        for name, known in (("width", found.width), ("digest", found.digest())):
+            given = getattr(self, name)
+            if given not in (None, known):
+                raise InputError(f"client2vec.{name} is {given!r}, but that of the index in {self.index} is {known!r}")
+            object.__setattr__(self, name, known)
+
+    # ---- the index ---------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_everyone(self) -> bool:  # type: ignore[override]
+        """All clients have an index before round 1."""
+        return True
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Look up the indices of all clients."""
+        return super().begin(state, everyone).with_server(**{_KEPT: self._of_clients(state, everyone)})
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Look up the indices of clients that join."""
+        kept = carried_over(state.server[_KEPT], self._of_clients(state, everyone))
+        return super().admit(state, everyone).with_server(**{_KEPT: kept})
+
+    def _of_clients(self, state: State, everyone: Cohort) -> Tree:
+        """Return what the server keeps of clients that have never taken part."""
+        ids = torch.from_numpy(everyone.ids)
+        if self.index is None:
+            sums = everyone.ask("index_sums", model=state.model)
+            features, labels = (sums[name] / sums["count"].unsqueeze(1) for name in ("features", "labels"))
+        else:
+            found = ClientIndex.read(self.index).of(everyone.ids)
+            features, labels = found.features, found.labels
+        return {
+            "ids": ids,
+            "features": features.cpu().double(),
+            "labels": labels.cpu().double(),
+            "size": torch.from_numpy(everyone.sizes).double(),
+            # The round in which a client was drawn last, counted from 1.
+            "last": torch.zeros_like(ids),
+            "profit": torch.zeros(len(ids), dtype=torch.float64),
+        }
+
+    def index_sums(self, client: Client) -> Tree:
+        """Answer with the sums of z and of labels, and the number of samples."""
+        z = client.features().flatten(1)
+        ones = torch.ones_like(z[:, 0])
+        if client.network.task.labels:
+            labels = label_sums(ones, client.y, client.output().shape[1], client.mask)
+        else:
+            labels = client.sum(client.y.flatten(1) if client.y.dim() > 1 else client.y.unsqueeze(1))
+        return {"features": client.sum(z), "labels": labels, "count": client.sum(ones)}
+
+    def _similarity(self, clients: Tree, members: Tensor) -> Tensor:
+        return similarity_to(clients["features"], clients["labels"], clients["size"], members, self.compare)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
+        """Draw clients that are similar to those of the round before."""
+        if "sampling" not in self.uses:
+            return super().select(state, candidates, count)
+        clients = state.server[_KEPT]
+        before = (clients["last"] == state.round).nonzero().flatten()
+        if not state.round or not len(before):
+            return candidates.ids[choose(candidates.key, len(candidates.ids), count)]
+        here = torch.searchsorted(clients["ids"], torch.from_numpy(candidates.ids))
+        allowed = rested(clients["last"][here], state.round + 1, len(clients["ids"]) / (2 * len(before)), count)
+        weights = torch.exp(self._similarity(clients, before)[here] / self.tau) * allowed
+        return candidates.ids[choose_by_weight(candidates.key, weights.numpy(), count)]
+
+    def learn(self, state: State, cohort: Cohort) -> State:
+        """Note who has taken part."""
+        if "sampling" not in self.uses:
+            return super().learn(state, cohort)
+        clients = state.server[_KEPT]
+        here = locate(clients, cohort)
+        last = clients["last"].index_put((here,), torch.full_like(here, state.round + 1))
+        return state.with_server(**{_KEPT: {**clients, "last": last}})
+
+    # ---- aggregation -------------------------------------------------------------------------------------------------
+
+    def _profit(self, state: State, cohort: Cohort) -> Tensor:
+        """Return A of all clients, the present cohort included."""
+        clients = state.server[_KEPT]
+        return self.gamma * clients["profit"] + self._similarity(clients, locate(clients, cohort))
+
+    def _weighed(self, state: State, cohort: Cohort) -> Cohort:
+        """Return the cohort with the prior of eq. 3."""
+        if "aggregation" not in self.uses:
+            return cohort
+        own = self._profit(state, cohort)[locate(state.server[_KEPT], cohort)]
+        return WithPrior(cohort, similar_weights(cohort.prior, own, self.lam))
+
+    def prepare(self, state: State, cohort: Cohort) -> State:
+        """Let the host prepare with the new prior."""
+        return super().prepare(state, self._weighed(state, cohort))
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Let the host combine with the new prior."""
+        weighed = self._weighed(state, cohort)
+        new = super().combine(state, updates, weighed)
+        if "aggregation" not in self.uses:
+            return new
+        kept = {**state.server[_KEPT], "profit": self._profit(state, cohort)}
+        return new.with_server(**{_KEPT: kept}).with_notes(prior=weighed.prior)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _sends_index(self) -> tuple[str, ...]:
+        return ("index",) if "training" in self.uses and self.orthogonal else ()
+
+    @property
+    def sends(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All clients' β_f, besides what the host sends."""
+        return *super().sends, *self._sends_index
+
+    @property
+    def sends_once(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The index changes only when clients join."""
+        return *super().sends_once, *self._sends_index
+
+    @property
+    def receives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All clients' β_f, besides what the host receives."""
+        return *super().receives, *self._sends_index
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Send β_f of all clients along with what the host sends."""
+        shared, each = super().send(state, self._weighed(state, cohort))
+        if self._sends_index:
+            like, features = next(iter(state.model.values())), state.server[_KEPT]["features"]
+            features = nn.functional.normalize(features, dim=1) if self.unit_length else features
+            shared = {**shared, "index": {"features": features.to(like.device, like.dtype)}}
+        return shared, each
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Add the projection and its classifier."""
+        model = super().extend(model, shape)
+        if "training" in self.uses:
+            z = width_of(model, shape)
+            width = z if self.width is None else self.width
+            model.add_module(_PROJECTION, nn.Linear(z, width, bias=False))
+            model.add_module(_CLASSIFIER, nn.Linear(width, _outputs(model, z)))
+        return model
+
+    def phases(self) -> Sequence[Phase]:
+        """Add the regularizer to the phases that move features."""
+        phases = super().phases()
+        return [self._regularized(phase) for phase in phases] if "training" in self.uses else phases
+
+    def _regularized(self, phase: Phase) -> Phase:
+        parts = (phase.move,) if isinstance(phase.move, str) else phase.move
+        shared, personal = (any(_moves_features(part, prefix) for part in parts) for prefix in ("", PERSONAL))
+        if not shared and not personal:
+            return phase
+        move = parts if not shared or "all" in parts else (*parts, _PROJECTION, _CLASSIFIER)
+        losses = tuple(self._with_regularizer(loss, personal and not shared) for loss in phase.losses)
+        return replace(phase, move=move, loss=losses)
+
+    def _with_regularizer(self, loss: Loss, personal: bool) -> Loss:
+        def regularized(client: Client) -> Tensor:
+            values = loss(client)
+            return values + self.weight * self.regularizer(client.personal() if personal else client)
+
+        return regularized
+
+    def regularizer(self, client: Client) -> Tensor:
+        """Return L_orth + L_dist, sample by sample."""
+        client.network.task.require_labels("client2vec.uses: training compares class probabilities")
+        projected = client.part(_PROJECTION, client.features().flatten(1))
+        of_z, of_projected = (
+            scores.log_softmax(1) for scores in (client.output(), client.part(_CLASSIFIER, projected))
+        )
+        distillation = (of_z.exp() * (of_z - of_projected)).sum(1)
+        if not self.orthogonal:
+            return distillation
+        return distillation + (projected @ client.sent["index"]["features"].T).abs().mean(1)
+
+
+def similar_weights(prior: Tensor, profit: Tensor, lam: float) -> Tensor:
+    """Return q_i exp(A_i/λ), scaled to sum to one (eq. 3).
+
+    Parameters
+    ----------
+    prior : Tensor
+        q, one weight a client.
+    profit : Tensor
+        A, how similar each client is to the clients of all rounds.
+    lam : float
+        λ, the temperature; the larger, the nearer to q.
+
+    Returns
+    -------
+    Tensor
+        The weights, which maximise Σ p_i A_i + λ Σ p_i log(q_i/p_i) (eq. 2).
+
+    Examples
+    --------
+    >>> similar_weights(torch.tensor([0.25, 0.75]), torch.tensor([0.0, 0.0]), 1.0)
+    tensor([0.2500, 0.7500])
+    """
+    return torch.softmax(prior.log() + profit / lam, dim=0)
+
+
+def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
+    """Say which clients may be drawn: those not drawn in the last rounds.
+
+    Parameters
+    ----------
+    last : Tensor
+        The round in which each client was drawn last; 0 for never.
+    round_ : int
+        The round to draw for.
+    ban : float
+        For how many rounds a client is left out. It gets shorter if too few clients remain.
+    count : int
+        How many clients must remain.
+
+    Returns
+    -------
+    Tensor
+        Booleans.
+
+    Examples
+    --------
+    >>> rested(torch.tensor([5, 4, 3, 0]), 6, 2.5, 2)
+    tensor([False, False,  True,  True])
+    >>> rested(torch.tensor([5, 4, 3, 0]), 6, 2.5, 3)
+    tensor([False,  True,  True,  True])
+    """
+    allowed = (last == 0) | (round_ - last > ban)
+    while int(allowed.sum()) < count and ban > 0:
+        ban -= 1
+        allowed = (last == 0) | (round_ - last > ban)
+    return allowed
+
+
+def _moves_features(part: str, prefix: str) -> bool:
+    """Say whether a part contains features, of the shared or of the personal model."""
+    whole = part == "personal" if prefix else part == "all"
+    return whole or in_parts(part, f"{prefix}features")
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, width: int) -> int:
+    """Return how many outputs the head has."""
+    training, like = model.training, next(model.parameters())
+    head: nn.Module = model.eval().head  # type: ignore[assignment]
+    outputs = head(torch.zeros(1, width, dtype=like.dtype)).shape[-1]
+    model.train(training)
+    return int(outputs)

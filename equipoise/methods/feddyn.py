@@ -1,0 +1,89 @@
+"""FedDyn (Acar et al., 2021): a penalty that changes every round, so that clients agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.checks import real
+from equipoise.client import Client, Finished
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.methods import register
+from equipoise.tree import Tree, inner_product, tree_map
+
+
+@register("feddyn", paper="Acar et al., ICLR 2021", sees=Sees.SUMS)
+@dataclass(frozen=True)
+class FedDyn(LocalRule, Aggregation):
+    """Minimise F_k(w) − ⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖² on client k, where λ_k estimates its gradient.
+
+    After training, λ_k ← λ_k − α (w_k − wᵗ). The server updates h ← h − α/m Σ (w_k − wᵗ) over the
+    clients that took part, with m the number of all clients, and sends wᵗ⁺¹ = w̄ − h/α, where w̄ is
+    the mean of their models. λ_k and h are 0 at first. Clients that do not take part keep λ_k.
+
+    The model that is evaluated is w̄, for which the paper proves convergence. w̄ − h/α is only what
+    clients start from.
+
+    Choices: with weights other than equal ones, the sum over clients is |S|/m Σ a_k (w_k − wᵗ). All
+    clients have the same α (the public code divides it by n_k/n̄). Gradient clipping, which the
+    public code uses, is ``training.clip``. Buffers of BatchNorm are averaged.
+
+    Parameters
+    ----------
+    alpha : float
+        α, above 0.
+    """
+
+    alpha: float = 0.1
+    usual_weights = "uniform"
+    needs_everyone = True
+
+    def __post_init__(self) -> None:
+        """Refuse a penalty that is none."""
+        real(self.alpha, "feddyn.alpha")
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the dynamic penalty."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add −⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖²."""
+        linear = inner_product(client.moved(), client.memory["dual"])
+        return client.task_loss() - linear + self.alpha / 2 * client.distance_to_received()
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Begin with λ_k = 0."""
+        return {"dual": tree_map(torch.zeros_like, model)}
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Update λ_k, which stays with the client."""
+        old, w, received = client.memory["dual"], client.params, client.received
+        return {"dual": {name: old[name] - self.alpha * (w[name] - received[name]) for name in old}}, {}
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Begin with h = 0, and store the number of clients."""
+        count = torch.tensor(float(len(everyone.ids)))
+        return state.with_server(h=tree_map(torch.zeros_like, state.model), clients={"count": count})
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Keep h the mean of all λ_k: those of new clients are 0."""
+        count = torch.tensor(float(len(everyone.ids)))
+        share = state.server["clients"]["count"] / count
+        return state.with_server(h=tree_map(lambda h: share * h, state.server["h"]), clients={"count": count})
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Update h, and correct the mean by it."""
+        averaged = mix(updates, cohort.prior)
+        mean = {name: averaged[name] for name in updates.params}
+        share = len(cohort.ids) / float(state.server["clients"]["count"])
+        h = {n: state.server["h"][n] - self.alpha * share * (w - state.model[n]) for n, w in mean.items()}
+        corrected = {name: w - h[name] / self.alpha for name, w in mean.items()}
+        kept = {**state.server["h"], **h}
+        return state.with_global({**averaged, **corrected}).with_server(h=kept, mean=mean)
+
+    def evaluated(self, state: State) -> Tree:
+        """Return w̄, the mean of the models of the last round."""
+        return {**state.model, **state.server.get("mean", {})}

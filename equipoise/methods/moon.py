@@ -1,0 +1,71 @@
+"""MOON (Li, He and Song, 2021): local features stay near those of the received model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from equipoise.checks import real
+from equipoise.client import Client, Finished
+from equipoise.method import LocalRule, Phase
+from equipoise.methods import register
+from equipoise.tree import Tree, select
+
+
+@register("moon", paper="Li et al., CVPR 2021")
+@dataclass(frozen=True)
+class Moon(LocalRule):
+    """Add μ times a contrastive loss on features to the task's loss.
+
+    The contrastive loss is −log(e^{s(z, z_g)/τ} / (e^{s(z, z_g)/τ} + e^{s(z, z_p)/τ})). s is the
+    cosine similarity. z are the features of a sample under the client's model, z_g under the
+    received model, and z_p under the client's own model at the end of the last round it took part
+    in. The client keeps the features of that model. The received and the previous model behave as
+    in evaluation. Any aggregation can be used.
+
+    Choices: a client that has never taken part has no previous model, and its contrastive loss is
+    0. z is what the model's features return. The networks of the paper end their features with a
+    two-layer projection; it is a matter of the model here.
+
+    Parameters
+    ----------
+    mu : float
+        μ, at least 0; 0 is FedAvg.
+    tau : float
+        τ, the temperature, above 0.
+    """
+
+    mu: float = 1.0
+    tau: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the paper's range."""
+        real(self.mu, "moon.mu", least=0)
+        real(self.tau, "moon.tau")
+
+    def phases(self) -> Sequence[Phase]:
+        """One phase with the contrastive loss."""
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client: Client) -> Tensor:
+        """Add the contrastive loss, once there is a previous model."""
+        z = client.features()
+        near, far = (self.similarity(z, client.at(m).features()) for m in (client.received, client.memory["previous"]))
+        contrast = F.softplus((far - near) / self.tau)
+        return client.task_loss() + self.mu * client.seen.to(z.dtype) * contrast
+
+    @staticmethod
+    def similarity(one: Tensor, other: Tensor) -> Tensor:
+        """Return the cosine similarity of the features, sample by sample."""
+        return F.cosine_similarity(one.flatten(1), other.flatten(1), dim=1)
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Make room for the features of the previous model."""
+        return {"previous": {name: model[name] for name in select(model, "features")}}
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Keep the features as training left them."""
+        return {"previous": {name: client.params[name] for name in client.memory["previous"]}}, {}

@@ -1,0 +1,242 @@
+"""Methods around other methods.
+
+A :class:`Wrapper` has another method as an option, its host, and passes everything on to it. A
+wrapping method overrides what it changes: it maps phases to phases, replaces the prior of the
+cohort, or chooses clients itself. In experiments a host is written like any method: ``method:
+{name: mine, host: {name: fedprox, mu: 0.1}}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from equipoise.client import Finished
+from equipoise.method import (
+    Aggregation,
+    Candidates,
+    Cohort,
+    Fact,
+    LocalRule,
+    Method,
+    Phase,
+    Sampler,
+    State,
+    Updates,
+    View,
+)
+from equipoise.tree import Parts, Tree
+
+if TYPE_CHECKING:
+    from equipoise.federation import Federation
+
+
+class Wrapper(Sampler, LocalRule, Aggregation, View):
+    """All four parts of a method, each passed on to the part of the host.
+
+    A subclass is a frozen dataclass with a field ``host: Method``. Questions that the host's
+    aggregation asks are answered by the host's local rule.
+
+    Attributes
+    ----------
+    host : Method
+        The method inside.
+
+    Examples
+    --------
+    >>> from dataclasses import dataclass, field
+    >>> from equipoise.methods import build
+    >>> @dataclass(frozen=True)
+    ... class Unchanged(Wrapper):
+    ...     host: Method = field(default_factory=lambda: build("fedper"))
+    >>> Unchanged().keeps, Unchanged().usual_weights
+    ('head', 'size')
+    """
+
+    host: Method
+
+    def __getattr__(self, name: str) -> Any:
+        """Find questions of the host's local rule."""
+        if name == "host" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.host.local, name)
+
+    @property
+    def _on_the_server(self) -> tuple[Sampler | Aggregation, ...]:
+        """The host's parts that keep something on the server, each once."""
+        return tuple(dict.fromkeys((self.host.sampler, self.host.aggregation)))
+
+    # ---- all parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def usual_model(self) -> str:  # type: ignore[override]
+        """The model to use where none is named."""
+        return self.host.usual_model
+
+    @property
+    def needs_everyone(self) -> bool:  # type: ignore[override]
+        """Whether a part must see all registered clients before round 1."""
+        return any(part.needs_everyone for part in self._on_the_server)
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Return the model with what the host brings."""
+        for part in dict.fromkeys(self.host.parts):
+            model = part.extend(model, shape)
+        return model
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Set up what the host keeps."""
+        for part in self._on_the_server:
+            state = part.begin(state, everyone) if part.needs_everyone else state
+        return state
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Take in clients that have registered since."""
+        for part in self._on_the_server:
+            state = part.admit(state, everyone) if part.needs_everyone else state
+        return state
+
+    # ---- view and sampler --------------------------------------------------------------------------------------------
+
+    def of(self, federation: Federation) -> Federation:
+        """Return the federation to train on."""
+        return self.host.view.of(federation)
+
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
+        """Choose clients."""
+        return self.host.sampler.select(state, candidates, count)
+
+    def learn(self, state: State, cohort: Cohort) -> State:
+        """Return the state after a round."""
+        return self.host.sampler.learn(state, cohort)
+
+    # ---- local rule --------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> Parts:  # type: ignore[override]
+        """Parts that stay with the client."""
+        return self.host.local.keeps
+
+    @property
+    def receives(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the rule expects besides the model."""
+        return self.host.local.receives
+
+    @property
+    def uploads(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What a client sends besides the parameters."""
+        return self.host.local.uploads
+
+    @property
+    def interleaved(self) -> bool:  # type: ignore[override]
+        """Whether phases take turns batch by batch."""
+        return self.host.local.interleaved
+
+    def phases(self) -> Sequence[Phase]:
+        """List the phases of local training."""
+        return self.host.local.phases()
+
+    def adapt(self) -> Sequence[Phase]:
+        """List the phases by which a client without a memory makes the global model its own."""
+        return self.host.local.adapt()
+
+    def facts(self) -> Mapping[str, Fact]:
+        """Name what a client works out from its own data."""
+        return self.host.local.facts()
+
+    def first_memory(self, model: Tree) -> dict[str, Tree]:
+        """Return the memory of a client that has never taken part."""
+        return self.host.local.first_memory(model)
+
+    def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Return the client's new memory and its uploads."""
+        return self.host.local.finish(client)
+
+    # ---- aggregation -------------------------------------------------------------------------------------------------
+
+    @property
+    def usual_weights(self) -> str:  # type: ignore[override]
+        """The cohort's prior."""
+        return self.host.weights
+
+    @property
+    def ignores_prior(self) -> str | None:  # type: ignore[override]
+        """Why the prior does not matter, if it does not."""
+        return self.host.aggregation.ignores_prior
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Reports that clients send."""
+        return self.host.aggregation.needs
+
+    @property
+    def sends(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What is sent besides the model."""
+        return self.host.aggregation.sends
+
+    @property
+    def sends_once(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What is sent to each client only once."""
+        return self.host.aggregation.sends_once
+
+    @property
+    def collects(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Uploads that the aggregation uses."""
+        return self.host.aggregation.collects
+
+    def prepare(self, state: State, cohort: Cohort) -> State:
+        """Return the state with which a round begins."""
+        return self.host.aggregation.prepare(state, cohort)
+
+    def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
+        """Say what goes to all clients and what to each."""
+        return self.host.aggregation.send(state, cohort)
+
+    def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
+        """Make the next state."""
+        return self.host.aggregation.combine(state, updates, cohort)
+
+    def evaluated(self, state: State) -> Tree:
+        """Return the model that is evaluated and handed out."""
+        return self.host.aggregation.evaluated(state)
+
+
+class WithPrior:
+    """A cohort with other weights; everything else is that of the cohort it is made from.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        The clients.
+    prior : Tensor
+        Their weights, summing to one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> WithPrior(SimpleNamespace(ids=[3, 4], prior=None), torch.tensor([0.5, 0.5])).ids
+    [3, 4]
+    """
+
+    ids: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    key: int
+    rounds: int
+    score: str
+    higher_is_better: bool
+    train: Callable[..., Updates]
+    evaluate: Callable[..., dict[str, Tensor]]
+    ask: Callable[..., Any]
+
+    def __init__(self, cohort: Cohort, prior: Tensor) -> None:
+        self._cohort, self.prior = cohort, prior
+
+    def __getattr__(self, name: str) -> Any:
+        """Find everything but the prior in the cohort."""
+        return getattr(self._cohort, name)

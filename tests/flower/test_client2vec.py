@@ -1,0 +1,43 @@
+"""Client2Vec around every method gives the same numbers in one process and by messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise import methods
+from equipoise.client_index import ClientIndex
+from equipoise.methods.client2vec import USES
+from tests.flower.loop import write_experiment, write_silos
+from tests.flower.parity import compare, with_clients
+
+TRAINING = {"rounds": 2, "cohort": 3, "optimizer": {"lr": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four clients' directories, and an index of theirs."""
+    folder = tmp_path_factory.mktemp("client2vec")
+    write_silos(folder / "silos")
+    torch.manual_seed(0)
+    ClientIndex(np.arange(4), torch.randn(4, 6), torch.randn(4, 3)).write(folder / "index.safetensors")
+    return folder
+
+
+def test_an_index_from_a_file_gives_the_same(folder):
+    method = {"name": "client2vec", "host": "fedprox", "index": str(folder / "index.safetensors")}
+    _, run, grid = compare(write_experiment(folder, method=method, training=TRAINING), folder)
+    assert "query.ask" not in grid.kinds
+    assert run.trainer.state.model["projection.weight"].shape[0] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", sorted(set(with_clients()) - {"local", "client2vec"}))
+@pytest.mark.parametrize("uses", [*((use,) for use in USES), USES], ids="+".join)
+def test_every_host_gives_the_same(host, uses, folder):
+    if "aggregation" in uses and methods.build(host).aggregation.ignores_prior:
+        pytest.skip(f"{host} ignores the prior")
+    method = {"name": "client2vec", "host": host, "uses": list(uses)}
+    model = {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]} if host == "fedbn" else {"name": "mlp"}
+    compare(write_experiment(folder, method=method, training=TRAINING, model=model), folder)

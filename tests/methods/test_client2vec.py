@@ -1,0 +1,445 @@
+"""Client2Vec: its three uses by hand, around plain hosts and around every method, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import minimize
+from torch import nn
+
+from equipoise.client_index import ClientIndex
+from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError
+from equipoise.method import State
+from equipoise.methods import build, describe, names
+from equipoise.methods.client2vec import USES, rested, similar_weights
+from equipoise.optimizers import Sgd
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm
+from tests.methods.plain_rounds import (
+    COHORTS,
+    FULL_BATCHES,
+    SIZES,
+    assert_equal,
+    average,
+    by_size,
+    federation,
+    samples_of,
+    smooth_model,
+    steps,
+)
+from tests.rounds import play, scalar, targets, weight
+from tests.run.small import Stop, promised, small_run, stop_after
+
+
+def random_index(clients=4, width=5, seed=2):
+    draws = torch.Generator().manual_seed(seed)
+    features, labels = (torch.randn(clients, size, generator=draws) for size in (width, 3))
+    return ClientIndex(np.arange(clients), features, labels, "by hand")
+
+
+@pytest.fixture
+def path(tmp_path):
+    random_index().write(tmp_path / "index.safetensors")
+    return str(tmp_path / "index.safetensors")
+
+
+def similarity(index, member, client):
+    """The mean of both cosines."""
+    return np.mean(
+        [
+            float(F.cosine_similarity(rows[member].double(), rows[client].double(), dim=0))
+            for rows in (index.features, index.labels)
+        ]
+    )
+
+
+def to_cohort(index, cohort, sizes, client):
+    """S(β_i, C), one client after the other."""
+    total = sum(sizes[j] for j in cohort)
+    return sum(sizes[j] / total * similarity(index, j, client) for j in cohort)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+def candidates(key, sizes=(3, 1, 4, 1)):
+    return SimpleNamespace(ids=np.arange(len(sizes)), sizes=np.array(sizes), key=key)
+
+
+def begun(method, sizes=(3, 1, 4, 1)):
+    everyone = SimpleNamespace(ids=np.arange(len(sizes)), sizes=np.array(sizes))
+    return method.sampler.begin(State(0, {}), everyone)
+
+
+def after(method, state, cohort):
+    """The state after a round of a cohort."""
+    return replace(method.sampler.learn(state, SimpleNamespace(ids=np.array(cohort))), round=state.round + 1)
+
+
+def test_probabilities_are_those_of_eq_1(path):
+    """One of three clients that may be drawn; the fourth took part the round before, and is left out."""
+    method = build("client2vec", uses=["sampling"], index=path, tau=0.3)
+    state = after(method, begun(method), [1])
+    drawn = np.array([method.sampler.select(state, candidates(key), 1)[0] for key in range(4000)])
+    odds = np.array([math.exp(to_cohort(random_index(), [1], [3, 1, 4, 1], i) / 0.3) for i in range(4)])
+    odds[1] = 0
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, odds / odds.sum(), atol=0.03)
+
+
+def test_large_clients_of_the_round_before_count_more(path):
+    """Similarity is weighted by the number of samples, and only the round before counts."""
+    method = build("client2vec", uses=["sampling"], index=path, tau=0.2)
+    sizes = (30, 1, 4, 1, 7, 7)
+    random_index(6).write(path)
+    method = build("client2vec", uses=["sampling"], index=path, tau=0.2)
+    state = after(method, after(method, begun(method, sizes), [5]), [0, 1])
+    drawn = np.array([method.sampler.select(state, candidates(key, sizes), 1)[0] for key in range(4000)])
+    odds = np.array([math.exp(to_cohort(random_index(6), [0, 1], sizes, i) / 0.2) for i in range(6)])
+    # 6 / (2 · 2) = 1.5 rounds: those of the round before are left out, and client 5 may be drawn again.
+    odds[[0, 1]] = 0
+    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, odds / odds.sum(), atol=0.03)
+
+
+def test_round_1_is_uniform(path):
+    method = build("client2vec", uses=["sampling"], index=path, tau=0.01)
+    state = begun(method)
+    drawn = np.concatenate([method.sampler.select(state, candidates(key), 2) for key in range(2000)])
+    np.testing.assert_allclose(np.bincount(drawn) / 2000, 0.5, atol=0.04)
+
+
+@pytest.mark.parametrize(
+    ("last", "ban", "count", "wanted"),
+    [
+        ([5, 4, 3, 2, 0], 2.0, 2, [False, False, True, True, True]),
+        ([5, 4, 3, 2, 0], 2.5, 3, [False, False, True, True, True]),
+        ([5, 4, 3, 2, 0], 5.0, 1, [False, False, False, False, True]),
+        ([5, 4, 3, 2, 0], 5.0, 3, [False, False, True, True, True]),
+        ([5, 5, 5], 3.0, 1, [True, True, True]),
+        ([0, 0, 0], 3.0, 2, [True, True, True]),
+    ],
+)
+def test_clients_rest_unless_too_few_remain(last, ban, count, wanted):
+    assert rested(torch.tensor(last), 6, ban, count).tolist() == wanted
+
+
+def trainer(method, data, module, *, rounds=2, chunk=10, cohort=6):
+    return Trainer(
+        data,
+        method,
+        method.extend(module, data.shape, 0),
+        Training(rounds=rounds, cohort=cohort, batch_size=8, optimizer=Sgd(lr=0.05)),
+        Machine(device="cpu", precision="float64", chunk=chunk),
+        Evaluation(every=0),
+        seed=0,
+    )
+
+
+def test_nobody_is_drawn_twice_within_the_ban():
+    """Ten clients, two a round: 10 / (2 · 2) = 2.5, so a client rests for two rounds."""
+    run = trainer(build("client2vec", uses=["sampling"]), images(), batchnorm(), rounds=12, cohort=2)
+    drawn = []
+    select = run.engine.cohort
+    run.engine.cohort = lambda method, ids, round_: drawn.append(ids.tolist()) or select(method, ids, round_)
+    run.run()
+    rounds = [ids for ids in drawn if len(ids) == 2]
+    assert len(rounds) == 12
+    for number, ids in enumerate(rounds):
+        assert not set(ids) & {k for before in rounds[max(0, number - 2) : number] for k in before}
+
+
+# ---- aggregation -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_maximise_eq_2():
+    """Weights found by a general optimizer are those of eq. 3."""
+    q, profit, lam = np.array([0.2, 0.5, 0.3]), np.array([0.9, -0.4, 0.3]), 0.7
+
+    def lost(logits):
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        return -(p @ profit + lam * p @ np.log(q / p))
+
+    best = minimize(lost, np.zeros(3), tol=1e-14).x
+    best = np.exp(best - best.max()) / np.exp(best - best.max()).sum()
+    found = similar_weights(torch.from_numpy(q), torch.from_numpy(profit), lam)
+    np.testing.assert_allclose(found, best, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_weights_of_rounds_are_those_of_eq_3(path, gamma):
+    index, sizes, lam, cohorts = random_index(), [1, 3, 2, 5], 0.4, [[0, 1], [1, 2, 3], [0, 3]]
+    values = (3.0, -1.0, 0.5, 2.0)
+    method = build("client2vec", uses=["aggregation"], index=path, gamma=gamma, lam=lam)
+    played = play(method, targets(*values, samples=sizes), scalar(1.0), cohorts, steps=1, optimizer=Sgd(lr=0.1))
+    w = 1.0
+    for number, cohort in enumerate(cohorts):
+        profit = [
+            sum(gamma ** (number - r) * to_cohort(index, cohorts[r], sizes, i) for r in range(number + 1))
+            for i in cohort
+        ]
+        weights = np.array([sizes[i] for i in cohort]) * np.exp(np.array(profit) / lam)
+        weights /= weights.sum()
+        w = float(sum(a * (w - 0.2 * (w - values[i])) for a, i in zip(weights, cohort, strict=True)))
+        assert weight(played.states[number + 1].model) == pytest.approx(w, abs=1e-7)
+        assert played.states[number + 1].notes["prior"].tolist() == pytest.approx(weights.tolist(), abs=1e-7)
+
+
+def test_the_prior_of_the_host_is_what_is_changed(path):
+    """FedIIR asks in prepare, with the same weights as in combine."""
+    method = build("client2vec", uses=["aggregation"], index=path, host={"name": "fediir", "ema": 0.0})
+    values = (3.0, -1.0, 0.5, 2.0)
+    played = play(method, targets(*values), scalar(1.0), [[0, 1, 2]], steps=1, optimizer=Sgd(lr=0.1))
+    share = played.states[1].notes["prior"].tolist()
+    gradients = [2 * (1.0 - t) for t in values[:3]]
+    found = played.states[1].server["mean_gradient"]["head.weight"].item()
+    assert found == pytest.approx(np.dot(share, gradients), abs=1e-12)
+    assert share != pytest.approx([1 / 3] * 3, abs=1e-2)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def with_projection(index, seed=8):
+    """The small model with a projection and its classifier."""
+    torch.manual_seed(seed)
+    module = smooth_model()
+    module.add_module("projection", nn.Linear(6, index.width, bias=False).double())
+    module.add_module("projection_head", nn.Linear(index.width, 4).double())
+    return module
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize(
+    ("factor", "orthogonal", "unit"), [(1.0, True, True), (5.0, True, True), (1.0, True, False), (1.0, False, True)]
+)
+def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
+    index, data = random_index(), federation()
+    vectors = [beta / beta.norm() if unit else beta for beta in index.features.double()]
+    module = with_projection(index)
+    for cohort in COHORTS:
+        trained = []
+        for k in cohort:
+
+            def loss(copy, k=k):
+                x, y = samples_of(data, k)
+                total = 0.0
+                for sample, label in zip(x.split(1), y, strict=True):
+                    z = copy.features(sample)[0]
+                    scores, projected = copy.head(z), copy.projection.weight @ z
+                    p, q = scores.softmax(0), copy.projection_head(projected).softmax(0)
+                    total = total - torch.log(p[label]) + factor * (p * torch.log(p / q)).sum()
+                    if orthogonal:
+                        products = [torch.dot(projected, beta).abs() for beta in vectors]
+                        total = total + factor * sum(products) / len(products)
+                return total / len(x)
+
+            trained.append(steps(module, loss))
+        module = average(trained, by_size(cohort))
+    method = build("client2vec", uses=["training"], index=path, weight=factor, orthogonal=orthogonal, unit_length=unit)
+    found = play(method, data, with_projection(index), COHORTS, chunk=chunk, **FULL_BATCHES)
+    assert_equal(found.model, module)
+
+
+def test_the_model_gets_a_projection_as_wide_as_the_index(path):
+    method = build("client2vec", index=path)
+    model = method.extend(smooth_model(), (2, 5, 5), 0)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("projection")}
+    assert shapes == {"projection.weight": (5, 6), "projection_head.weight": (4, 5), "projection_head.bias": (4,)}
+    without = build("client2vec", index=path, uses=["sampling", "aggregation"]).extend(smooth_model(), (2, 5, 5), 0)
+    assert not [name for name, _ in without.named_parameters() if name.startswith("projection")]
+
+
+@pytest.mark.parametrize(
+    ("host", "moves"),
+    [
+        ("fedavg", ["all"]),
+        ("fedbabu", [("features", "projection", "projection_head")]),
+        ("fedrep", ["head", ("features", "projection", "projection_head")]),
+        ("ditto", ["personal", "all"]),
+    ],
+)
+def test_the_projection_moves_wherever_features_move(host, moves):
+    phases = build("client2vec", host=host).local.phases()
+    found = [
+        phase.move[0] if isinstance(phase.move, tuple) and len(phase.move) == 1 else phase.move for phase in phases
+    ]
+    assert found == moves
+
+
+def test_the_index_is_sent_once(path):
+    data, index = federation(), random_index()
+    method = build("client2vec", uses=["training"], index=path)
+    module = with_projection(index)
+    plain = build("client2vec", uses=["training"], index=path, orthogonal=False)
+    ours, without = (play(m, data, module, [[0, 1, 2], [0, 1, 3]], **FULL_BATCHES).cohorts for m in (method, plain))
+    size = index.features.numel() * 8
+    assert [a.bytes_down - b.bytes_down for a, b in zip(ours, without, strict=True)] == [3 * size, size]
+
+
+def test_regression_cannot_be_distilled(path):
+    method = build("client2vec", uses=["training"], index=path)
+    module = method.extend(scalar(), (1,), 0)
+    with pytest.raises(InputError, match="training compares class probabilities, but the task .* is regression"):
+        play(method, targets(1.0, 2.0, 3.0, 4.0), module, [[0, 1]])
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_the_index_is_the_mean_of_z_and_of_labels():
+    data, method = federation(), build("client2vec", uses=["sampling"])
+    module = smooth_model()
+    played = play(method, data, module, [[0]], **FULL_BATCHES)
+    kept = played.states[0].server["client2vec"]
+    for k in range(4):
+        x, y = samples_of(data, k)
+        wanted = module.features(x).mean(0).detach()
+        torch.testing.assert_close(kept["features"][k], wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(kept["labels"][k], torch.bincount(y, minlength=4).double() / len(y))
+    assert kept["size"].tolist() == SIZES
+
+
+def test_clients_that_join_get_their_index(path):
+    method = build("client2vec", uses=["sampling", "aggregation"], index=path)
+    two = method.sampler.begin(State(0, {}), SimpleNamespace(ids=np.array([0, 2]), sizes=np.array([3, 4])))
+    state = after(method, two, [2])
+    joined = method.sampler.admit(state, SimpleNamespace(ids=np.arange(4), sizes=np.array([3, 1, 4, 1])))
+    kept = joined.server["client2vec"]
+    assert kept["last"].tolist() == [0, 0, 1, 0]
+    torch.testing.assert_close(kept["features"], random_index().features.double())
+
+
+def test_clients_without_an_index_are_named(path):
+    method = build("client2vec", uses=["sampling"], index=path)
+    with pytest.raises(InputError, match="no rows for 1 of 5 clients, such as client 4"):
+        begun(method, sizes=(1, 1, 1, 1, 1))
+
+
+def test_width_and_hash_of_the_index_are_written_down(path):
+    method = build("client2vec", index=path)
+    plain = describe(method)
+    assert plain["width"] == 5
+    assert plain["digest"] == random_index().digest()
+    assert build(**plain) == method
+    random_index(seed=9).write(path)
+    with pytest.raises(InputError, match="client2vec.digest is .*, but that of the index in"):
+        build(**plain)
+
+
+def test_machines_without_the_file_need_the_width(tmp_path):
+    nowhere = str(tmp_path / "nowhere")
+    assert build("client2vec", index=nowhere, width=7).local.width == 7
+    with pytest.raises(InputError, match="there is no file .*nowhere; valid: a file, or client2vec.width"):
+        build("client2vec", index=nowhere)
+
+
+def test_a_run_can_be_resumed_but_not_with_another_index(tmp_path):
+    path = tmp_path / "index.safetensors"
+    random_index(9).write(path)
+    method = {"name": "client2vec", "host": {"name": "fedprox", "mu": 0.1}, "index": str(path)}
+    small_run(tmp_path / "whole", method, rounds=3)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", method, rounds=3, on_round=stop_after(2))
+    random_index(9, seed=5).write(path)
+    with pytest.raises(InputError, match="digest"):
+        small_run(tmp_path / "run", method, rounds=3, resume=True)
+    random_index(9).write(path)
+    small_run(tmp_path / "run", method, rounds=3, resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+# ---- around every method ---------------------------------------------------------------------------------------------
+
+IGNORING = {"qffl", "afl", "fedmgda", "gifair", "ga", "faa"}
+NO_HOSTS = {"local", "central", "client2vec"}
+HOSTS = sorted(set(names()) - NO_HOSTS)
+
+
+def assert_every_use_matters(host):
+    """Each use alone and all together: other parameters than the host's, the same however clients are stacked."""
+    plain = trainer(build(host), images(), batchnorm())
+    plain.run()
+    for uses in (*((use,) for use in USES), USES):
+        if "aggregation" in uses and host in IGNORING:
+            with pytest.raises(InputError, match=f"aggregation changes the weights that '{host}' begins with"):
+                build("client2vec", host=host, uses=uses)
+            continue
+        one, stacked = (
+            trainer(build("client2vec", host=host, uses=uses, lam=0.1), images(), batchnorm(), chunk=chunk)
+            for chunk in (1, 10)
+        )
+        one.run()
+        stacked.run()
+        assert distance(stacked.state.model, one.state.model, WITHOUT_GRADIENT) <= 1e-9, uses
+        moved = {name: one.state.model[name] for name in plain.state.model}
+        assert distance(moved, plain.state.model, WITHOUT_GRADIENT) > 1e-6, uses
+
+
+@pytest.mark.parametrize("host", ["fedavg", "feddyn", "ditto", "qffl"])
+def test_every_use_matters_around_some_hosts(host):
+    assert_every_use_matters(host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_use_matters_around_every_host(host):
+    assert_every_use_matters(host)
+
+
+@pytest.mark.parametrize("host", sorted(NO_HOSTS))
+@pytest.mark.parametrize("use", USES)
+def test_some_methods_have_nothing_to_wrap(host, use):
+    with pytest.raises(InputError, match=f"client2vec cannot wrap '{host}'"):
+        build("client2vec", host=host, uses=[use])
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - {"central"}))
+def test_aggregations_say_whether_the_prior_matters(name):
+    """With other weights the model is another one, unless the aggregation says that they do not matter."""
+    method = build(name)
+    models = []
+    for power in (1.0, 3.0):
+        run = trainer(method, images(), batchnorm(), rounds=1)
+        gather = run.engine.cohort
+
+        def raised(*given, gather=gather, power=power):
+            cohort = gather(*given)
+            if len(cohort.ids) == 6:
+                cohort.prior = torch.arange(1.0, 7.0).double() ** power
+                cohort.prior /= cohort.prior.sum()
+            return cohort
+
+        run.engine.cohort = raised
+        run.run()
+        models.append({n: t for n, t in run.state.model.items() if "running" not in n})
+    changed = distance(*models, WITHOUT_GRADIENT) > 1e-9
+    assert changed == (method.aggregation.ignores_prior is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"uses": ["sample"]}, "unknown use 'sample' in client2vec.uses; did you mean 'sampling'"),
+        ({"uses": []}, r"client2vec.uses must name each use once, got \[\]"),
+        ({"uses": ["sampling", "sampling"]}, "client2vec.uses must name each use once"),
+        ({"tau": 0.0}, "client2vec.tau must be a finite number above 0"),
+        ({"lam": -1.0}, "client2vec.lam must be a finite number above 0"),
+        ({"gamma": 1.5}, r"client2vec.gamma must be in \[0, 1\], got 1.5"),
+        ({"weight": -1.0}, "client2vec.weight must be a finite number of at least 0"),
+        ({"compare": "label"}, "unknown value 'label' in client2vec.compare; did you mean 'labels'"),
+        ({"width": 3}, "client2vec.width and client2vec.digest belong to client2vec.index, which is missing"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(InputError, match=message):
+        build("client2vec", **options)
