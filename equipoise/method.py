@@ -906,8 +906,8 @@ class Method:
 
     @property
     def needs_images(self) -> bool:
-        """Whether a part works on images."""
-        return any(part.needs_images for part in self.parts)
+        """Whether a part works on images, those inside other parts included."""
+        return any(shown.needs_images for part in self.parts for shown in (part, *held_by(part)))
 
     @property
     def usual_model(self) -> str:

@@ -60,10 +60,11 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
     host: Method
 
     def __getattr__(self, name: str) -> Any:
-        """Find questions of the host's local rule."""
+        """Find questions of the host's local rule, or else of its aggregation."""
         if name == "host" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.host.local, name)
+        local, aggregation = self.host.local, self.host.aggregation
+        return getattr(local if hasattr(local, name) else aggregation, name)
 
     @property
     def _on_the_server(self) -> tuple[Sampler | Aggregation, ...]:

@@ -20,6 +20,7 @@ from equipoise.methods.fedprox import FedProx
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
+from tests.engine.every_method import fitting
 from tests.engine.federations import images
 from tests.engine.small_models import batchnorm
 from tests.own_wrappers import Sharpened, Twice, Unchanged, make_known
@@ -34,12 +35,12 @@ def known(monkeypatch):
     make_known(monkeypatch)
 
 
-def trained(method, rounds=2):
+def trained(method, data, model, rounds=2):
     """The state and the personal models after two rounds."""
     trainer = Trainer(
-        images(),
+        data,
         method,
-        method.extend(batchnorm(), (2, 5, 5), 0),
+        method.extend(model, data.shape, 0),
         Training(rounds=rounds, cohort=6, batch_size=8, optimizer=Sgd(lr=0.05)),
         Machine(device="cpu", precision="float64", chunk=10),
         Evaluation(every=0),
@@ -52,8 +53,8 @@ def trained(method, rounds=2):
 
 @pytest.mark.parametrize("name", names())
 def test_a_wrapper_that_changes_nothing_gives_what_its_host_gives(name):
-    *found, rows = trained(build("unchanged", host=name))
-    *wanted, plain = trained(build(name))
+    *found, rows = trained(build("unchanged", host=name), *fitting(name))
+    *wanted, plain = trained(build(name), *fitting(name))
     assert rows == plain
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.keys() == theirs.keys()
@@ -64,6 +65,7 @@ def test_a_wrapper_that_changes_nothing_gives_what_its_host_gives(name):
 def test_a_wrapper_says_of_itself_what_its_host_says(name):
     host = build(name)
     method = build("unchanged", host=host)
+    assert method.needs_images == host.needs_images
     assert method.name == "unchanged"
     assert (method.weights, method.sees, method.usual_model, method.personal) == (
         host.weights,

@@ -73,6 +73,12 @@ def fits(method, what):
 PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)]
 
 
+def fitting(method):
+    """Return a federation and a model for a method: images and BatchNorm, unless it needs another model."""
+    federation, model, _ = SETTINGS["fedgc" if "fedgc" in ONLY.get(method, ()) else "images"]
+    return federation(), model()
+
+
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
     """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
     federation, model, lr = SETTINGS[what]

@@ -32,6 +32,15 @@ def test_an_index_from_a_file_gives_the_same(folder):
     assert run.trainer.state.model["projection.weight"].shape[0] == 6
 
 
+TRANSFORMER = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
+MODELS = {
+    "fedbn": {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]},
+    "fedgc": {"name": "fedgc", **TRANSFORMER},
+    "fedgcr": {"name": "fedgc", **TRANSFORMER},
+    "fedgr": {"name": "vitprompts", **TRANSFORMER},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", sorted(set(with_clients()) - {"local", "client2vec"}))
 @pytest.mark.parametrize("uses", [*((use,) for use in USES), USES], ids="+".join)
@@ -39,5 +48,5 @@ def test_every_host_gives_the_same(host, uses, folder):
     if "aggregation" in uses and methods.build(host).aggregation.ignores_prior:
         pytest.skip(f"{host} ignores the prior")
     method = {"name": "client2vec", "host": host, "uses": list(uses)}
-    model = {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]} if host == "fedbn" else {"name": "mlp"}
+    model = MODELS.get(host, {"name": "mlp"})
     compare(write_experiment(folder, method=method, training=TRAINING, model=model), folder)

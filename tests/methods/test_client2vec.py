@@ -23,6 +23,7 @@ from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
+from tests.engine.every_method import fitting
 from tests.engine.federations import images
 from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm
 from tests.methods.plain_rounds import (
@@ -360,14 +361,14 @@ def test_a_run_can_be_resumed_but_not_with_another_index(tmp_path):
 
 # ---- around every method ---------------------------------------------------------------------------------------------
 
-IGNORING = {"qffl", "afl", "fedmgda", "gifair", "ga", "faa"}
+IGNORING = {"qffl", "afl", "fedmgda", "gifair", "ga", "faa", "fftgp"}
 NO_HOSTS = {"local", "central", "client2vec"}
 HOSTS = sorted(set(names()) - NO_HOSTS)
 
 
 def assert_every_use_matters(host):
     """Each use alone and all together: other parameters than the host's, the same however clients are stacked."""
-    plain = trainer(build(host), images(), batchnorm())
+    plain = trainer(build(host), *fitting(host))
     plain.run()
     for uses in (*((use,) for use in USES), USES):
         if "aggregation" in uses and host in IGNORING:
@@ -375,7 +376,7 @@ def assert_every_use_matters(host):
                 build("client2vec", host=host, uses=uses)
             continue
         one, stacked = (
-            trainer(build("client2vec", host=host, uses=uses, lam=0.1), images(), batchnorm(), chunk=chunk)
+            trainer(build("client2vec", host=host, uses=uses, lam=0.1), *fitting(host), chunk=chunk)
             for chunk in (1, 10)
         )
         one.run()
@@ -409,7 +410,7 @@ def test_aggregations_say_whether_the_prior_matters(name):
     method = build(name)
     models = []
     for power in (1.0, 3.0):
-        run = trainer(method, images(), batchnorm(), rounds=1)
+        run = trainer(method, *fitting(name), rounds=1)
         gather = run.engine.cohort
 
         def raised(*given, gather=gather, power=power):
