@@ -441,7 +441,7 @@ class _Reader:
         """Check the options of a method, and those of methods and parts inside it."""
         name, options = self.named(given, path, "method", methods.names(), default="fedavg")
         types, special = self.options_of_part(name)
-        for slot in ("sampling", "local", "aggregation"):
+        for slot in ("sampling", "local", "aggregation", "view"):
             types[slot], special[slot] = Any, self.part
         return {"name": name, **self.fields(options, types | {"weights": str}, path, special)}
 

@@ -636,8 +636,13 @@ class LocalRule(Part):
         What a client sends besides the parameters: made by :meth:`finish`, or one of :meth:`facts`.
     interleaved : bool
         Whether phases take turns batch by batch instead of following each other.
+    makes_index : bool
+        Whether the trained model makes a client index. Then the rule has a question ``index_sums``,
+        which returns the sums of the feature and of the label indices of samples and their number,
+        and every run leaves the index of all clients.
     """
 
+    makes_index: ClassVar[bool] = False
     keeps: Parts = ()
     receives: tuple[str, ...] = ()
     uploads: tuple[str, ...] = ()
@@ -825,11 +830,30 @@ def carried_over(old: Tree, new: Tree, lasting: tuple[str, ...] | None = None) -
 
 
 class View(Part):
-    """On which view of the federation does training happen?"""
+    """On which view of the federation does training happen?
+
+    Attributes
+    ----------
+    gathers : bool
+        Whether the server trains alone, on samples that it asks all clients for before round 1; see
+        :meth:`gather`.
+    """
+
+    gathers: ClassVar[bool] = False
 
     def of(self, federation: Federation) -> Federation:
         """Return the federation to train on; evaluation is always on the original."""
         return federation
+
+    def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
+        """Ask all registered clients for the samples to train on, if the view ``gathers``.
+
+        Returns
+        -------
+        tuple of Tensor
+            Samples and targets.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -874,6 +898,11 @@ class Method:
             raise InputError(
                 f"method {self.name!r}: {type(self.aggregation).__name__} sends {', '.join(sorted(strays))} once, "
                 "but does not name it in sends"
+            )
+        if self.view.gathers and self.local.keeps:
+            raise InputError(
+                f"method {self.name!r}: {type(self.local).__name__} keeps parts with clients, but with the view "
+                f"{type(self.view).__name__} the server trains alone"
             )
         whole = self.aggregation
         if isinstance(whole, LocalRule) and whole.keeps and whole != self.local:

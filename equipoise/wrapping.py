@@ -107,6 +107,15 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Return the federation to train on."""
         return self.host.view.of(federation)
 
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        """Whether the server trains alone."""
+        return self.host.view.gathers
+
+    def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
+        """Ask for the samples to train on."""
+        return self.host.view.gather(everyone)
+
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Choose clients."""
         return self.host.sampler.select(state, candidates, count)
@@ -116,6 +125,11 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         return self.host.sampler.learn(state, cohort)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
+
+    @property
+    def makes_index(self) -> bool:  # type: ignore[override]
+        """Whether the trained model makes a client index."""
+        return self.host.local.makes_index
 
     @property
     def keeps(self) -> Parts:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The pages on architecture, Client2Vec, metrics and figures: their examples run, and the tables name what there is."""
+"""The pages on architecture, Client2Vec and its indices, metrics and figures: their examples run, and the tables name what there is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise import methods, tasks
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["architecture", "client2vec", "metrics", "figures"])
+@pytest.mark.parametrize("page", ["architecture", "client2vec", "client_index", "metrics", "figures"])
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))

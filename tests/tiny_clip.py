@@ -12,14 +12,14 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 WIDTH, TOKEN_WIDTH = 6, 8
 
 
-def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True):
+def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True, width=WIDTH):
     """Write a CLIP with random weights, for images of 16 x 16, as transformers does; gives its directory.
 
     ``legacy`` writes the number of the end token that configurations had before transformers 4.31.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
     vocabulary = _vocabulary()
-    same = {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.3, "projection_dim": WIDTH}
+    same = {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.3, "projection_dim": width}
     text = {
         **same,
         "hidden_size": TOKEN_WIDTH,
@@ -31,7 +31,7 @@ def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True):
         "pad_token_id": 1,
     }
     vision = {**same, "hidden_size": 8, "intermediate_size": 12, "image_size": 16, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=width)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.CLIPModel(config)

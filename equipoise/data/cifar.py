@@ -50,6 +50,9 @@ COLOURS = {
     100: ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""The classes of CIFAR-10, in the order of its labels."""
+
 
 def cifar(
     *,
@@ -102,7 +105,13 @@ def cifar(
         mean, deviation = (np.array(colour, np.float32).reshape(3, 1, 1) for colour in COLOURS[classes])
         x -= mean
         x /= deviation
-    return Source(x=torch.from_numpy(x), y=torch.from_numpy(labels), classes=classes, name=f"cifar{classes}")
+    return Source(
+        x=torch.from_numpy(x),
+        y=torch.from_numpy(labels),
+        classes=classes,
+        name=f"cifar{classes}",
+        class_names=CIFAR10_NAMES if classes == 10 else None,
+    )
 
 
 def recipe(

@@ -22,6 +22,8 @@ from equipoise.tree import digest
 _VERSION = 1
 # Images in one batch of an encoder.
 _IMAGES = 64
+NEXT_CHARACTER = "The next character of {}"
+"""Client2Vec's text for a sample whose next character is predicted (appendix D.1)."""
 # Encoded samples up to this size are held in memory.
 _IN_MEMORY = 4 << 30
 
@@ -82,15 +84,19 @@ def samples_digest(x: Tensor | Samples) -> str:
 
 
 def encode_federation(federation: Federation, source: str, size: int | None = None) -> Federation:
-    """Replace the images of a federation by embeddings.
+    """Replace the images or texts of a federation by embeddings.
 
     Parameters
     ----------
     federation : Federation
-        Its samples are images with one or three channels, in bytes or in floating point numbers from 0 to 1.
+        Its samples are images with one or three channels, in bytes or in floating point numbers
+        from 0 to 1; or texts as positions of characters in ``class_names``, which are then
+        characters, too.
     source : str
         A pretrained image model: a directory or a name on the Hugging Face hub; see
-        :func:`equipoise.models.pretrained.pretrained`.
+        :func:`equipoise.models.pretrained.pretrained`. For texts a text encoder, which gets the
+        text "The next character of
+        ..."; see :func:`equipoise.models.pretrained.text_encoder`.
     size : int, optional
         Height and width to which images are resized (bilinear) before they are encoded; by default they are not.
 
@@ -102,17 +108,19 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
     Raises
     ------
     InputError
-        If the samples are no images, or the model is not there.
+        If the samples are neither images nor texts, or the model is not there.
     """
     from equipoise.models.pretrained import encoder
 
+    if size is not None:
+        count(size, "data.encode_size")
+    if len(federation.shape) == 1 and not federation.x.dtype.is_floating_point:
+        return _encode_texts(federation, source, size)
     if len(federation.shape) != 3 or federation.shape[0] not in (1, 3):
         raise InputError(
             f"data.encode needs images of shape (1 or 3, height, width), but samples of {federation.name!r} have shape "
             f"{federation.shape}"
         )
-    if size is not None:
-        count(size, "data.encode_size")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = encoder(source).to(device)
 
@@ -126,4 +134,26 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
         return cast(Tensor, model(images)).float()
 
     key = "encoder", model.digest, size, device.type
+    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES))
+
+
+def _encode_texts(federation: Federation, source: str, size: int | None) -> Federation:
+    from equipoise.models.pretrained import text_encoder
+
+    characters = federation.class_names or ()
+    if not characters or any(len(name) != 1 for name in characters):
+        raise InputError(
+            "data.encode needs images of shape (1 or 3, height, width), or texts with class_names that are their characters, "
+            f"but samples of {federation.name!r} have shape {federation.shape} and class_names {federation.class_names}"
+        )
+    if size is not None:
+        raise InputError(f"data.encode_size={size!r} has no meaning for text")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = text_encoder(source).to(device)
+
+    def encode(rows: Tensor) -> Tensor:
+        texts = ("".join(characters[number] for number in row) for row in rows.tolist())
+        return model([NEXT_CHARACTER.format(text) for text in texts]).float()
+
+    key = "text encoder", model.digest, NEXT_CHARACTER, characters, device.type
     return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES))

@@ -189,6 +189,7 @@ def leaf(*, dataset: str = "femnist", root: str | None = None, clients: int | No
         y=y,
         classes=62 if dataset == "femnist" else len(CHARACTERS),
         name=dataset,
+        class_names=tuple(CHARACTERS) if dataset == "shakespeare" else None,
         ids=np.repeat(names, [len(held[name][0]) for name in names]),
     )
 

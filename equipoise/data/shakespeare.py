@@ -166,6 +166,7 @@ def shakespeare(
         y=torch.from_numpy(np.concatenate([y for _, y in samples])),
         classes=len(CHARACTERS),
         name="shakespeare",
+        class_names=tuple(CHARACTERS),
         groups=np.repeat([genders.index(role.gender) for role in chosen], sizes),
         group_names=genders,
         ids=np.repeat([f"{role.play}: {role.role}" for role in chosen], sizes),

@@ -33,6 +33,9 @@ _PLAIN: dict[Any, tuple[type, str]] = {
     NoneType: (NoneType, "None"),
 }
 
+# Parts that may take the place of a method's own; the sampler is named by ``sampling``.
+_EXCHANGED = ("local", "aggregation", "view")
+
 _PARTS: dict[str, type[Part]] = {}
 _METHODS: set[str] = set()
 P = TypeVar("P", bound=type[Part])
@@ -193,7 +196,7 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, **opti
         The sampler: ``uniform`` (the default), ``size``, or another registered one with its options.
     **options
         The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
-        each a name, a mapping with ``name`` and hyper-parameters, or a part. A hyper-parameter that is a method itself is
+        ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a part. A hyper-parameter that is a method itself is
         a name, a mapping or a method. Of a method that wraps a host, weights and parts are those of the host.
 
     Returns
@@ -213,8 +216,8 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, **opti
     if issubclass(part_class(name), Wrapper):
         around = {"weights": weights, "sampling": sampling}
         return _wrap(name, options, {key: value for key, value in around.items() if value is not None})
-    exchanged = {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
-    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
+    exchanged = {slot: options.pop(slot) for slot in _EXCHANGED if slot in options}
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED))
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone"}
     parts["sampler"] = "uniform" if sampling is None else sampling
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
@@ -230,11 +233,11 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, **opti
 
 def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:
     """Make a method that wraps a host; weights and parts that are given beside the host are the host's."""
-    around |= {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
+    around |= {slot: options.pop(slot) for slot in _EXCHANGED if slot in options}
     if around:
         host = _made_from(options.get("host", options_of(name)["host"]), Method, "method.host")
         options = {**options, "host": build(**{**describe(host), **around})}
-    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED))
     return Method(name=name, weights=main.host.weights, **dict.fromkeys(SLOTS, main))
 
 
@@ -383,7 +386,7 @@ def describe(method: Method) -> dict[str, Any]:
     own = next((part for part in method.parts if isinstance(part, main)), None)
     plain: dict[str, Any] = {"name": method.name} if own is None else describe_part(own)
     plain |= {"weights": method.weights, "sampling": describe_part(method.sampler)}
-    for slot in ("local", "aggregation"):
+    for slot in _EXCHANGED:
         part = getattr(method, slot)
         if part is not own and part != getattr(usual, slot):
             plain[slot] = describe_part(part)

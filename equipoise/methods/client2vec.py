@@ -128,6 +128,8 @@ class Client2Vec(Wrapper):
             reason = "it has an index of its own"
         elif host.sees is Sees.DATA:
             reason = "it pools the data of all clients"
+        elif host.view.gathers:
+            reason = "its clients do not train"
         elif host.local.keeps == "all":
             reason = "its clients share nothing"
         if reason:

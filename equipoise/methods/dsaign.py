@@ -1,22 +1,25 @@
-"""The losses of DSA-IGN, the network that makes client indices (Guo et al., 2024)."""
+"""Training of DSA-IGN, the network that makes client indices (Guo et al., 2024)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from equipoise.checks import flag
+from equipoise.checks import count, flag
 from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Phase
+from equipoise.method import Cohort, LocalRule, Phase, Sees, View
 from equipoise.methods import register
+from equipoise.random import choose, fold
 
 
-@register("dsaign", paper="Guo et al., 2024", method=False)
+@register("dsaign", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS, method=False)
 @dataclass(frozen=True)
 class DsaIgn(LocalRule):
     """Minimise L_div + L_sim + L_orth + L_recon, where features split an embedding D into [z, u].
@@ -27,9 +30,13 @@ class DsaIgn(LocalRule):
     alone.
 
     FEDERATED is this rule under FedAvg: ``{name: fedavg, local: dsaign}``. GLOBAL is this rule on
-    128 samples of each client in one place: ``{name: central, samples: 128, local: dsaign}``.
+    128 samples of each client, for which the server asks: ``{name: fedavg, local: dsaign, view:
+    gathered}``. After the last round the server asks all clients for their index: the mean of u and
+    the mean of the label vectors over their training samples.
 
     The paper leaves open whether ‖Z Uᵀ‖₁ is a sum or a mean; here it is a mean over all B² pairs.
+    L_recon is a mean over the numbers of an embedding. All weights are 1, as in the paper's sum.
+    Cosines of a vector of zeros are 0.
 
     Parameters
     ----------
@@ -42,6 +49,7 @@ class DsaIgn(LocalRule):
     orth: bool = True
     recon: bool = True
     usual_model = "dsaign"
+    makes_index: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse to minimise nothing."""
@@ -67,6 +75,66 @@ class DsaIgn(LocalRule):
         if self.recon:
             total = total + (client.part("reconstruction", split) - client.x.flatten(1)).square().mean(1)
         return total + diversity(u, kept) if self.div else total
+
+    def index_sums(self, client: Client) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums of u and of label vectors, and the number of samples; a question."""
+        _, u = client.features().chunk(2, dim=1)
+        head: Any = client.network.module.head
+        own = torch.arange(len(head.vectors), device=u.device) == client.y.unsqueeze(1)
+        return client.sum(u), client.sum(own.to(u.dtype) @ head.vectors), client.sum(torch.ones_like(u[:, 0]))
+
+    def chosen_samples(self, client: Client) -> tuple[Tensor, Tensor]:
+        """Return the samples at the positions ``client.each["chosen"]``, and targets; a question."""
+        if client.positions is None:
+            raise InputError("chosen_samples is a question, and not a loss")
+        found = client.each["chosen"].unsqueeze(1) == client.positions
+        if client.mask is not None:
+            found = found & (client.mask > 0)
+        # Each position is in one batch only, so that the sum over batches is the sample itself.
+        return found.to(client.x.dtype) @ client.x.flatten(1), (found * client.y).sum(1)
+
+
+@register("gathered", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS, method=False)
+@dataclass(frozen=True)
+class Gathered(View):
+    """The server trains alone, on some samples of each client (Client2Vec's GLOBAL).
+
+    Before round 1 the server asks all registered clients for embeddings (``data.encode``) and
+    labels. Then it trains as a single client with these samples would. Samples that are no vectors
+    are refused. The paper leaves open which samples of a client form its batch of 128; here they
+    are drawn at random, without replacement.
+
+    Parameters
+    ----------
+    samples : int
+        How many samples each client sends; all of them if it has fewer.
+    """
+
+    samples: int = 128
+    gathers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse to ask for nothing."""
+        count(self.samples, "gathered.samples")
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse images and other samples that are no embeddings, and leave the model as it is."""
+        if len(shape) != 1:
+            raise InputError(
+                f"view 'gathered' sends embeddings to the server, but a sample has shape {tuple(shape)}; valid: vectors, as "
+                "data.encode makes them"
+            )
+        return model
+
+    def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
+        """Ask for the samples at positions that the server draws: sizes are public."""
+        chosen = np.full((len(everyone.ids), self.samples), -1, np.int64)
+        for row, (client, size) in enumerate(zip(everyone.ids, everyone.sizes, strict=True)):
+            drawn = choose(fold(everyone.key, int(client)), int(size), min(self.samples, int(size)))
+            chosen[row, : len(drawn)] = np.sort(drawn)
+        x, y = everyone.ask("chosen_samples", each={"chosen": torch.from_numpy(chosen)})
+        there = torch.from_numpy(chosen >= 0)
+        return x.cpu()[there], y.cpu()[there]
 
 
 def diversity(u: Tensor, kept: Tensor) -> Tensor:

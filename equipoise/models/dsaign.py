@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equipoise.checks import count, probability
+from equipoise.checks import count, probability, several
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.models.attention import Attention
 from equipoise.models.base import Model
 from equipoise.models.layers import LayerNorm, Linear
 
 PROJECTIONS = ("matrix", "linear", "mlp")
+PHOTO = "A photo of a/an {}"
+"""The paper's text for the label of an image. "a/an" is replaced by the article that fits the name."""
+CHARACTER = "Character {}"
+"""The paper's text for the label of a text whose next character is predicted."""
 _TOKEN = 32
+# Names that begin with the sound of a vowel, whatever their first letter.
+_VOWEL = re.compile(r"(?!one|uni|use|eu)[aeiou]|hour|honest|heir", re.IGNORECASE)
+# Tokenizers drop white space, so that these would be called alike.
+_WHITE_SPACE = {" ": "space", "\n": "newline", "\t": "tab"}
 
 
 def dsaign(
@@ -23,6 +35,9 @@ def dsaign(
     classes: int,
     *,
     labels: str | None = None,
+    text: str | None = None,
+    class_names: tuple[str, ...] | None = None,
+    template: str = PHOTO,
     projection: str = "matrix",
     depth: int = 3,
     heads: int = 8,
@@ -37,8 +52,10 @@ def dsaign(
     encoder, and put together again to [z, u]: what the label explains, and the feature index of the
     sample. A projection of [z, u] reconstructs D.
 
-    The paper leaves open: dropout (here none), and how label vectors are scaled (only their
-    directions count).
+    The paper leaves open: dropout (here none), whether embeddings are scaled to length 1 (here they
+    are as the encoder makes them; of label vectors only the directions count in the losses), the
+    activation and the order of the encoder layers (those of ``nn.TransformerEncoderLayer``), and
+    positions of tokens (here none, as with that layer).
 
     Parameters
     ----------
@@ -48,7 +65,16 @@ def dsaign(
         Number of classes.
     labels : str, optional
         A safetensors file with the tensor ``labels``, ``[classes, width]``: the embedding of a text
-        for each class. Without it, label vectors are drawn from a normal distribution.
+        for each class. Without it and without ``text``, label vectors are drawn from a normal
+        distribution.
+    text : str, optional
+        A text encoder that makes the label vectors: a directory or a name on the Hugging Face hub;
+        see :func:`equipoise.models.pretrained.text_encoder`. Its embeddings must be as wide as
+        those of samples.
+    class_names : tuple of str, optional
+        The names of the classes, for ``text``; by default those of the federation.
+    template : str
+        The text for a class, with ``{}`` for its name, for ``text``.
     projection : {"matrix", "linear", "mlp"}
         What reconstructs D: a matrix, a linear layer with a bias, or two layers (figure 8).
     depth : int
@@ -83,8 +109,15 @@ def dsaign(
     hidden = count(feedforward, "feedforward of model 'dsaign'")
     rate = probability(dropout, "dropout of model 'dsaign'")
     layers = [EncoderLayer(_TOKEN, heads, hidden, rate) for _ in range(count(depth, "depth of model 'dsaign'"))]
-    vectors = torch.randn(classes, width) if labels is None else _label_vectors(labels, classes, width)
-    model = Model(Decomposition(layers), LabelCosines(vectors))
+    if text is not None:
+        if labels is not None:
+            raise InputError(
+                "model 'dsaign' takes label vectors from a file (labels) or from a text encoder (text), not both"
+            )
+        head = _described(text, label_texts(class_names, classes, template), width)
+    else:
+        head = LabelCosines(torch.randn(classes, width) if labels is None else _label_vectors(labels, classes, width))
+    model = Model(Decomposition(layers), head)
     model.add_module("reconstruction", _reconstruction(projection, width))
     return model
 
@@ -93,6 +126,68 @@ def _reconstruction(projection: str, width: int) -> nn.Module:
     if projection == "mlp":
         return nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width))
     return nn.Linear(2 * width, width, bias=projection == "linear")
+
+
+def label_texts(class_names: Sequence[str] | None, classes: int, template: str = PHOTO) -> list[str]:
+    """Return the text that describes each class.
+
+    Underscores in names stand for spaces, and white space is spelled out, because tokenizers drop
+    it.
+
+    Parameters
+    ----------
+    class_names : sequence of str or None
+        The names of the classes.
+    classes : int
+        How many there must be.
+    template : str
+        With ``{}`` for the name, and perhaps "a/an" for an article.
+
+    Returns
+    -------
+    list of str
+        One text a class.
+
+    Examples
+    --------
+    >>> label_texts(["apple", "sea_lion"], 2)
+    ['A photo of an apple', 'A photo of a sea lion']
+    >>> label_texts(["x", " "], 2, CHARACTER)
+    ['Character x', 'Character space']
+    """
+    if not isinstance(template, str) or template.count("{}") != 1:
+        raise InputError(f"template of model 'dsaign' must be text with one {{}} for the class, got {template!r}")
+    if class_names is None:
+        raise InputError(
+            f"model 'dsaign' needs the names of the {classes} classes for the option text, and the data do not say them; "
+            "valid: the option class_names, such as model: {name: dsaign, class_names: [cat, dog]}"
+        )
+    names = several(class_names, "class_names of model 'dsaign'", _name)
+    if len(names) != classes:
+        raise InputError(f"class_names of model 'dsaign' must be {classes} names, one a class, got {list(names)}")
+    plain = [_WHITE_SPACE.get(name, name.replace("_", " ") if name != "_" else name) for name in names]
+    articles = ["an" if _VOWEL.match(name) else "a" for name in plain]
+    return [template.replace("a/an", a).replace("{}", name) for a, name in zip(articles, plain, strict=True)]
+
+
+def _name(value: object, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{what} must be a name, got {value!r}")
+    return value
+
+
+def _described(source: str, texts: list[str], width: int) -> LabelCosines:
+    # A text encoder needs transformers, the rest of this module does not.
+    from equipoise.models.pretrained import text_encoder
+
+    encoder = text_encoder(source)
+    if encoder.width != width:
+        raise InputError(
+            f"text encoder {source!r} of model 'dsaign' makes embeddings of {encoder.width} numbers, but those of samples "
+            f"have {width}; valid: encoders of one width, such as the two of a CLIP"
+        )
+    identity = hashlib.sha256(repr((encoder.digest, texts)).encode()).hexdigest()
+    return LabelCosines(encoder.to(torch.float64)(texts).to(torch.get_default_dtype()), identity)
 
 
 def _label_vectors(path: str, classes: int, width: int) -> Tensor:
@@ -183,6 +278,15 @@ class LabelCosines(nn.Module):
     ----------
     vectors : Tensor
         ``[classes, width]``.
+    identity : str, optional
+        A hash of what the vectors were computed from, in hexadecimal digits. It takes their place
+        in the hash of frozen tensors, because the last bits of computed vectors depend on the
+        machine.
+
+    Attributes
+    ----------
+    vectors : Tensor
+        ``[classes, width]``.
 
     Examples
     --------
@@ -192,11 +296,24 @@ class LabelCosines(nn.Module):
 
     vectors: Tensor
 
-    def __init__(self, vectors: Tensor) -> None:
+    def __init__(self, vectors: Tensor, identity: str | None = None) -> None:
         super().__init__()
-        self.register_buffer("vectors", vectors, persistent=False)
+        self._computed = identity is not None
+        if identity is None:
+            self.register_buffer("vectors", vectors, persistent=False)
+        else:
+            self.vectors = vectors
+            numbers = torch.tensor(list(bytes.fromhex(identity)), dtype=torch.get_default_dtype())
+            self.register_buffer("identity", numbers, persistent=False)
 
     def forward(self, split: Tensor) -> Tensor:
         """Return one number in [−1, 1] for each class."""
         z = split[:, : split.shape[1] // 2]
         return F.normalize(z, dim=1) @ F.normalize(self.vectors, dim=1).T
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> LabelCosines:
+        """Follow ``to``, ``double`` and the like, which all come here."""
+        super()._apply(fn, *args, **options)
+        if self._computed:
+            self.vectors = fn(self.vectors)
+        return self

@@ -1,4 +1,6 @@
-"""Pretrained image models from Hugging Face ``transformers``, by directory or by their name on the hub.
+"""Pretrained image models and text encoders from Hugging Face ``transformers``.
+
+They are named by a directory, or by their name on the hub.
 
 ``transformers`` is imported when the first of them is built, and never otherwise.
 """
@@ -9,7 +11,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +149,111 @@ def encoder(source: str) -> ImageEncoder:
     return ImageEncoder(backbone, width, hashlib.sha256(stated.encode()).hexdigest())
 
 
+# What each kind of text encoder is called in ``transformers``.
+TEXT_FAMILIES = {"clip": "CLIPTextModelWithProjection", "bert": "BertModel"}
+# Texts in one batch of a text encoder.
+_TEXTS = 64
+
+
+class TextEmbedder:
+    """A frozen text encoder with its tokenizer.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A model of ``transformers`` that returns ``text_embeds``, or ``last_hidden_state`` to be
+        pooled.
+    tokenizer : callable
+        Makes its inputs of texts.
+    longest : int
+        How many tokens it takes; longer texts are cut off.
+    pooling : {"mean", "first"}
+        What is made of ``last_hidden_state``: the mean over the tokens of the text, or the first
+        token.
+    width : int
+        Length of the embeddings.
+    digest : str
+        What identifies it.
+
+    Attributes
+    ----------
+    width : int
+        Length of the embeddings.
+    digest : str
+        Hash of weights, configuration, tokens and pooling, in hexadecimal digits.
+    """
+
+    def __init__(self, module: nn.Module, tokenizer: Any, longest: int, pooling: str, width: int, digest: str) -> None:
+        self.module, self._tokenizer = module.requires_grad_(False).eval(), tokenizer
+        self._longest, self._pooling = longest, pooling
+        self.width, self.digest = width, digest
+
+    def to(self, *where: Any) -> TextEmbedder:
+        """Move the encoder to a device or a floating point type, and return it."""
+        self.module.to(*where)
+        return self
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """Return the embeddings of texts, ``[texts, width]``."""
+        made = [self._embed(list(texts[start : start + _TEXTS])) for start in range(0, len(texts), _TEXTS)]
+        return torch.cat(made)
+
+    def _embed(self, texts: list[str]) -> Tensor:
+        with _quiet(_library("a tokenizer")):
+            tokens = self._tokenizer(
+                texts, padding=True, truncation=True, max_length=self._longest, return_tensors="pt"
+            )
+        device = next(self.module.parameters()).device
+        given = {name: tokens[name].to(device) for name in ("input_ids", "attention_mask")}
+        output = self.module(**given)
+        if hasattr(output, "text_embeds"):
+            projected: Tensor = output.text_embeds
+            return projected
+        hidden: Tensor = output.last_hidden_state
+        if self._pooling == "first":
+            return hidden[:, 0]
+        inside = given["attention_mask"].unsqueeze(2).to(hidden.dtype)
+        return (hidden * inside).sum(1) / inside.sum(1)
+
+
+def text_encoder(source: str) -> TextEmbedder:
+    """Load a frozen text encoder: the one of CLIP, or a model of type BERT, such as MiniLM.
+
+    Embeddings of CLIP are its projected ones. Those of BERT are the mean over tokens, or the first
+    token where ``1_Pooling/config.json`` of the source says so, as in sentence-transformers. They
+    are not scaled to length 1.
+
+    Parameters
+    ----------
+    source : str
+        As in :func:`pretrained`, with a tokenizer beside the weights.
+
+    Returns
+    -------
+    TextEmbedder
+        Maps texts to vectors.
+
+    Examples
+    --------
+    >>> text_encoder("./nowhere")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: source './nowhere' of a text encoder is no directory; valid: a directory with config.json
+    and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    """
+    read = _Source.of(source, "a text encoder", TEXT_FAMILIES)
+    tokenizer = read.tokenizer()
+    clip = read.kind == "clip"
+    off = {"attention_dropout": 0.0} if clip else {"add_pooling_layer": False}
+    module = read.load(TEXT_FAMILIES[read.kind], **_SDPA, **off)
+    pooling = "first" if not clip and read.also("1_Pooling/config.json").get("pooling_mode_cls_token") else "mean"
+    width = module.config.projection_dim if clip else module.config.hidden_size
+    config = {key: value for key, value in read.config.items() if key not in _UNRELATED}
+    stated = json.dumps([config, pooling, sorted(tokenizer.get_vocab().items()), digest_of(module)], sort_keys=True)
+    identity = hashlib.sha256(stated.encode()).hexdigest()
+    return TextEmbedder(module, tokenizer, module.config.max_position_embeddings, pooling, width, identity)
+
+
 def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool) -> ClassToken:
     """Load a pretrained vision transformer.
 
@@ -267,8 +374,8 @@ class _Source:
     std: tuple[float, ...]
 
     @classmethod
-    def of(cls, source: str, user: str) -> _Source:
-        """Read the files that say what a source is, and check that it is something known."""
+    def of(cls, source: str, user: str, kinds: Collection[str] | None = None) -> _Source:
+        """Read the files that say what a source is, and check its kind: by default an image model."""
         if not isinstance(source, str) or not source:
             raise InputError(f"source of {user} must be text, got {source!r}; valid: {_VALID}")
         path = Path(source).expanduser()
@@ -281,9 +388,9 @@ class _Source:
         config = cls._read(files, "config.json", source, user)
         if config is None:
             raise InputError(f"source {source!r} of {user} holds no config.json; valid: {_VALID}")
-        if config.get("model_type") not in FAMILIES:
+        if config.get("model_type") not in (valid := FAMILIES if kinds is None else kinds):
             where = f"config.json of source {source!r} of {user}"
-            raise unknown("model type", config.get("model_type"), FAMILIES, where=where)
+            raise unknown("model type", config.get("model_type"), valid, where=where)
         processing = cls._read(files, "preprocessor_config.json", source, user) or {}
         mean, std = (
             processing.get(key) or usual for key, usual in zip(("image_mean", "image_std"), IMAGENET, strict=True)
@@ -306,6 +413,12 @@ class _Source:
                 f"({reason}); valid: {_VALID}"
             ) from error
         return content if content is None or isinstance(content, dict) else {}
+
+    def also(self, name: str) -> dict[str, Any]:
+        """Read another file of the source; nothing if there is none."""
+        folder = Path(self.place)
+        files = partial(_local, folder) if folder.is_dir() else partial(_remote, self.place)
+        return self._read(files, name, self.name, self.user) or {}
 
     @property
     def kind(self) -> str:
@@ -355,7 +468,8 @@ class _Source:
         valid = (
             "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
         )
-        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        files = ("tokenizer.json", "vocab.json", "vocab.txt")
+        if folder.is_dir() and not any((folder / name).is_file() for name in files):
             raise InputError(f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}")
         with _quiet(library):
             try:

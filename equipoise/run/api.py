@@ -39,7 +39,7 @@ from equipoise.tree import Tree
 S = TypeVar("S")
 
 CONFIG, SUMMARY, NAMES = "config.yaml", "summary.json", "names.json"
-GLOBAL, PERSONAL = "model.safetensors", "personal.safetensors"
+GLOBAL, PERSONAL, INDEX = "model.safetensors", "personal.safetensors", "client_index.safetensors"
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,8 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
             write_atomically(directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
         if selected.own:
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
+        if trainer.method.local.makes_index:
+            trainer.client_index().write(directory / INDEX)
         # The summary is written last: a run with a summary is complete.
         write_atomically(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
     return Run(summary, config, directory, trainer)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equipoise import tasks
+from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import fastest
@@ -30,7 +31,7 @@ from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, r
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
-from equipoise.tree import Tree, flat_rows
+from equipoise.tree import Tree, digest, flat_rows
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
@@ -123,8 +124,11 @@ class Trainer:
         self.view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
         self.engine = engine(federation, model, training, machine.carrying_out(method), seed, self.view)
+        # Where the server trains alone, it does so with another engine, on what it has gathered.
+        self._trains: Engine = self.engine
+        pools = self.view is not federation or method.view.gathers
         for setting in ("fine_tune", "keep_local"):
-            if self.view is not federation and getattr(evaluation, setting):
+            if pools and getattr(evaluation, setting):
                 raise InputError(
                     f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
                 )
@@ -181,6 +185,8 @@ class Trainer:
 
     def begin(self) -> None:
         """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""
+        if self.method.view.gathers and self.view is self.federation and self.state.round < self.training.rounds:
+            self._gather()
         if self.state.round or self._everyone or not self._that_need_everyone or not self.training.rounds:
             return
         self._everyone = self.engine.cohort(self.method, self._registered, 0)
@@ -188,9 +194,32 @@ class Trainer:
             for part in self._that_need_everyone:
                 self.state = part.begin(self.state, self._everyone)
 
+    def _gather(self) -> None:
+        """Ask everyone for samples, and let the server train on them; a resumed run asks again."""
+        federation, everyone = self.federation, self.engine.cohort(self.method, self._registered, 0)
+        while True:
+            try:
+                x, y = self.method.view.gather(everyone)
+                break
+            except ClientsLost as lost:
+                everyone = everyone.without(lost.ids)
+        self._everyone = everyone
+        self.view = Federation.from_arrays(
+            x.unflatten(1, federation.shape),
+            y,
+            clients=np.zeros(len(y), np.int64),
+            splits=(1.0, 0.0, 0.0),
+            classes=federation.outputs if self.engine.network.task.labels else None,
+            task=federation.task,
+            name=federation.name,
+        )
+        network, machine = self.engine.network, self.engine.machine
+        self._trains = StackedEngine(self.view, network.blank(), self.training, machine, self.seed)
+        self._register()
+
     def _admit(self) -> list[RoundCohort]:
         """Admit clients that have registered since the last round, and return the cohorts asked for that."""
-        if not self.engine.newcomers():
+        if not self.engine.newcomers() or self.method.view.gathers:
             return []
         self._register()
         if not (self.state.round or self._everyone):
@@ -216,9 +245,11 @@ class Trainer:
         clock.lap("train")
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
-        self.engine.commit(cohort)
+        self._trains.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
-        cohorts = [cohort, *admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        cohorts = [*admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        if self._trains is self.engine:
+            cohorts.append(cohort)
         moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
         loss = float((updates.reports["train_loss"] * cohort.prior).sum())
@@ -258,7 +289,7 @@ class Trainer:
         round_ = self.state.round
 
         def gather(ids: NDArray[np.int64]) -> RoundCohort:
-            return self.engine.cohort(self.method, ids, round_)
+            return self._trains.cohort(self.method, ids, round_)
 
         if self._cohort_size == len(self._registered):
             return gather(self._registered), []
@@ -375,6 +406,30 @@ class Trainer:
                 raise InputError("the run has kept no local models; train it with evaluation.keep_local: true")
             self._local_models = read_local(self.directory)
         return self._local_models
+
+    def client_index(self) -> ClientIndex:
+        """Ask all clients with training samples for the index that the selected model makes.
+
+        Clients held out of training are among them, and on Flower those that have joined since. The
+        bytes are not counted, like those of evaluation.
+        """
+        rule, model = self.method.local, self.selected().shared
+        if not rule.makes_index:
+            raise InputError(
+                f"method {self.method.name!r} makes no client index; valid: the local rule dsaign, as in "
+                "method: {name: fedavg, local: dsaign}"
+            )
+        clients = np.flatnonzero(self.federation.split("train").sizes)
+        cohort = self.engine.cohort(self.method, clients, self.state.round)
+        while True:
+            try:
+                features, labels, counts = cohort.ask("index_sums", model=model)
+                break
+            except ClientsLost as lost:
+                cohort = cohort.without(lost.ids)
+        means = [(sums.double() / counts.double().unsqueeze(1)).float().cpu() for sums in (features, labels)]
+        made_by = digest({**model, f"frozen {self.engine.network.frozen_digest}": torch.empty(0)})
+        return ClientIndex(cohort.ids, means[0], means[1], made_by)
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""

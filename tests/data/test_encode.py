@@ -14,6 +14,7 @@ from equipoise.data import load
 from equipoise.data.encode import encode_federation, encoded_samples
 from equipoise.errors import InputError
 from equipoise.models import pretrained
+from tests.tiny_bert import write_bert
 from tests.tiny_encoder import write_encoder
 
 
@@ -204,3 +205,30 @@ def test_a_size_without_an_encoder_is_refused():
         load("digits", encode_size=16)
     with pytest.raises(InputError, match=r"data\.encode_size=16 has no meaning without data\.encode"):
         experiment_from({"data": {"name": "digits", "encode_size": 16}}, "a.yaml").federation()
+
+
+def texts(class_names=tuple("ab c")):
+    x = torch.tensor([[0, 1, 3], [3, 2, 0], [1, 1, 1], [0, 0, 2]])
+    return Federation.from_arrays(x, torch.tensor([0, 1, 2, 3]), clients=[0, 0, 1, 1], class_names=class_names)
+
+
+def test_texts_are_encoded_as_the_paper_words_them(tmp_path, entries):
+    source = write_bert(tmp_path / "bert")
+    made = encode_federation(texts(), source)
+    words = ["abc", "c a", "bbb", "aa "]
+    wanted = pretrained.text_encoder(source)([f"The next character of {text}" for text in words])
+    torch.testing.assert_close(made.x, wanted, rtol=1e-4, atol=1e-5)
+    assert made.shape == (16,)
+    again = encode_federation(texts(), source)
+    assert torch.equal(again.x, made.x)
+    assert len(entries()) == 1
+
+
+def test_texts_need_their_characters(tmp_path):
+    source = write_bert(tmp_path / "bert")
+    with pytest.raises(InputError, match="or texts with class_names that are their characters"):
+        encode_federation(texts(class_names=None), source)
+    with pytest.raises(InputError, match="or texts with class_names that are their characters"):
+        encode_federation(texts(class_names=("one", "two", "three", "four")), source)
+    with pytest.raises(InputError, match="encode_size=8 has no meaning for text"):
+        encode_federation(texts(), source, size=8)
