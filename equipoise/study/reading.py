@@ -20,6 +20,8 @@ SPLITS = ("test", "val")
 # Of a file or directory, in bytes, on the usual file systems.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
+# Of each metric in evaluation.metrics.
+OWN_COLUMNS = ("mean", "worst_group")
 LEAVE_OUT = "data.leave_out"
 # Keys that cannot be set for all runs of a study, and what to use instead.
 INSTEAD = {
@@ -135,7 +137,8 @@ def study_from(
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.``, ``personal.`` or ``local.`` before them
+        ``bytes_up`` or ``bytes_down``, or one of the first two with a name in ``evaluation.metrics`` before it
+        (``auroc.worst_group``; ``auroc`` alone is its mean); all but the last two with ``global.``, ``personal.`` or ``local.`` before them
         (otherwise the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
@@ -182,7 +185,8 @@ def study_from(
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
-    shown = _list(metrics or mapping.get("metrics", COLUMNS), "--metrics" if metrics else f"{where}: metrics", str)
+    chosen = metrics or mapping.get("metrics")
+    shown = _list(chosen or COLUMNS, "--metrics" if metrics else f"{where}: metrics", str)
     drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
@@ -219,9 +223,13 @@ def study_from(
                 experiment(described_as.with_values(values), next(iter(part)), drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
+    # Only now: the code that experiments import may have registered metrics.
+    evaluated = dict.fromkeys(metric.name for job in jobs for metric in job.experiment.evaluation.metrics)
+    if chosen is None:
+        shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
-    for metric, origin in origins.items():
-        check_metric(metric, origin)
+    for metric, origin in {**origins, tuning.by: f"tuning of {where}"}.items():
+        check_metric(metric, origin, evaluated)
     if len(part) < sum(map(len, divided.values())) and not metrics:
         # A column may be of a group that only the other settings have.
         origins = {}
@@ -442,9 +450,7 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
         kind, words = kinds[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(f"{origin}: {key} must be {words}, got {value!r}")
-    made = Tuning(**fields)
-    check_metric(made.by, origin)
-    return made, [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
+    return Tuning(**fields), [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
 
 
 def _settings(given: Any, where: str) -> dict[str, list[Override]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.run.records import task_of
-from equipoise.study.metrics import TOTALS, apart, model_of, value_of
+from equipoise.study.metrics import TOTALS, apart, model_of, own_of, value_of
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -161,8 +161,16 @@ class Results:
                 if mean is not None and by is not None:
                     measured[label] = (mean, by)
             if measured:
-                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._lower_is_better)]
+                directions = {"higher_is_better": not self._lower_is_better, "by_higher": self._by_higher}
+                best[method] = variants[tuning.best(measured, reference, **directions)]
         return best
+
+    @property
+    def _by_higher(self) -> bool | None:
+        """Whether the metric that tuning is by should be high; None if it is the task's score."""
+        own = own_of(self.study.tuning.by)[0]
+        declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
+        return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:
         return self.values(setting, method, metric).get(self.study.tuning.seed)
