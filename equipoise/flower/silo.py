@@ -21,6 +21,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.flower.memory import Versions, home_of, memory_root
 from equipoise.flower.roster import Description
+from equipoise.metrics import computed
 
 NodeConfig = Mapping[str, Any]
 OwnData = Callable[[NodeConfig], Federation]
@@ -174,7 +175,9 @@ def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     named = models.with_class_names(experiment.model, federation.class_names)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
-    return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
+    engine = StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
+    engine.metrics = computed(experiment.evaluation.metrics, engine.network.task)
+    return engine
 
 
 def _silo_options(experiment: Experiment) -> dict[str, Any]:

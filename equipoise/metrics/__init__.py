@@ -21,7 +21,7 @@ from equipoise import fairness, tasks
 from equipoise.errors import InputError, unknown
 from equipoise.task import Task
 
-__all__ = ["Metric", "build", "check_metrics", "measure", "names", "register", "several_from"]
+__all__ = ["Metric", "build", "check_metrics", "computed", "measure", "names", "register", "several_from"]
 
 Function = Callable[[Tensor, Tensor], Any]
 F = TypeVar("F", bound=Function)
@@ -353,6 +353,17 @@ def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str]
                 f"evaluation.metrics: {metric.name!r} is what the task {task.name} measures anyway; give the metric "
                 "another name"
             )
+
+
+def computed(metrics: Iterable[str | Metric], task: Task) -> tuple[Metric, ...]:
+    """Return the metrics that must be computed from outputs, without a task's own score.
+
+    Examples
+    --------
+    >>> [metric.name for metric in computed(["accuracy", "auroc"], tasks.build("classification"))]
+    ['auroc']
+    """
+    return tuple(metric for metric in several_from(metrics, "evaluation.metrics") if not metric.measured_by(task))
 
 
 def measure(metrics: Iterable[Metric], output: Tensor, y: Tensor, client: int) -> dict[str, float]:

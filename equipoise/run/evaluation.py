@@ -17,7 +17,7 @@ from equipoise.engine.settings import FineTune, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
-from equipoise.metrics import Metric, check_metrics, several_from
+from equipoise.metrics import Metric, check_metrics, computed, several_from
 from equipoise.run.plain import UNLESS_DEFAULT
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree
@@ -180,7 +180,7 @@ class Evaluator:
             engine.refuse_keeping_local(method)
         task, self.metrics = engine.network.task, several_from(evaluation.metrics, "evaluation.metrics")
         check_metrics(self.metrics, task, engine.network.measures)
-        engine.metrics = tuple(metric for metric in self.metrics if not metric.measured_by(task))
+        engine.metrics = computed(self.metrics, task)
         higher = {"loss": False, task.score: task.higher_is_better}
         higher |= {metric.name: metric.higher_is_better for metric in self.metrics}
         self._by = evaluation.select_by or "loss"
