@@ -24,8 +24,8 @@ from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
-from equipoise.metrics import Metric
 from equipoise.method import LocalRule, Method, mix_tree
+from equipoise.metrics import Metric
 from equipoise.random import Purpose
 from equipoise.tree import PERSONAL, Tree
 

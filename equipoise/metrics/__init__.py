@@ -78,14 +78,18 @@ class Metric:
         name = self.name or getattr(self.function, "__name__", "")
         object.__setattr__(self, "name", name)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InputError(f"a metric cannot be called {name!r}; valid: letters, digits and underscores, such as 'mae'")
+            raise InputError(
+                f"a metric cannot be called {name!r}; valid: letters, digits and underscores, such as 'mae'"
+            )
         if name in RESERVED:
             raise InputError(
                 f"a metric cannot be called {name!r}, which has another meaning in journals and tables; choose another "
                 "name"
             )
         if not isinstance(self.higher_is_better, bool):
-            raise InputError(f"higher_is_better of metric {name!r} must be true or false, got {self.higher_is_better!r}")
+            raise InputError(
+                f"higher_is_better of metric {name!r} must be true or false, got {self.higher_is_better!r}"
+            )
         object.__setattr__(self, "range", _range(self.range, name))
         if self.tasks is not None:
             listed = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks)
@@ -215,9 +219,7 @@ def register(
     """
 
     def known(function: F) -> F:
-        metric = Metric(
-            function=function, name=name or "", higher_is_better=higher_is_better, range=range, tasks=tasks
-        )
+        metric = Metric(function=function, name=name or "", higher_is_better=higher_is_better, range=range, tasks=tasks)
         if metric._own:
             # It must not take the name of a metric that has not been imported yet.
             _discover()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.metrics import register
@@ -36,6 +38,6 @@ def r2(output: Tensor, y: Tensor) -> float | None:
     return float(r2_score(wanted, found))
 
 
-def _numbers(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _numbers(output: Tensor, y: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return targets and outputs as arrays of the same shape."""
     return y.double().numpy(), output.reshape(y.shape).numpy()

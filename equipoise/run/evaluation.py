@@ -194,7 +194,13 @@ class Evaluator:
         everyone = np.arange(self.federation.clients)
 
         def add(clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None) -> None:
-            named = {"round_": state.round, "model": model, "split": split, "gaps": gaps, "metrics": self.engine.metrics}
+            named = {
+                "round_": state.round,
+                "model": model,
+                "split": split,
+                "gaps": gaps,
+                "metrics": self.engine.metrics,
+            }
             rows.extend(client_rows(self.federation, clients, measured[split], **named))
 
         if self.has_global:

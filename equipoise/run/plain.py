@@ -12,7 +12,6 @@ from equipoise.errors import unknown
 from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
 
-
 # In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
 UNLESS_DEFAULT = "unless default"
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError, unknown
+from equipoise.metrics import several_from
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
@@ -224,7 +225,9 @@ def study_from(
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
     # Only now: the code that experiments import may have registered metrics.
-    evaluated = dict.fromkeys(metric.name for job in jobs for metric in job.experiment.evaluation.metrics)
+    evaluated = dict.fromkeys(
+        metric.name for job in jobs for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
+    )
     if chosen is None:
         shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")

@@ -161,8 +161,9 @@ class Results:
                 if mean is not None and by is not None:
                     measured[label] = (mean, by)
             if measured:
-                directions = {"higher_is_better": not self._lower_is_better, "by_higher": self._by_higher}
-                best[method] = variants[tuning.best(measured, reference, **directions)]
+                higher = not self._lower_is_better
+                label = tuning.best(measured, reference, higher_is_better=higher, by_higher=self._by_higher)
+                best[method] = variants[label]
         return best
 
     @property

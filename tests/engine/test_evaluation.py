@@ -232,7 +232,9 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     data = Federation.from_arrays(
         normal(clients * each, 5).numpy(), np.arange(clients * each) % 3, clients=np.repeat(np.arange(clients), each)
     )
-    network = Network(Model(nn.Identity(), nn.Linear(5, 3)).double(), tasks.build("classification"), dtype=torch.float64)
+    network = Network(
+        Model(nn.Identity(), nn.Linear(5, 3)).double(), tasks.build("classification"), dtype=torch.float64
+    )
     on_device = DeviceData(data, torch.device("cpu"), torch.float64)
     rows = []
 

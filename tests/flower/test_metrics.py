@@ -75,7 +75,9 @@ def changed(**values):
 
     def wrong(message, reply):
         numbers = numbers_of(reply.content, "global.test") | values
-        reply.content["global.test"] = MetricRecord({name: value for name, value in numbers.items() if value is not None})
+        reply.content["global.test"] = MetricRecord(
+            {name: value for name, value in numbers.items() if value is not None}
+        )
         return reply
 
     return wrong

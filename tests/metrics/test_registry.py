@@ -37,12 +37,15 @@ def test_a_function_that_is_defined_again_takes_its_own_place_only():
     register(higher_is_better=False)(error_rate)
     register("error_rate", higher_is_better=True)(error_rate)
     assert build("error_rate").higher_is_better
-    with pytest.raises(InputError, match="the name 'auroc' of a metric is taken by equipoise.metrics.classification:auroc"):
+    with pytest.raises(
+        InputError, match="the name 'auroc' of a metric is taken by equipoise.metrics.classification:auroc"
+    ):
         register("auroc", higher_is_better=True)(error_rate)
 
 
 @pytest.mark.parametrize(
-    "name", ["round", "client", "split", "model", "unseen", "loss", "n", "group", "gap", "left_out", "mean", "groups", "val"]
+    "name",
+    ["round", "client", "split", "model", "unseen", "loss", "n", "group", "gap", "left_out", "mean", "groups", "val"],
 )
 def test_names_of_columns_and_of_tables_are_refused(name):
     with pytest.raises(InputError, match=f"a metric cannot be called '{name}', which has another meaning"):

@@ -71,7 +71,9 @@ def test_area_under_the_curve_of_two_classes():
     y = [0, 1, 1, 0, 1, 0, 0]
     output = answers(y)[:, :2]
     for name, function in (("auroc", sklearn.roc_auc_score),):
-        assert build(name)(output, torch.tensor(y)) == pytest.approx(function(y, probabilities(output)[:, 1]), abs=1e-12)
+        assert build(name)(output, torch.tensor(y)) == pytest.approx(
+            function(y, probabilities(output)[:, 1]), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("held", ["all", "two"])
@@ -98,7 +100,9 @@ def test_calibration_error_by_hand():
     for row, label in zip(probabilities(output), y, strict=True):
         place = next(b for b in range(15) if b / 15 < row.max() <= (b + 1) / 15)
         bins.setdefault(place, []).append((row.argmax() == label, row.max()))
-    wanted = sum(len(b) / len(y) * abs(np.mean([hit for hit, _ in b]) - np.mean([p for _, p in b])) for b in bins.values())
+    wanted = sum(
+        len(b) / len(y) * abs(np.mean([hit for hit, _ in b]) - np.mean([p for _, p in b])) for b in bins.values()
+    )
     assert len(bins) > 4
     assert build("ece")(output, torch.tensor(y)) == pytest.approx(wanted, abs=1e-12)
 
@@ -148,7 +152,10 @@ def test_every_metric_of_the_library_is_for_a_task_and_lies_in_its_range():
     samples = {
         "classification": (answers(TARGETS["all"]), torch.tensor(TARGETS["all"])),
         "regression": (torch.from_numpy(rng.normal(size=(9, 1))), torch.from_numpy(rng.normal(size=9))),
-        "segmentation": (torch.from_numpy(rng.normal(size=(2, 3, 4, 4))), torch.from_numpy(rng.integers(0, 3, (2, 4, 4)))),
+        "segmentation": (
+            torch.from_numpy(rng.normal(size=(2, 3, 4, 4))),
+            torch.from_numpy(rng.integers(0, 3, (2, 4, 4))),
+        ),
     }
     own = [metric for metric in map(build, names()) if not metric._own]
     assert len(own) >= 16

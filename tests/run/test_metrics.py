@@ -192,7 +192,9 @@ def test_metrics_of_a_file_of_ones_own(tmp_path):
     assert run.summary["results"]["global"]["seen"]["metrics"]["overconfidence"]["clients"] > 10
     again = load_experiment(tmp_path / "run" / "config.yaml")
     assert again.evaluation == experiment.evaluation
-    with pytest.raises(InputError, match="experiment.yaml: unknown metric 'overconfidense' in evaluation.metrics; did you"):
+    with pytest.raises(
+        InputError, match="experiment.yaml: unknown metric 'overconfidense' in evaluation.metrics; did you"
+    ):
         experiment_from({**content, "imports": [], "evaluation": {"metrics": ["overconfidense"]}}, "experiment.yaml")
 
 

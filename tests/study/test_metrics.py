@@ -48,7 +48,10 @@ def test_columns_are_means_and_worst_groups_unless_others_are_named():
     ("changes", "message"),
     [
         ({"metrics": ["mae"]}, "'mae' in metrics of the study: 'mae' is not evaluated; add it to evaluation.metrics"),
-        ({"metrics": ["ece.wurst_group"]}, "unknown metric 'ece.wurst_group' in metrics of the study; did you mean 'ece.worst_g"),
+        (
+            {"metrics": ["ece.wurst_group"]},
+            "unknown metric 'ece.wurst_group' in metrics of the study; did you mean 'ece.worst_g",
+        ),
         ({"metrics": ["ece.loss"]}, "unknown metric 'ece.loss' in metrics of the study"),
         ({"metrics": ["ece.bytes_up"]}, "unknown metric 'ece.bytes_up' in metrics of the study"),
         ({"tuning": {"by": "brier"}}, "'brier' in tuning of the study: 'brier' is not evaluated"),
@@ -64,7 +67,9 @@ def by_hand(directory, metric, *, model, split="test"):
     """Return the mean of a metric over seen clients, and the largest mean of a group, from the rows."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     wanted = (2, model, split, False)
-    rows = [row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted and metric in row]
+    rows = [
+        row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted and metric in row
+    ]
     groups = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row[metric])
@@ -95,9 +100,7 @@ def test_values_are_chosen_in_the_direction_of_the_metric(by, best, tmp_path):
     exec(OWN, {"__name__": "metric_of_doubt"})
     base = {**BASE, "imports": str(file), "evaluation": {"metrics": ["doubt", "auroc"]}}
     grid = {"name": "fedprox", "grid": {"mu": [0.01, 10.0]}, "set": {"training.epochs": 3}}
-    study = study_from(
-        {"base": base, "methods": ["fedavg", grid], "tuning": {"by": by, "tolerance": 1.0}}, tune=True
-    )
+    study = study_from({"base": base, "methods": ["fedavg", grid], "tuning": {"by": by, "tolerance": 1.0}}, tune=True)
     results = study.run(tmp_path / "runs")
     values = {mu: value_of(results.summaries[study.jobs[place].path], by) for place, mu in ((1, 0.01), (2, 10.0))}
     assert values[0.01] != values[10.0]
