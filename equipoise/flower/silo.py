@@ -21,7 +21,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.flower.memory import Versions, home_of, memory_root
 from equipoise.flower.roster import Description
-from equipoise.metrics import computed
+from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
 OwnData = Callable[[NodeConfig], Federation]
@@ -176,7 +176,10 @@ def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     engine = StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
-    engine.metrics = computed(experiment.evaluation.metrics, engine.network.task)
+    wanted = several_from(experiment.evaluation.metrics, "evaluation.metrics")
+    # Only clients try the model out, and so know all that the task measures.
+    check_metrics(wanted, engine.network.task, engine.network.measures)
+    engine.metrics = computed(wanted, engine.network.task)
     return engine
 
 

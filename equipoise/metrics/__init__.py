@@ -357,15 +357,15 @@ def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str]
             )
 
 
-def computed(metrics: Iterable[str | Metric], task: Task) -> tuple[Metric, ...]:
+def computed(metrics: Iterable[Metric], task: Task) -> tuple[Metric, ...]:
     """Return the metrics that must be computed from outputs, without a task's own score.
 
     Examples
     --------
-    >>> [metric.name for metric in computed(["accuracy", "auroc"], tasks.build("classification"))]
+    >>> [metric.name for metric in computed([build("accuracy"), build("auroc")], tasks.build("classification"))]
     ['auroc']
     """
-    return tuple(metric for metric in several_from(metrics, "evaluation.metrics") if not metric.measured_by(task))
+    return tuple(metric for metric in metrics if not metric.measured_by(task))
 
 
 def measure(metrics: Iterable[Metric], output: Tensor, y: Tensor, client: int) -> dict[str, float]:
