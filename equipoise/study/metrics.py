@@ -53,11 +53,7 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     model = model_of(summary, metric)
     if model is None:
         return None
-    _, who, _ = apart(metric)
-    own, name = own_of(metric)
-    part, group = _results(summary, metric)[model][who], group_of(metric)
-    if own:
-        part = part.get("metrics", {}).get(own, {})
+    (_, name), part, group = own_of(metric), _part(summary, metric, model), group_of(metric)
     # Runs of earlier releases do not have all metrics; a metric may be undefined for all clients.
     found = part.get("groups", {}).get(group) if group else part.get(name)
     return None if found is None else float(found)
@@ -100,6 +96,26 @@ def of_validation(metric: str) -> bool:
     (True, False)
     """
     return metric.startswith(VALIDATION)
+
+
+def _part(summary: Mapping[str, Any], metric: str, model: str) -> Mapping[str, Any]:
+    """Return the spreads of the values that a metric is of, for a model that was evaluated."""
+    part: Mapping[str, Any] = _results(summary, metric)[model][apart(metric)[1]]
+    own, _ = own_of(metric)
+    return part.get("metrics", {}).get(own, {}) if own else part
+
+
+def left_out(summary: Mapping[str, Any], metric: str) -> int:
+    """Count the clients for which one of ``evaluation.metrics`` has no value; 0 for the task's score.
+
+    Examples
+    --------
+    >>> results = {"global": {"seen": {"metrics": {"auroc": {"mean": 0.7, "left_out": 2}}}}}
+    >>> left_out({"results": results}, "auroc"), left_out({"results": results}, "mean")
+    (2, 0)
+    """
+    model = model_of(summary, metric) if metric not in TOTALS and own_of(metric)[0] else None
+    return int(_part(summary, metric, model).get("left_out", 0)) if model else 0
 
 
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
