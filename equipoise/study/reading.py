@@ -138,9 +138,10 @@ def study_from(
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``, or one of the first two with a name in ``evaluation.metrics`` before it
-        (``auroc.worst_group``; ``auroc`` alone is its mean); all but the last two with ``global.``, ``personal.`` or ``local.`` before them
-        (otherwise the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        ``bytes_up`` or ``bytes_down``. The first and the third may be of one of ``evaluation.metrics``
+        (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its mean). All but ``bytes_up`` and
+        ``bytes_down`` may have ``global.``, ``personal.`` or ``local.`` before them (otherwise the model the clients
+        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
@@ -187,7 +188,7 @@ def study_from(
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
     chosen = metrics or mapping.get("metrics")
-    shown = _list(chosen or COLUMNS, "--metrics" if metrics else f"{where}: metrics", str)
+    shown = _list(COLUMNS if chosen is None else chosen, "--metrics" if metrics else f"{where}: metrics", str)
     drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"

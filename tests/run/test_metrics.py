@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import torch
 import yaml
 from sklearn.metrics import f1_score, roc_auc_score
 
-from equipoise import Evaluation, Federation, Machine, Training, fairness, metrics, train
+from equipoise import Evaluation, Federation, Machine, Training, fairness, metrics, tasks, train
 from equipoise.config import experiment_from, load_experiment
 from equipoise.errors import InputError
 from equipoise.metrics import Metric
+from equipoise.tasks.classification import Classification
 from tests.run.small import Stop, federation, promised, rows_of, small_run, stop_after
 
 SHORT = Training(rounds=2, cohort=4)
@@ -195,6 +197,23 @@ def test_metrics_of_a_file_of_ones_own(tmp_path):
         InputError, match="experiment.yaml: unknown metric 'overconfidense' in evaluation.metrics; did you"
     ):
         experiment_from({**content, "imports": [], "evaluation": {"metrics": ["overconfidense"]}}, "experiment.yaml")
+
+
+def test_what_a_task_of_ones_own_measures_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
+
+    @tasks.register("ranked")
+    class Ranked(Classification):
+        def metrics(self, output, y):
+            best = output.topk(2, dim=1).indices
+            return {**super().metrics(output, y), "top2": (best == y.unsqueeze(1)).any(1).to(output.dtype)}
+
+    data = replace(federation(), task="ranked")
+    own = Metric(function=highest_loss, name="top2", higher_is_better=True)
+    with pytest.raises(InputError, match="'top2' is what the task ranked measures anyway"):
+        small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=[own]))
+    run = small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=["auroc"]))
+    assert {"top2", "auroc"} <= set().union(*run.trainer.metrics)
 
 
 def test_regression_has_metrics_too():
