@@ -32,6 +32,7 @@ from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.imports import file_of, import_own
 from equipoise.method import Method
+from equipoise.metrics import Metric, several_from
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
 from equipoise.run.evaluation import Evaluation
@@ -418,7 +419,7 @@ class _Reader:
                 augment=self.augmentations,
             ),
             machine=self.settings(Machine, content, "machine"),
-            evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune),
+            evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
             flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
@@ -521,6 +522,10 @@ class _Reader:
         checked = self.fields(given, _types(FineTune), path)
         with self.origins.named("evaluation"):
             return FineTune(**checked)
+
+    def metrics(self, given: Any, path: str) -> tuple[Metric, ...]:
+        with self.origins.named("evaluation"):
+            return several_from(self.value(given, list[str], path), path)
 
     def augmentations(self, given: Any, path: str) -> Any:
         made = []

@@ -164,6 +164,9 @@ class Federation:
     >>> federation = Federation.from_arrays(x, y, clients=["ann", "ann", "ann", "bob", "bob", "bob"])
     >>> federation.clients, federation.train.sizes.tolist(), federation.client_name(1)
     (2, [1, 1], 'bob')
+    >>> federation
+    <Federation 'custom': classification with 2 classes; 2 clients in 1 group (all); 6 samples of shape (2,): 2 train,
+    2 val, 2 test>
     """
 
     x: Tensor | Samples
@@ -505,6 +508,18 @@ class Federation:
                 row["labels"] = counts
         return rows
 
+    def __repr__(self) -> str:
+        unseen = int(self.unseen.sum())
+        groups = ", ".join(self.group_names[:8]) + (", …" if len(self.group_names) > 8 else "")
+        clients = [
+            f"{_counted(self.clients, 'client')} in {_counted(len(self.group_names), 'group')} ({groups})",
+            *([f"{unseen} of them unseen"] if unseen else []),
+        ]
+        held = ", ".join(f"{len(self.split(name).indices)} {name}" for name in SPLITS)
+        classes = f" with {self.classes} classes" if self.classes is not None else ""
+        samples = f"{_counted(len(self.y), 'sample')} of shape {self.shape}: {held}"
+        return f"<Federation {self.name!r}: {self.task}{classes}; {', '.join(clients)}; {samples}>"
+
     def _seen_indices(self, name: str) -> Ints:
         split = self.split(name)
         return split.indices[~np.repeat(self.unseen, split.sizes)]
@@ -754,6 +769,10 @@ def _offsets(sizes: ArrayLike) -> Ints:
 def _holder(split: Split, sample: int | np.integer[Any]) -> int:
     position = np.flatnonzero(split.indices == sample)[0]
     return int(np.searchsorted(split.offsets, position, side="right")) - 1
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _few(values: Sequence[Any]) -> str:

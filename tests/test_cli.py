@@ -17,7 +17,7 @@ import torch
 import yaml
 
 import equipoise.cli
-from equipoise import data, methods, models, tasks
+from equipoise import data, methods, metrics, models, tasks
 from equipoise.cli import paths, show
 from equipoise.client_index import make_index, similarity_by_group
 from equipoise.config import experiment_from
@@ -625,6 +625,7 @@ def test_the_examples_of_the_front_page(monkeypatch):
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
+    monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
     failed, tried = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried >= 10
     assert failed == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise import methods, tasks
+from equipoise import methods, metrics, tasks
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -19,6 +19,7 @@ def test_the_examples_run(page, monkeypatch):
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
+    monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
     failed, tried = doctest.testfile(
         str(DOCS / f"{page}.md"), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
     )
@@ -47,3 +48,11 @@ def test_the_architecture_names_every_task():
         assert f"`{tasks.build(name).score}`" in next(
             line for line in table.splitlines() if line.startswith(f"| `{name}`")
         )
+
+
+def test_the_page_on_metrics_lists_every_metric_of_outputs():
+    text = (DOCS / "metrics.md").read_text().split("\n## Metrics of outputs\n")[1].split("\n```python")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    listed = {name.strip("`"): (task, better) for name, task, _, better, _ in rows}
+    own = [metric for metric in metrics._discover().values() if not metric._own]
+    assert listed == {m.name: (m.tasks[0], "high" if m.higher_is_better else "low") for m in own}

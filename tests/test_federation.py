@@ -474,3 +474,12 @@ def test_names_of_classes_are_one_a_class(names):
 def test_a_regression_has_no_classes_to_name():
     with pytest.raises(InputError, match="class_names of federation 'custom' make no sense for a regression"):
         Federation.from_arrays(np.zeros((3, 1)), np.zeros(3), clients=[0] * 3, task="regression", class_names=["a"])
+
+
+def test_a_federation_is_printed_as_one_short_line() -> None:
+    assert repr(small(name="two", unseen=np.array([False, True]))) == (
+        "<Federation 'two': classification with 3 classes; 2 clients in 2 groups (north, south), 1 of them unseen; "
+        "7 samples of shape (2,): 3 train, 1 val, 2 test>"
+    )
+    many = small(group_names=tuple("abcdefghijkl"), y=torch.arange(7.0), task="regression", classes=None)
+    assert "regression; 2 clients in 12 groups (a, b, c, d, e, f, g, h, …); 7 samples" in repr(many)

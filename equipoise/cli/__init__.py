@@ -46,7 +46,7 @@ Import = Annotated[
     typer.Option(
         "--import",
         metavar="FILE",
-        help="Python file or module of your own that registers methods, models, data or tasks.",
+        help="Python file or module of your own that registers methods, models, data, tasks or metrics.",
     ),
 ]
 

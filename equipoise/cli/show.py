@@ -135,6 +135,8 @@ def run(run: Run) -> None:
     )
     if _parts(summary):
         console.print(_overall(summary))
+        if summary.get("metrics"):
+            console.print(_further(summary))
         console.print(_groups(run))
     else:
         console.print(_why_nothing(run.config))
@@ -173,6 +175,19 @@ def _overall(summary: dict[str, Any]) -> Table:
     for name, metric in METRICS.items():
         description = Text(metric.description, style="dim")
         table.add_row(name, *(_number(part.get(name)) for part in parts.values()), description)
+    return table
+
+
+def _further(summary: dict[str, Any]) -> Table:
+    """Show the metrics of ``evaluation.metrics``, a row for each and each model."""
+    columns = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
+    table = _table("\nfurther metrics of each client", "metric", "better", "of", *columns, "left out", numbers=6)
+    for name, declared in summary["metrics"].items():
+        for label, part in _parts(summary).items():
+            of_metric = part["metrics"][name]
+            numbers = (_number(of_metric.get(column)) for column in columns)
+            better = "high" if declared["higher_is_better"] else "low"
+            table.add_row(name, better, label, *numbers, str(of_metric["left_out"]))
     return table
 
 

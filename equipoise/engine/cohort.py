@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from equipoise.engine.questions import Asked, sums_over_samples
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
 from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
+from equipoise.metrics import Metric
 from equipoise.optimizers import Column, TorchOptimizer
 from equipoise.random import Purpose, choose, fold, fold_tensor
 from equipoise.tree import PERSONAL, Tree, size_in_bytes
@@ -363,7 +364,8 @@ class StackedCohort:
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
         """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
         evaluated = {
-            split: self._measure(chunk, self.engine.view.split(split), self.ids[members]) for split in ("val", "test")
+            split: self._measure(chunk, self.engine.view.split(split), self.ids[members], self.engine.metrics)
+            for split in ("val", "test")
         }
         for split, measured in evaluated.items():
             columns = self.local_metrics.setdefault(split, {})
@@ -371,11 +373,13 @@ class StackedCohort:
                 columns.setdefault(name, np.full(len(self.ids), np.nan))[members] = values
         return evaluated
 
-    def _measure(self, chunk: Chunk, samples: Split, clients: NDArray[np.int64]) -> Measured:
+    def _measure(
+        self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], metrics: Sequence[Metric] = ()
+    ) -> Measured:
         """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``)."""
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
-        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients))
+        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients), metrics)
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
         """Return the samples that clients' reports look at, and the clients' numbers in that split."""

@@ -14,6 +14,7 @@ from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
 from equipoise.errors import RunError
 from equipoise.method import Cohort, Method, Phase
+from equipoise.metrics import Metric
 from equipoise.tree import Tree
 
 
@@ -114,12 +115,16 @@ class Engine(Protocol):
         How many clients are stacked.
     absent : dict
         Clients that did not answer when models were evaluated last, with the reason.
+    metrics : tuple of Metric
+        What clients measure besides the loss and the task's own metrics when models are evaluated.
+        Set by the round loop.
     """
 
     network: Network
     machine: Machine
     chunk: int
     absent: dict[int, str]
+    metrics: tuple[Metric, ...]
 
     def newcomers(self) -> Sequence[int]:
         """Return the clients that have registered since the last call, and add them to the federation."""

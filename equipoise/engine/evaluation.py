@@ -1,6 +1,13 @@
-"""Loss and metrics of one model on many clients, or of many clients' own models."""
+"""Loss and metrics of one model on many clients, or of many clients' own models.
+
+Loss and score are means over a client's samples. Metrics of :mod:`equipoise.metrics` are functions
+of all outputs of a client. Outputs are kept until all of a client's, or of a chunk of clients, are
+there, and no longer.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +20,7 @@ from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.federation import Split
+from equipoise.metrics import Metric, measure
 from equipoise.models.layers import Forward
 from equipoise.tree import Tree
 
@@ -21,7 +29,12 @@ Measured = dict[str, NDArray[np.float64]]
 
 @torch.no_grad()
 def evaluate_shared(
-    network: Network, data: DeviceData, params: Tree, split: Split, clients: NDArray[np.int64]
+    network: Network,
+    data: DeviceData,
+    params: Tree,
+    split: Split,
+    clients: NDArray[np.int64],
+    metrics: Sequence[Metric] = (),
 ) -> Measured:
     """Evaluate one model on every client's own samples.
 
@@ -39,6 +52,8 @@ def evaluate_shared(
         Whose samples.
     clients : int array
         Which clients.
+    metrics : sequence of Metric
+        Metrics of each client's outputs besides the loss and the task's own.
 
     Returns
     -------
@@ -48,22 +63,102 @@ def evaluate_shared(
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     if network.batchwise:
         together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
-        return evaluate_stacked(network, data, {}, params, split, clients, together)
+        return evaluate_stacked(network, data, {}, params, split, clients, together, metrics)
     positions, where = _gather(split, clients, sizes), None
     if split.repeats:
         positions, where = np.unique(positions, return_inverse=True)
     pieces: dict[str, list[Tensor]] = {}
+    wanted = _Collected(metrics, clients, sizes)
     for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, Forward(train=False)).output
+        if metrics and where is None:
+            wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
     if not pieces:
         return {"loss": np.full(len(clients), np.nan)}
     measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
-    return {
+    if metrics and where is not None:
+        _collect_repeated(network, data, params, split, wanted)
+    means = {
         name: _mean_by_client(values if where is None else values[where], sizes) for name, values in measured.items()
     }
+    return {**means, **wanted.values}
+
+
+class _Collected:
+    """Collects the outputs of one client after the other, and measures each client once it is complete.
+
+    Parameters
+    ----------
+    metrics : sequence of Metric
+        What to measure.
+    clients, sizes : int array
+        Which clients, and how many samples they hold.
+
+    Attributes
+    ----------
+    values : dict of float64 arrays
+        One value a client, NaN where a client holds no sample or the metric is undefined.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], clients: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        self.metrics, self.clients, self.sizes = metrics, clients, sizes
+        self.values: Measured = {metric.name: np.full(len(clients), np.nan) for metric in metrics}
+        self._outputs: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._waiting = iter(np.flatnonzero(sizes).tolist() if metrics else ())
+        self._next()
+
+    def _next(self) -> None:
+        self._outputs.clear()
+        self._targets.clear()
+        self._client = next(self._waiting, None)
+        self._missing = 0 if self._client is None else int(self.sizes[self._client])
+
+    def add(self, output: Tensor, y: Tensor) -> None:
+        """Take the outputs and targets of the next samples, which may be of several clients."""
+        # Copied once. Clients get views of it.
+        output, y = output.cpu(), y.cpu()
+        begin = 0
+        while begin < len(output) and self._client is not None:
+            end = min(begin + self._missing, len(output))
+            self._outputs.append(output[begin:end])
+            self._targets.append(y[begin:end])
+            self._missing -= end - begin
+            begin = end
+            if not self._missing:
+                self.measure(self._client, self._outputs, self._targets)
+                self._next()
+
+    def measure(self, position: int, outputs: list[Tensor], targets: list[Tensor]) -> None:
+        """Measure the client at a position of ``clients``."""
+        found = measure(self.metrics, torch.cat(outputs), torch.cat(targets), int(self.clients[position]))
+        for name, value in found.items():
+            self.values[name][position] = value
+
+
+def _collect_repeated(network: Network, data: DeviceData, params: Tree, split: Split, wanted: _Collected) -> None:
+    """Measure clients that hold samples of others too: the outputs are computed again, for one client at a time.
+
+    Clients that hold the same samples in the same order, such as the test samples of a group, are
+    measured once.
+    """
+    first: dict[bytes, int] = {}
+    for position in np.flatnonzero(wanted.sizes).tolist():
+        held = split.of(int(wanted.clients[position]))
+        same = first.setdefault(held.tobytes(), position)
+        if same != position:
+            for values in wanted.values.values():
+                values[position] = values[same]
+            continue
+        outputs, targets = [], []
+        for part in torch.from_numpy(held).split(samples_a_pass(network, 1)):
+            x, y = data.fetch(part)
+            outputs.append(network.apply(params, x, Forward(train=False)).output.cpu())
+            targets.append(y.cpu())
+        wanted.measure(position, outputs, targets)
 
 
 def _gather(split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -85,13 +180,20 @@ def _mean_by_client(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> ND
 
 @torch.no_grad()
 def evaluate_stacked(
-    network: Network, data: DeviceData, params: Tree, still: Tree, split: Split, clients: NDArray[np.int64], chunk: int
+    network: Network,
+    data: DeviceData,
+    params: Tree,
+    still: Tree,
+    split: Split,
+    clients: NDArray[np.int64],
+    chunk: int,
+    metrics: Sequence[Metric] = (),
 ) -> Measured:
     """Evaluate every client's own model on its own samples.
 
     Parameters
     ----------
-    network, data, split, clients
+    network, data, split, clients, metrics
         As in :func:`evaluate_shared`.
     params : Tree
         What differs between clients, stacked in the order of ``clients``.
@@ -113,39 +215,55 @@ def evaluate_stacked(
         members = order[start : start + chunk]
         where = torch.from_numpy(members).to(network.device)
         own = {name: stack[where] for name, stack in params.items()}
-        for name, sums in _sums_of_chunk(network, data, own, still, split, clients[members], sizes[members]).items():
+        wanted = _Collected(metrics, clients[members], sizes[members])
+        for name, sums in _sums_of_chunk(network, data, own, still, split, wanted).items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = sums.cpu().numpy() / sizes[members]
+        for name, values in wanted.values.items():
+            result.setdefault(name, np.full(len(clients), np.nan))[members] = values
     return result
 
 
 def _sums_of_chunk(
-    network: Network,
-    data: DeviceData,
-    params: Tree,
-    still: Tree,
-    split: Split,
-    clients: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    network: Network, data: DeviceData, params: Tree, still: Tree, split: Split, wanted: _Collected
 ) -> dict[str, Tensor]:
-    """Sum the metrics of each client's samples, for clients ordered by falling number of samples."""
+    """Sum the task's metrics of each client's samples, for clients ordered by falling number of samples.
+
+    Metrics of all outputs of a client are measured on the way.
+    """
+    clients, sizes = wanted.clients, wanted.sizes
     active = len(clients)
     together = active * int(sizes[0]) if network.batchwise else samples_a_pass(network, active)
 
-    def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
         forward = Forward(train=False, mask=kept, stacked=active > 1)
         output = network.apply({**still, **own}, x, forward).output
-        return network.task.metrics(output, y)
+        return network.task.metrics(output, y), [output] if wanted.metrics else []
 
     sums: dict[str, Tensor] = {}
+    outputs: list[list[Tensor]] = [[] for _ in clients]
+    targets: list[list[Tensor]] = [[] for _ in clients]
+    left = sizes.copy()
     for active, slots, inside in passes(sizes, together):
         positions = split.indices[split.offsets[clients[:active], None] + slots]
         x, y = data.fetch(torch.from_numpy(positions))
         kept = torch.from_numpy(inside).to(network.device)
         of_all = of_one_client if active == 1 else vmap(of_one_client)
-        measured = of_all(
+        measured, answered = of_all(
             tree_first_rows(params, active), first_rows(x, active), first_rows(y, active), first_rows(kept, active)
         )
         for name, values in measured.items():
             total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)
+        left[:active] -= inside.sum(1)
+        for output in answered:
+            found, asked = (output if active > 1 else output.unsqueeze(0)).cpu(), y.cpu()
+            for position in range(active):
+                # Indexed, not sliced: a copy, so that the padding of the pass is not kept.
+                own = torch.from_numpy(inside[position])
+                outputs[position].append(found[position][own])
+                targets[position].append(asked[position][own])
+                if not left[position]:
+                    wanted.measure(position, outputs[position], targets[position])
+                    outputs[position].clear()
+                    targets[position].clear()
     return sums

@@ -200,6 +200,8 @@ class Network:
         self.lowered = lowered
         self.encoded = False
         self.activations = self.fixed_activations = self.stem_activations = 0
+        # What the task measures; known once the model was tried out.
+        self.measures: tuple[str, ...] = ()
         if lowered is not None:
             _lower(self.module, lowered)
         every_slot = slots_of(self.module)
@@ -507,6 +509,7 @@ class Network:
 
     def _check_metrics(self, output: Tensor, y: Tensor) -> None:
         measured = self.task.metrics(output, y)
+        self.measures = tuple(measured)
         if missing := {"loss", self.task.score} - set(measured):
             raise InputError(
                 f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"

@@ -25,6 +25,7 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import LocalRule, Method, mix_tree
+from equipoise.metrics import Metric
 from equipoise.random import Purpose
 from equipoise.tree import PERSONAL, Tree
 
@@ -79,6 +80,7 @@ class StackedEngine:
         self.memory = MemoryStore()
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
+        self.metrics: tuple[Metric, ...] = ()
         self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
@@ -108,10 +110,13 @@ class StackedEngine:
         """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
         splits = {name: self.federation.split(name) for name in ("val", "test")}
         if personal is None:
-            return {n: evaluate_shared(self.network, self.data, model, split, clients) for n, split in splits.items()}
+            return {
+                name: evaluate_shared(self.network, self.data, model, split, clients, self.metrics)
+                for name, split in splits.items()
+            }
         still, own = self.personal_models(model, personal, clients)
         return {
-            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk)
+            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk, self.metrics)
             for name, split in splits.items()
         }
 

@@ -42,6 +42,7 @@ from equipoise.flower.wire import (
 )
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.methods import describe_part
+from equipoise.metrics import COLUMNS, Metric
 from equipoise.random import Purpose, fold
 from equipoise.tree import PERSONAL, Tree, digest
 
@@ -135,6 +136,7 @@ class FlowerEngine:
         self.ledger = Ledger(durable)
         self._finished = 0
         self.absent: dict[int, str] = {}
+        self.metrics: tuple[Metric, ...] = ()
         self._measured: tuple[Tree, Answers] | None = None
         self._averaged: tuple[dict[int, int], Tree] | None = None
 
@@ -168,7 +170,8 @@ class FlowerEngine:
         requests = {client: ("evaluate.models", content) for client, content in contents.items()}
 
         def wrong(client: int, content: RecordDict) -> str | None:
-            problems = (_wrong_metrics(content, kind, self.roster.known[client].sizes) for kind in kinds.split())
+            sizes, score = self.roster.known[client].sizes, self.network.task.score
+            problems = (_wrong_metrics(content, kind, sizes, score) for kind in kinds.split())
             return next((problem for problem in problems if problem), None)
 
         answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
@@ -546,7 +549,9 @@ class FlowerCohort:
         return None
 
     def _unevaluated(self, client: int, content: RecordDict) -> str | None:
-        return _wrong_metrics(content, LOCAL, self.engine.roster.known[client].sizes) if self.evaluates_local else None
+        if not self.evaluates_local:
+            return None
+        return _wrong_metrics(content, LOCAL, self.engine.roster.known[client].sizes, self.score)
 
     @property
     def local_metrics(self) -> dict[str, Measured]:
@@ -574,25 +579,32 @@ def _reports(rows: list[RecordDict]) -> Reports:
 
 
 def _measured(answers: Mapping[int, RecordDict], clients: NDArray[np.int64], kind: str) -> dict[str, Measured]:
-    """Read the metrics of one kind of model by split; NaN for clients that did not answer."""
+    """Read the metrics of one kind of model by split; NaN for clients that did not answer.
+
+    Values that do not fit are left out later, as in one process: see
+    :func:`equipoise.run.records.client_rows`. What a client may not set is ignored.
+    """
     measured: dict[str, Measured] = {split: {"loss": np.full(len(clients), np.nan)} for split in SPLITS}
     for position, client in enumerate(clients.tolist()):
         if client not in answers:
             continue
         for split, columns in measured.items():
             for name, value in numbers_of(answers[client], f"{kind}.{split}").items():
+                if name in COLUMNS and name != "loss":
+                    continue
                 columns.setdefault(name, np.full(len(clients), np.nan))[position] = value
     return measured
 
 
-def _wrong_metrics(content: RecordDict, kind: str, sizes: Mapping[str, int]) -> str | None:
-    """Say what is wrong with the metrics of one kind of model."""
+def _wrong_metrics(content: RecordDict, kind: str, sizes: Mapping[str, int], score: str) -> str | None:
+    """Say what is wrong with the loss and the score of one kind of model."""
     for split in SPLITS:
-        loss = numbers_of(content, f"{kind}.{split}").get("loss")
-        if loss is None:
+        numbers = numbers_of(content, f"{kind}.{split}")
+        if "loss" not in numbers:
             return f"answered without metrics of the {kind} model"
-        if sizes[split] and not np.isfinite(loss):
-            return f"answered with {loss} as {split} loss of the {kind} model"
+        for name in ("loss", score):
+            if sizes[split] and not np.isfinite(numbers.get(name, np.nan)):
+                return f"answered with {numbers.get(name, 'nothing')} as {split} {name} of the {kind} model"
     return None
 
 

@@ -21,6 +21,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.flower.memory import Versions, home_of, memory_root
 from equipoise.flower.roster import Description
+from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
 OwnData = Callable[[NodeConfig], Federation]
@@ -174,7 +175,12 @@ def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     named = models.with_class_names(experiment.model, federation.class_names)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
-    return StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
+    engine = StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
+    wanted = several_from(experiment.evaluation.metrics, "evaluation.metrics")
+    # Only clients try the model out, and so know all that the task measures.
+    check_metrics(wanted, engine.network.task, engine.network.measures)
+    engine.metrics = computed(wanted, engine.network.task)
+    return engine
 
 
 def _silo_options(experiment: Experiment) -> dict[str, Any]:

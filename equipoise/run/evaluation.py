@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from equipoise.engine.settings import FineTune, Training
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
+from equipoise.metrics import Metric, check_metrics, computed, several_from
+from equipoise.run.plain import UNLESS_DEFAULT
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree
 
@@ -32,8 +34,14 @@ class Evaluation:
     select : {"last", "best"}
         Report and keep the models of the last round, or of the round with the lowest mean validation loss over seen
         clients. Test data never decides.
+    select_by : str, optional
+        What decides in place of the validation loss, for ``select`` and ``patience``: the task's score, or one of
+        ``metrics``. It is averaged over the seen clients that have a value.
     patience : int, optional
-        Stop when the validation loss has not improved for so many evaluations.
+        Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
+    metrics : sequence of str or Metric
+        What to measure besides the loss and the task's score: names of :func:`equipoise.metrics.names`, or metrics of
+        one's own (:class:`equipoise.metrics.Metric`).
     fine_tune : FineTune, optional
         Local steps every client makes from its model, or its personal model, before its personal model is evaluated.
     local : bool
@@ -49,6 +57,8 @@ class Evaluation:
     --------
     >>> Evaluation(every=5, select="best", patience=3).due(10, last=False)
     True
+    >>> [metric.name for metric in Evaluation(metrics=["auroc", "ece"], select="best", select_by="auroc").metrics]
+    ['auroc', 'ece']
     """
 
     every: int = 1
@@ -58,9 +68,12 @@ class Evaluation:
     average_kept: bool = False
     local: bool = False
     keep_local: bool = False
+    metrics: Sequence[str | Metric] = field(default=(), metadata={UNLESS_DEFAULT: True})
+    select_by: str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
+        """Look metrics up by name, and refuse settings that contradict each other."""
+        object.__setattr__(self, "metrics", several_from(self.metrics, "evaluation.metrics"))
         count(self.every, "evaluation.every", least=0)
         if self.select not in ("last", "best"):
             raise unknown("value", self.select, ("last", "best"), where="evaluation.select")
@@ -70,6 +83,8 @@ class Evaluation:
             raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
         if self.every == 0 and self.local:
             raise InputError("evaluation.local needs evaluation.every of at least 1")
+        if self.select_by is not None and self.select != "best" and self.patience is None:
+            raise InputError("evaluation.select_by needs evaluation.select 'best' or evaluation.patience")
 
     def due(self, round_: int, *, last: bool) -> bool:
         """Say whether to evaluate after a round (counted from 1)."""
@@ -88,14 +103,14 @@ class Models:
 
 @dataclass
 class Standing:
-    """How a run stands by its validation loss.
+    """How a run stands by its validation loss, or by what ``evaluation.select_by`` names.
 
     Attributes
     ----------
     best_round : int or None
         The round with the lowest mean validation loss so far.
     best_loss : float
-        That loss.
+        That loss. Of a metric that should be high, its negative.
     stale : int
         How many evaluations there have been since.
     """
@@ -163,6 +178,15 @@ class Evaluator:
         self.has_personal = method.personal or self._adapts
         if evaluation.keep_local:
             engine.refuse_keeping_local(method)
+        task, self.metrics = engine.network.task, several_from(evaluation.metrics, "evaluation.metrics")
+        check_metrics(self.metrics, task, engine.network.measures)
+        engine.metrics = computed(self.metrics, task)
+        higher = {"loss": False, task.score: task.higher_is_better}
+        higher |= {metric.name: metric.higher_is_better for metric in self.metrics}
+        self._by = evaluation.select_by or "loss"
+        if self._by not in higher:
+            raise unknown("metric", self._by, higher, where="evaluation.select_by")
+        self._sign = -1.0 if higher[self._by] else 1.0
 
     def evaluate(self, state: State, updates: Updates | None, cohort: RoundCohort | None) -> list[Row]:
         """Return a row for each client, model and split; before round 1 there are no updates and no cohort."""
@@ -170,7 +194,13 @@ class Evaluator:
         everyone = np.arange(self.federation.clients)
 
         def add(clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None) -> None:
-            named = {"round_": state.round, "model": model, "split": split, "gaps": gaps}
+            named = {
+                "round_": state.round,
+                "model": model,
+                "split": split,
+                "gaps": gaps,
+                "metrics": self.engine.metrics,
+            }
             rows.extend(client_rows(self.federation, clients, measured[split], **named))
 
         if self.has_global:
@@ -204,16 +234,18 @@ class Evaluator:
         if summary := next(filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
-        losses = [r["loss"] for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
-        if not losses:
+        judged = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
+        values = [row[self._by] for row in judged if self._by in row]
+        if not values:
             if self.evaluation.select == "best" or self.evaluation.patience is not None:
-                raise InputError("choosing a round needs validation data, but no seen client holds any")
+                what = f"a value of {self._by}" if judged else "any"
+                raise InputError(f"choosing a round needs validation data, but no seen client holds {what}")
             return False
-        return self.standing.improves(round_, float(np.mean(losses))) and self.evaluation.select == "best"
+        return self.standing.improves(round_, self._sign * float(np.mean(values))) and self.evaluation.select == "best"
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the validation loss has not improved for too long."""
+        """Whether the validation loss, or ``evaluation.select_by``, has not improved for too long."""
         return self.evaluation.patience is not None and self.standing.stale >= self.evaluation.patience
 
     def selected_round(self, latest: int) -> int:

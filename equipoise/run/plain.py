@@ -9,7 +9,11 @@ from typing import Any
 from equipoise.checks import name_and_options
 from equipoise.data.augment import AUGMENTATIONS, augmentation_to_plain
 from equipoise.errors import unknown
+from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
+
+# In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
+UNLESS_DEFAULT = "unless default"
 
 
 def to_plain(settings: Any) -> Any:
@@ -22,9 +26,15 @@ def to_plain(settings: Any) -> Any:
     """
     if isinstance(settings, (list, tuple)):
         return [to_plain(item) for item in settings]
+    if isinstance(settings, Metric):
+        return settings.name
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
         return settings
-    plain = {field.name: to_plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    plain = {
+        field.name: to_plain(getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+        if not (field.metadata.get(UNLESS_DEFAULT) and getattr(settings, field.name) == field.default)
+    }
     if isinstance(settings, Sgd):
         return {"name": "sgd", **plain}
     if isinstance(settings, Adam):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from equipoise import fairness, tasks
 from equipoise.engine.evaluation import Measured
 from equipoise.federation import Federation
+from equipoise.metrics import Metric
 from equipoise.task import Task
 
 Row = dict[str, Any]
@@ -26,6 +27,7 @@ def client_rows(
     model: str,
     split: str,
     gaps: Mapping[int, float] | None = None,
+    metrics: Sequence[Metric] = (),
 ) -> list[Row]:
     """Make the rows of ``metrics.jsonl``: one a client with samples in the split.
 
@@ -45,6 +47,9 @@ def client_rows(
         On which of the clients' splits.
     gaps : mapping, optional
         Generalization gaps of the clients that have just trained.
+    metrics : sequence of Metric
+        Which of the values are of these metrics. One that is undefined or outside of its range is not in the row;
+        ``left_out`` gives the reason by the metric's name.
 
     Returns
     -------
@@ -66,8 +71,13 @@ def client_rows(
             "n": int(sizes[client]),
             **{name: float(values[position]) for name, values in measured.items()},
         }
+        faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
+        if left_out := {name: fault for name, fault in faults.items() if fault}:
+            row = {name: value for name, value in row.items() if name not in left_out}
         if gaps and client in gaps:
             row["gap"] = gaps[client]
+        if left_out:
+            row["left_out"] = left_out
         rows.append(row)
     return rows
 
@@ -84,7 +94,9 @@ def task_of(summary: Mapping[str, Any]) -> Task:
     return tasks.build(summary.get("task", older))
 
 
-def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> dict[str, Any]:
+def summarize_rows(
+    rows: Iterable[Row], task: Task, *, split: str = "test", metrics: Sequence[Metric] = ()
+) -> dict[str, Any]:
     """Summarise one round's rows, separately for each model and for seen and unseen clients.
 
     Parameters
@@ -95,13 +107,16 @@ def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> d
         Says which metric is the score.
     split : str
         Which split's rows to summarise.
+    metrics : sequence of Metric
+        The metrics besides the score to summarise.
 
     Returns
     -------
     dict
         ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding only what was evaluated. Each inner
         dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
-        every group), ``loss`` (the mean loss over clients), and the names of the worst client and group.
+        every group), ``loss`` (the mean loss over clients), and the names of the worst client and group. ``metrics``
+        has the same for each of ``metrics``, and in ``left_out_clients`` the reason for each client without a value.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
@@ -111,22 +126,52 @@ def summarize_rows(rows: Iterable[Row], task: Task, *, split: str = "test") -> d
             chosen = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)]
             if chosen:
                 own_gaps = gaps if model == "global" and not unseen else {}
-                result.setdefault(model, {})[who] = _summary(chosen, task, own_gaps)
+                higher, names = task.higher_is_better, _group_names(chosen)
+                part = _summary(chosen, task.score, names, higher_is_better=higher, gaps=own_gaps)
+                if metrics:
+                    part["metrics"] = {metric.name: _metric_summary(chosen, metric) for metric in metrics}
+                result.setdefault(model, {})[who] = part
     return result
 
 
-def _summary(rows: list[Row], task: Task, gaps: Mapping[int, float]) -> dict[str, Any]:
-    names = tuple(dict.fromkeys(row["group"] for row in rows))
+def _metric_summary(rows: list[Row], metric: Metric) -> dict[str, Any]:
+    """Summarise a metric over the clients that have a value, and name the others."""
+    name = metric.name
+    left_out = {str(row["client"]): row.get("left_out", {}).get(name, "undefined") for row in rows if name not in row}
+    having = [row for row in rows if name in row]
+    names = _group_names(rows)
+    part: dict[str, Any] = {"clients": 0}
+    if having:
+        part = _summary(having, name, names, higher_is_better=metric.higher_is_better)
+        # These are of losses and not of the metric.
+        for other in ("loss", "gap_variance", "gap_pair_sum"):
+            del part[other]
+    return {**part, "left_out": len(left_out), "left_out_clients": left_out}
+
+
+def _group_names(rows: list[Row]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row["group"] for row in rows))
+
+
+def _summary(
+    rows: list[Row],
+    column: str,
+    names: Sequence[str],
+    *,
+    higher_is_better: bool,
+    gaps: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
+    """Summarise a column of rows of which all have a value; ``names`` are those of the groups."""
     groups = np.array([names.index(row["group"]) for row in rows])
-    values = np.array([row[task.score] for row in rows])
+    values = np.array([row[column] for row in rows])
     counts = np.array([row["n"] for row in rows])
-    gap = np.array([gaps.get(row["client"], np.nan) for row in rows])
+    gap = np.array([(gaps or {}).get(row["client"], np.nan) for row in rows])
     summary = fairness.summarize(
         values,
         groups,
         weights=counts,
         gap=gap if np.isfinite(gap).any() else None,
-        higher_is_better=task.higher_is_better,
+        higher_is_better=higher_is_better,
     )
     measured: dict[str, Any] = summary.as_dict()
     measured |= {

@@ -26,6 +26,7 @@ from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Aggregation, Method, Sampler, State, Updates, check_state, combine_checked
+from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
@@ -435,11 +436,13 @@ class Trainer:
         """Summarise the round that counts."""
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
-        task = self.engine.network.task
-        results, validation = (summarize_rows(rows, task, split=split) for split in ("test", "val"))
+        task, metrics = self.engine.network.task, self.evaluator.metrics
+        results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
-            # A number says nothing to those who do not hold the data.
-            part["worst_client_name"] = self.federation.client_name(part["worst_client_id"])
+            for measured in (part, *part.get("metrics", {}).values()):
+                if "worst_client_id" in measured:
+                    # A number says nothing to those who do not hold the data.
+                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
         return {
             "method": self.method.name,
             "data": self.federation.name,
@@ -447,8 +450,10 @@ class Trainer:
             "rounds": self.state.round,
             "round": number,
             "select": self.evaluation.select,
+            **({"select_by": self.evaluation.select_by} if self.evaluation.select_by else {}),
             "task": task.name,
             "score": task.score,
+            **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
             "results": results,
             "validation": validation,
             **_counted(self.bytes),
@@ -522,6 +527,12 @@ class Trainer:
         with exact_arithmetic(engine.machine):
             engine.chunk = fastest(candidates, seconds)
         return engine.chunk
+
+
+def _declared(metric: Metric) -> dict[str, Any]:
+    """Return what a metric declares, with null for a bound that does not exist: JSON has no infinity."""
+    bounds = [bound if math.isfinite(bound) else None for bound in metric.range]
+    return {"higher_is_better": metric.higher_is_better, "range": bounds}
 
 
 def _counted(moved: dict[str, int]) -> dict[str, int]:

@@ -1,11 +1,16 @@
-"""Metrics by name, as studies ask for them: ``[val.][model.][who.]name``, looked up in a run's summary."""
+"""Metrics by name, as studies ask for them, looked up in a run's summary.
+
+A name is ``[val.][model.][who.]name`` for the task's score, and ``[val.][model.][who.]metric.name``
+for one of ``evaluation.metrics``; without ``.name`` its mean is meant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from equipoise.errors import unknown
+from equipoise import metrics as of_clients
+from equipoise.errors import InputError, unknown
 from equipoise.fairness import METRICS, Better
 from equipoise.run.records import MODELS
 
@@ -40,16 +45,17 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     --------
     >>> value_of({"results": {"global": {"seen": {"mean": 0.5}}}}, "mean")
     0.5
+    >>> value_of({"results": {"global": {"seen": {"metrics": {"auroc": {"worst_group": 0.7}}}}}}, "auroc.worst_group")
+    0.7
     """
     if metric in TOTALS:
         return float(summary[metric])
     model = model_of(summary, metric)
     if model is None:
         return None
-    _, who, name = apart(metric)
-    part, group = _results(summary, metric)[model][who], group_of(metric)
-    # Runs of earlier releases do not have all metrics.
-    found = part["groups"].get(group) if group else part.get(name)
+    (_, name), part, group = own_of(metric), _part(summary, metric, model), group_of(metric)
+    # Runs of earlier releases do not have all metrics; a metric may be undefined for all clients.
+    found = part.get("groups", {}).get(group) if group else part.get(name)
     return None if found is None else float(found)
 
 
@@ -92,6 +98,26 @@ def of_validation(metric: str) -> bool:
     return metric.startswith(VALIDATION)
 
 
+def _part(summary: Mapping[str, Any], metric: str, model: str) -> Mapping[str, Any]:
+    """Return the spreads of the values that a metric is of, for a model that was evaluated."""
+    part: Mapping[str, Any] = _results(summary, metric)[model][apart(metric)[1]]
+    own, _ = own_of(metric)
+    return part.get("metrics", {}).get(own, {}) if own else part
+
+
+def left_out(summary: Mapping[str, Any], metric: str) -> int:
+    """Count the clients for which one of ``evaluation.metrics`` has no value; 0 for the task's score.
+
+    Examples
+    --------
+    >>> results = {"global": {"seen": {"metrics": {"auroc": {"mean": 0.7, "left_out": 2}}}}}
+    >>> left_out({"results": results}, "auroc"), left_out({"results": results}, "mean")
+    (2, 0)
+    """
+    model = model_of(summary, metric) if metric not in TOTALS and own_of(metric)[0] else None
+    return int(_part(summary, metric, model).get("left_out", 0)) if model else 0
+
+
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
     results: Mapping[str, Any] = summary["validation" if of_validation(metric) else "results"]
     return results
@@ -111,28 +137,63 @@ def apart(metric: str) -> tuple[str | None, str, str]:
     return model, who, ".".join(parts)
 
 
+def own_of(metric: str) -> tuple[str, str]:
+    """Return which of ``evaluation.metrics`` a name is of, empty for the task's score, and what of it is meant.
+
+    Examples
+    --------
+    >>> own_of("global.auroc.worst_group"), own_of("auroc"), own_of("worst_group")
+    (('auroc', 'worst_group'), ('auroc', 'mean'), ('', 'worst_group'))
+    """
+    name = apart(metric)[2]
+    first, _, rest = name.partition(".")
+    if first == "groups" or first in BETTER:
+        return "", name
+    return first, rest or "mean"
+
+
 def group_of(metric: str) -> str:
     """Return the group a metric is of, if it is of one.
 
     Examples
     --------
-    >>> group_of("global.groups.north"), group_of("mean")
-    ('north', '')
+    >>> group_of("global.groups.north"), group_of("auroc.groups.north"), group_of("mean")
+    ('north', 'north', '')
     """
-    before, _, group = apart(metric)[2].partition(".")
+    before, _, group = own_of(metric)[1].partition(".")
     return group if before == "groups" else ""
 
 
 def kind_of(metric: str) -> str:
     """Return what a metric is called in ``BETTER``, if it is one."""
-    return "groups.NAME" if group_of(metric) else apart(metric)[2]
+    return "groups.NAME" if group_of(metric) else own_of(metric)[1]
 
 
-def check_metric(metric: str, where: str) -> None:
-    """Refuse what is no metric; ``where`` says where its name came from."""
-    kind = kind_of(metric)
-    if kind not in BETTER or (kind in TOTALS and kind != metric):
-        raise unknown("metric", metric, BETTER, where=where)
+def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None:
+    """Refuse what is no metric.
+
+    Parameters
+    ----------
+    metric : str
+        Its name.
+    where : str
+        Where the name came from.
+    evaluated : iterable of str
+        The names in ``evaluation.metrics`` of the experiments.
+
+    Examples
+    --------
+    >>> check_metric("auroc.worst_group", "--metrics")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: 'auroc.worst_group' in --metrics: 'auroc' is not evaluated; add it to evaluation.metrics
+    """
+    kind, (own, _), evaluated = kind_of(metric), own_of(metric), list(evaluated)
+    if own and own not in evaluated and own in of_clients.names():
+        raise InputError(f"{metric!r} in {where}: {own!r} is not evaluated; add it to evaluation.metrics")
+    known = own in evaluated and (kind in METRICS or kind == "groups.NAME") if own else kind in BETTER
+    if not known or (kind in TOTALS and kind != metric):
+        valid = [*BETTER, *(f"{name}.{inner}" for name in evaluated for inner in METRICS)]
+        raise unknown("metric", metric, valid, where=where)
 
 
 def should_be_high(metric: str, *, higher_is_better: bool) -> bool:

@@ -50,7 +50,8 @@ class Tuning:
     seed : int
         The seed to tune with; preferably one that the study does not use.
     by : str
-        What should be best, such as ``sigma_clients`` (the lowest) or ``jain`` (the highest).
+        What should be best, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or ``ece.worst_group`` of a
+        metric in ``evaluation.metrics``.
     tolerance : float
         How much worse the mean may be.
 
@@ -67,15 +68,38 @@ class Tuning:
     tolerance: float = 0.01
 
     def best(
-        self, measured: Mapping[str, tuple[float, float]], reference: float, *, higher_is_better: bool = True
+        self,
+        measured: Mapping[str, tuple[float, float]],
+        reference: float,
+        *,
+        higher_is_better: bool = True,
+        by_higher: bool | None = None,
     ) -> str:
-        """Choose by the mean and the value of ``by`` of each; say if the means are losses, which should be low."""
+        """Choose by the mean and the value of ``by`` of each.
+
+        Parameters
+        ----------
+        measured : mapping
+            Mean and value of ``by`` of each label.
+        reference : float
+            The mean of the study's first method.
+        higher_is_better : bool
+            Whether means should be high.
+        by_higher : bool, optional
+            The same of the metric that ``by`` is of, if it is not the task's score.
+
+        Returns
+        -------
+        str
+            The label.
+        """
         sign = 1 if higher_is_better else -1
         means = {label: sign * mean for label, (mean, _) in measured.items()}
         similar = [label for label, mean in means.items() if mean >= sign * reference - self.tolerance]
         if not similar:
             return max(means, key=means.__getitem__)
-        choose = max if should_be_high(self.by, higher_is_better=higher_is_better) else min
+        of_clients = higher_is_better if by_higher is None else by_higher
+        choose = max if should_be_high(self.by, higher_is_better=of_clients) else min
         return choose(similar, key=lambda label: measured[label][1])
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError, unknown
+from equipoise.metrics import several_from
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
@@ -20,6 +21,8 @@ SPLITS = ("test", "val")
 # Of a file or directory, in bytes, on the usual file systems.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
+# Of each metric in evaluation.metrics.
+OWN_COLUMNS = ("mean", "worst_group")
 LEAVE_OUT = "data.leave_out"
 # Keys that cannot be set for all runs of a study, and what to use instead.
 INSTEAD = {
@@ -135,8 +138,10 @@ def study_from(
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
         What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``; all but the last two with ``global.``, ``personal.`` or ``local.`` before them
-        (otherwise the model the clients have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        ``bytes_up`` or ``bytes_down``. The first and the third may be of one of ``evaluation.metrics``
+        (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its mean). All but ``bytes_up`` and
+        ``bytes_down`` may have ``global.``, ``personal.`` or ``local.`` before them (otherwise the model the clients
+        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
@@ -182,7 +187,8 @@ def study_from(
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
-    shown = _list(metrics or mapping.get("metrics", COLUMNS), "--metrics" if metrics else f"{where}: metrics", str)
+    chosen = metrics or mapping.get("metrics")
+    shown = _list(COLUMNS if chosen is None else chosen, "--metrics" if metrics else f"{where}: metrics", str)
     drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
@@ -219,9 +225,15 @@ def study_from(
                 experiment(described_as.with_values(values), next(iter(part)), drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
+    # Only now: the code that experiments import may have registered metrics.
+    evaluated = dict.fromkeys(
+        metric.name for job in jobs for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
+    )
+    if chosen is None:
+        shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
-    for metric, origin in origins.items():
-        check_metric(metric, origin)
+    for metric, origin in {**origins, tuning.by: f"tuning of {where}"}.items():
+        check_metric(metric, origin, evaluated)
     if len(part) < sum(map(len, divided.values())) and not metrics:
         # A column may be of a group that only the other settings have.
         origins = {}
@@ -442,9 +454,7 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
         kind, words = kinds[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(f"{origin}: {key} must be {words}, got {value!r}")
-    made = Tuning(**fields)
-    check_metric(made.by, origin)
-    return made, [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
+    return Tuning(**fields), [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
 
 
 def _settings(given: Any, where: str) -> dict[str, list[Override]]:

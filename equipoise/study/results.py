@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.run.records import task_of
-from equipoise.study.metrics import TOTALS, apart, model_of, value_of
+from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, value_of
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -161,8 +161,17 @@ class Results:
                 if mean is not None and by is not None:
                     measured[label] = (mean, by)
             if measured:
-                best[method] = variants[tuning.best(measured, reference, higher_is_better=not self._lower_is_better)]
+                higher = not self._lower_is_better
+                label = tuning.best(measured, reference, higher_is_better=higher, by_higher=self._by_higher)
+                best[method] = variants[label]
         return best
+
+    @property
+    def _by_higher(self) -> bool | None:
+        """Whether the metric that tuning is by should be high; None if it is the task's score."""
+        own = own_of(self.study.tuning.by)[0]
+        declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
+        return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:
         return self.values(setting, method, metric).get(self.study.tuning.seed)
@@ -179,6 +188,12 @@ class Results:
         summaries, by = self.summaries.values(), self.study.tuning.by
         empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
         found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
+        for metric in self.study.metrics:
+            if most := max((left_out(run, metric) for run in summaries), default=0):
+                found.append(
+                    f"{metric}: up to {most} client{'s' * (most > 1)} of a run have no value and are left out; "
+                    "left_out_clients in summary.json names them"
+                )
         for setting in self.study.whole_settings:
             first, chosen = self.study.methods[0], self.chosen(setting)
             if chosen and self._tuned(setting, first, "mean") is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import f1_score
 from torch import nn
 
 from equipoise import tasks
@@ -14,6 +17,7 @@ from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
 from equipoise.engine.network import Network
 from equipoise.federation import Federation, Split
+from equipoise.metrics import Metric, build
 from equipoise.models.base import Model
 
 HELD = [[0, 5, 9], [], [1], list(range(10, 31)), [2, 3, 4, 6, 7, 8]]
@@ -137,3 +141,117 @@ def test_a_sample_that_several_clients_hold_is_evaluated_once(monkeypatch):
         np.testing.assert_allclose(values, [one.get(name, [np.nan])[0] for one in apart], rtol=1e-12)
     some = evaluate_shared(network, data, network.initial(), split, np.array([2, 4]))
     np.testing.assert_allclose(some["loss"], shared["loss"][[2, 4]], rtol=1e-12)
+
+
+# ---- metrics of all outputs of a client ------------------------------------------------------------------------------
+
+
+def spread_of_scores(output, y):
+    """A metric that is no mean over samples, of outputs and targets together."""
+    return float((output - torch.nn.functional.one_hot(y, 3)).std()) if len(y) > 1 else None
+
+
+METRICS = (build("f1_macro"), Metric(function=spread_of_scores, higher_is_better=False))
+
+
+def metrics_by_hand(data, params, held, running=True):
+    if not held:
+        return {metric.name: np.nan for metric in METRICS}
+    plain = module(running=running).eval()
+    plain.load_state_dict(params, strict=False)
+    with torch.no_grad():
+        # Running statistics: a sample at a time gives the same.
+        output = torch.cat([plain(data.x[[sample]]) for sample in held]) if running else plain(data.x[held])
+    spread = spread_of_scores(output, data.y[held])
+    return {
+        "f1_macro": f1_score(data.y[held], output.argmax(1), average="macro", zero_division=0.0),
+        "spread_of_scores": np.nan if spread is None else spread,
+    }
+
+
+@pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [4, 0], [2, 1, 3]])
+@pytest.mark.parametrize("together", [4096, 7, 1])
+@RUNNING
+def test_metrics_of_one_model_on_every_client(clients, together, running, monkeypatch):
+    monkeypatch.setattr(chunking, "_PASS", together)
+    network, device_data, data = setting(running=running)
+    params = {name: tensor + 0.1 for name, tensor in network.initial().items()}
+    found = evaluate_shared(network, device_data, params, SPLIT, np.array(clients), METRICS)
+    wanted = [metrics_by_hand(data, params, HELD[client], running) for client in clients]
+    for metric in METRICS:
+        np.testing.assert_allclose(found[metric.name], [values[metric.name] for values in wanted], rtol=1e-12)
+    without = evaluate_shared(network, device_data, params, SPLIT, np.array(clients))
+    for name, values in without.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+@pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [2, 1, 3]])
+@pytest.mark.parametrize("chunk", [1, 2, 10])
+@pytest.mark.parametrize("together", [4096, 7])
+@RUNNING
+def test_metrics_of_every_clients_own_model(clients, chunk, together, running, monkeypatch):
+    monkeypatch.setattr(chunking, "_PASS", together)
+    network, device_data, data = setting(running=running)
+    initial = network.initial()
+    still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}
+    own = {n: t + 0.3 * normal(len(clients), *t.shape, seed=3) for n, t in initial.items() if n.startswith("head")}
+    found = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk, METRICS)
+    for row, client in enumerate(clients):
+        params = {**still, **{name: stack[row] for name, stack in own.items()}}
+        for name, value in metrics_by_hand(data, params, HELD[client], running).items():
+            np.testing.assert_allclose(found[name][row], value, rtol=1e-12)
+    without = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk)
+    for name, values in without.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+def test_metrics_of_samples_that_several_clients_hold():
+    network, device_data, data = setting()
+    held = [[4, 2, 9], [], [9, 2, 4], [4, 2, 9], [30, 2]]
+    measured = []
+
+    def counting(output, y):
+        measured.append(len(y))
+        return spread_of_scores(output, y)
+
+    metric = Metric(function=counting, name="spread_of_scores", higher_is_better=True)
+    found = evaluate_shared(
+        network, device_data, network.initial(), Split.from_lists(held), np.arange(CLIENTS), [metric]
+    )
+    wanted = [metrics_by_hand(data, network.initial(), own)["spread_of_scores"] for own in held]
+    np.testing.assert_allclose(found["spread_of_scores"], wanted, rtol=1e-12)
+    # Clients with the same samples in the same order are measured once.
+    assert measured == [3, 3, 2]
+
+
+@pytest.mark.parametrize(("shared", "most"), [(True, 1), (False, 3)], ids=["one client", "a chunk"])
+def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
+    monkeypatch.setattr(chunking, "_PASS", 4)
+    clients, each = 40, 20
+    split = Split(np.arange(clients * each), np.arange(0, clients * each + 1, each))
+    data = Federation.from_arrays(
+        normal(clients * each, 5).numpy(), np.arange(clients * each) % 3, clients=np.repeat(np.arange(clients), each)
+    )
+    network = Network(
+        Model(nn.Identity(), nn.Linear(5, 3)).double(), tasks.build("classification"), dtype=torch.float64
+    )
+    on_device = DeviceData(data, torch.device("cpu"), torch.float64)
+    rows = []
+
+    def alive(output=None, y=None):
+        """Count the rows of all tensors that look like outputs; views share the memory of their tensor."""
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        memory = [tensor.untyped_storage() for tensor in tensors if tensor.dim() > 1 and tensor.shape[-1] == 3]
+        rows.append(sum({held.data_ptr(): held.nbytes() for held in memory}.values()) // (3 * 8))
+
+    alive()
+    metric = Metric(function=alive, higher_is_better=True)
+    if shared:
+        evaluate_shared(network, on_device, network.initial(), split, np.arange(clients), [metric])
+    else:
+        own = {name: tensor.expand(clients, *tensor.shape) for name, tensor in network.initial().items()}
+        evaluate_stacked(network, on_device, own, {}, split, np.arange(clients), 3, [metric])
+    before, *during = rows
+    assert len(during) == clients
+    # The pieces, the outputs of one client that the metric gets, and the current pass.
+    assert max(during) - before <= (most + 2) * each
