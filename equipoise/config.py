@@ -433,8 +433,11 @@ class _Reader:
 
     def method(self, given: Any) -> Method:
         name, options = self.named(given, "method", "method", methods.names(), default="fedavg")
-        types = _types(methods.part_class(name)) | dict.fromkeys(("sampling", "local", "aggregation"), Any)
-        parts = {slot: self.part for slot in ("sampling", "local", "aggregation")}
+        parts: dict[str, Callable[[Any, str], Any]] = {
+            **dict.fromkeys(("sampling", "local", "aggregation"), self.part),
+            "guard": self.guard,
+        }
+        types = _types(methods.part_class(name)) | dict.fromkeys(parts, Any)
         checked = self.fields(options, types | {"weights": str}, "method", parts)
         with self.origins.named("method"):
             return methods.build(name, **checked)
@@ -446,6 +449,9 @@ class _Reader:
         if name not in valid:
             raise unknown(path, name, valid, where=self.origins.of(path))
         return {"name": name, **self.fields(options, _types(methods.part_class(name)), path)}
+
+    def guard(self, given: Any, path: str) -> dict[str, Any] | None:
+        return None if given is None else self.part(given, path)
 
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)

@@ -1,8 +1,8 @@
 """The words a method is written in.
 
 A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client does and keeps
-(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), and on which view of the federation
-all this happens (:class:`View`). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
+(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), on which view of the federation
+all this happens (:class:`View`), and which updates are trusted how far (:class:`Guard`, optional). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
 :class:`Method` refuses combinations in which one part reads what no other provides. The papers' parts live in
 ``equipoise/methods``, one file a paper.
 """
@@ -740,6 +740,51 @@ class Aggregation(Part):
         return state.model
 
 
+@dataclass(frozen=True)
+class Screened:
+    """What a guard makes of the updates of a round.
+
+    Attributes
+    ----------
+    updates : Updates
+        The updates of all clients of the cohort, changed or not.
+    dropped : tuple of int
+        The ids of the clients whose updates are not used.
+    notes : dict
+        What the round's record says of it; see :class:`State`.
+    """
+
+    updates: Updates
+    dropped: tuple[int, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Guard(Part):
+    """Which updates are trusted, and how far?
+
+    A guard sees all updates that have arrived before the aggregation does. It changes them, or drops clients. It must
+    treat everything that the aggregation may use: parameters, buffers and uploads.
+    """
+
+    def least_clients(self) -> int:
+        """Return how many updates the guard needs; a round with fewer stops the run."""
+        return 1
+
+    def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
+        """Return the updates to use; pure.
+
+        Parameters
+        ----------
+        received : Tree
+            The model that the clients received.
+        updates : Updates
+            What they sent.
+        cohort : Cohort
+            Who they are.
+        """
+        raise NotImplementedError
+
+
 def combine_checked(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
     """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
 
@@ -822,6 +867,8 @@ class Method:
         The answers to the four questions.
     weights : {"size", "uniform"}
         The cohort's prior: what a client counts before the aggregation has its say.
+    guard : Guard, optional
+        What happens to updates before they are combined; nothing by default.
 
     Examples
     --------
@@ -836,9 +883,15 @@ class Method:
     aggregation: Aggregation
     view: View
     weights: str = "size"
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         """Refuse a part that reads what no other part provides."""
+        if self.guard is not None and self.local.keeps == "all":
+            raise InputError(
+                f"method {self.name!r}: its clients keep the whole model and send nothing, so the guard "
+                f"{self.guard.name!r} has nothing to do; leave it out"
+            )
         for reader, wants, giver, gives in (
             (self.local, self.local.receives, self.aggregation, self.aggregation.sends),
             (self.aggregation, self.aggregation.collects, self.local, self.local.uploads),
@@ -862,8 +915,9 @@ class Method:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The answers to the four questions."""
-        return self.sampler, self.local, self.aggregation, self.view
+        """The answers to the questions; without a guard there is none among them."""
+        guard = () if self.guard is None else (self.guard,)
+        return self.sampler, self.local, self.aggregation, self.view, *guard
 
     def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
         """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""

@@ -129,6 +129,59 @@ def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     return [t * factor.view(factor.shape + (1,) * (t.dim() - factor.dim())) for t in tensors]
 
 
+# No parameter, statistic or upload of a model that works is as large. Beyond it, a single update makes the models of
+# all clients overflow in the next round.
+LARGEST = 1e12
+
+
+def unusable_rows(stack: Tensor) -> Tensor:
+    """Say which rows of a stacked tensor hold NaN, infinity or a number beyond :data:`LARGEST`.
+
+    Examples
+    --------
+    >>> unusable_rows(torch.tensor([[1.0, 2.0], [1e30, 0.0], [0.0, torch.nan]]))
+    tensor([False,  True,  True])
+    """
+    rows = flat_rows(stack)
+    if not rows.numel() or not rows.is_floating_point():
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    low, high = torch.aminmax(rows.float() if rows.element_size() == 1 else rows, dim=1)
+    return ~((low >= -LARGEST) & (high <= LARGEST))
+
+
+def unusable(trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]) -> dict[int, str]:
+    """Name the clients whose tensors cannot be used, with the reason.
+
+    Parameters
+    ----------
+    trees : iterable of Tree
+        What clients sent, stacked.
+    received : Tree
+        What they received. A tensor that held such numbers already, such as a mask of −∞, may hold them again.
+
+    Returns
+    -------
+    dict of int to str
+        The reason, by the client's position in the stack.
+
+    Examples
+    --------
+    >>> sent = {"w": torch.tensor([[1.0], [1e30], [torch.inf]])}
+    >>> unusable([sent], {"w": torch.zeros(1)})
+    {1: 'answered with a number beyond 1e+12 in w', 2: 'answered with NaN or infinity in w'}
+    """
+    found: dict[int, str] = {}
+    for name, stack in (pair for tree in trees for pair in tree.items()):
+        rows = unusable_rows(stack)
+        if not bool(rows.any()) or (name in received and bool(unusable_rows(received[name].unsqueeze(0)).any())):
+            continue
+        for client in rows.nonzero().flatten().tolist():
+            finite = bool(torch.isfinite(stack[client]).all())
+            what = f"a number beyond {LARGEST:g}" if finite else "NaN or infinity"
+            found.setdefault(client, f"answered with {what} in {name}")
+    return dict(sorted(found.items()))
+
+
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Sum the squared differences over the names of ``a``.
 

@@ -15,14 +15,20 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from equipoise.errors import InputError, unknown
-from equipoise.method import Aggregation, LocalRule, Method, Part, Sampler, Sees, View
+from equipoise.method import Aggregation, Guard, LocalRule, Method, Part, Sampler, Sees, View
 
-SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggregation": Aggregation, "view": View}
+SLOTS: dict[str, type[Part]] = {
+    "sampler": Sampler,
+    "local": LocalRule,
+    "aggregation": Aggregation,
+    "view": View,
+    "guard": Guard,
+}
 WEIGHTS = ("size", "uniform")
 # What each slot is called among a method's options, where that is not its own name.
 _OPTION = {"sampler": "sampling"}
 # The method that a part of this kind must define.
-_NEEDED = {Sampler: "select", Aggregation: "combine"}
+_NEEDED = {Sampler: "select", Aggregation: "combine", Guard: "screen"}
 # Plain types of hyper-parameters: what fits them, and the words for it.
 _PLAIN: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
@@ -173,7 +179,9 @@ def options_of(name: str) -> dict[str, Any]:
     return {field.name: field.default for field in fields}
 
 
-def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", **options: Any) -> Method:
+def build(
+    name: str, *, weights: str | None = None, sampling: Any = "uniform", guard: Any = None, **options: Any
+) -> Method:
     """Make a method by name.
 
     Parameters
@@ -185,6 +193,9 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
         rule's or the aggregation's paper.
     sampling : str, mapping or Sampler
         The sampler: ``uniform``, ``size``, or another registered one with its options.
+    guard : str, mapping or Guard, optional
+        What happens to updates before they are combined: ``norm``, ``krum``, ``multikrum``, or another registered guard
+        with its options.
     **options
         The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
         each a name, a mapping with ``name`` and hyper-parameters, or a part.
@@ -204,9 +215,10 @@ def build(name: str, *, weights: str | None = None, sampling: Any = "uniform", *
     if weights is not None and weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
     exchanged = {slot: options.pop(slot) for slot in ("local", "aggregation") if slot in options}
-    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation"))
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", "local", "aggregation", "guard"))
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone", "sampler": sampling}
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
+    parts |= {} if guard is None else {"guard": guard}
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
     if options and main not in made.values():
         raise InputError(
@@ -321,6 +333,8 @@ def describe(method: Method) -> dict[str, Any]:
         part = getattr(method, slot)
         if part is not own and part != getattr(usual, slot):
             plain[slot] = _describe_part(part)
+    if method.guard is not None:
+        plain["guard"] = _describe_part(method.guard)
     return plain
 
 
