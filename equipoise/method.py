@@ -751,7 +751,8 @@ class Screened:
     dropped : tuple of int
         The ids of the clients whose updates are not used.
     notes : dict
-        What the round's record says of it; see :class:`State`.
+        What the round's record says of it, under names that begin with ``guard_``; see :class:`State`. A tensor with a
+        row a client is valid only if no client is dropped.
     """
 
     updates: Updates

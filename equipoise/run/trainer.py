@@ -247,7 +247,7 @@ class Trainer:
         ends = last or self.evaluator.out_of_patience
         if ends and self.evaluation.keep_local:
             # As trained, and not as a guard has changed them.
-            own = trained.of(np.isin(everyone, cohort.ids))
+            own = trained.of(np.isin(everyone, cohort.ids)) if self.method.guard else updates
             self._local_models = self.evaluator.local_models(sent, own, cohort, number)
             if self.directory:
                 # Before the checkpoint: a run that is resumed after its last round cannot make them again.
@@ -327,15 +327,15 @@ class Trainer:
                 f"{len(cohort.ids)} sent one that can be used{self._intact}"
             )
         screened = guard.screen(sent, updates, cohort)
-        prepared = prepared.with_notes(**screened.notes)
+        prepared = prepared.with_notes(**{f"guard_{name}": value for name, value in screened.notes.items()})
         if not screened.dropped:
             return prepared, screened.updates, cohort
         kept = ~np.isin(cohort.ids, screened.dropped)
         if not kept.any():
             raise RunError(f"round {number}: the guard {guard.name!r} dropped all clients{self._intact}")
-        dropped = prepared.with_notes(dropped=sorted(screened.dropped))
+        prepared = prepared.with_notes(guard_dropped=sorted(screened.dropped))
         rest = cohort.without(screened.dropped, f"dropped by the guard {guard.name!r}")
-        return dropped, screened.updates.of(kept), rest
+        return prepared, screened.updates.of(kept), rest
 
     @property
     def _intact(self) -> str:
