@@ -34,11 +34,11 @@ class NormBound(Guard):
     Examples
     --------
     >>> NormBound(bound=2.0).multiple
-    2.0
+    1.0
     """
 
     bound: float | None = None
-    multiple: float = 2.0
+    multiple: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""

@@ -29,6 +29,9 @@ SETTINGS = {
 VARIANTS = {
     "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
     "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
+    "scaffold, norm": {"name": "scaffold", "guard": "norm"},
+    "fedper, krum": {"name": "fedper", "guard": "krum"},
+    "scaffold, multikrum": {"name": "scaffold", "guard": "multikrum"},
 }
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
@@ -49,6 +52,9 @@ OF_CLIP = (
 
 def fits(method, what):
     """Whether a method can be carried out: FedBN is for BatchNorm that keeps statistics, some methods are for images."""
+    if VARIANTS.get(method, {}).get("guard") and what not in ("images", "text"):
+        # Guards see stacked tensors, whatever model they belong to.
+        return False
     if method == "fedbn" and what != "images":
         return False
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
