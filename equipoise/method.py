@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from equipoise.client import Client, Finished
 from equipoise.errors import InputError, unknown
 from equipoise.random import Purpose, fold, seeded
-from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
+from equipoise.tree import PERSONAL, Parts, Tree, flat_rows, pieces
 
 if TYPE_CHECKING:
     from equipoise.federation import Federation
@@ -207,11 +207,6 @@ class State:
         return replace(self, notes={**self.notes, **notes})
 
 
-# How many numbers of all clients together are converted to float64 at a time: few enough for a CPU's cache, or enough to
-# fill a GPU.
-_MIX_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
-
-
 def mix(updates: Updates, weights: Tensor) -> Tree:
     """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
 
@@ -251,13 +246,7 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     for name, stack in stacked.items():
         rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
         weights = weights.to(rows.device, torch.float64)
-        # Piece by piece, so that the float64 copy stays in the cache however large the model.
-        pieces = (
-            flat_rows(rows).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1)
-            if rows.numel()
-            else [flat_rows(rows)]
-        )
-        sums = [torch.mv(piece.double().T, weights) for piece in pieces]
+        sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
     return mixed
 

@@ -103,6 +103,24 @@ def flat_rows(stack: Tensor) -> Tensor:
     return stack.reshape(len(stack), math.prod(stack.shape[1:]))
 
 
+# How many numbers of all clients together are computed with at a time: few enough for a CPU's cache, or enough to fill a
+# GPU.
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}
+
+
+def pieces(rows: Tensor) -> Sequence[Tensor]:
+    """Divide a matrix with a row a client into blocks of columns, so that copies in float64 stay in the cache.
+
+    Examples
+    --------
+    >>> [piece.shape for piece in pieces(torch.zeros(2, 1 << 18))]
+    [torch.Size([2, 131072]), torch.Size([2, 131072])]
+    >>> [piece.shape for piece in pieces(torch.zeros(3, 0))]
+    [torch.Size([3, 0])]
+    """
+    return rows.split(max(1, _PIECE[rows.device.type] // len(rows)), dim=1) if rows.numel() else (rows,)
+
+
 def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
     """Return the L2 norm of all tensors together, or that of each client if they are stacked.
 
@@ -145,8 +163,9 @@ def unusable_rows(stack: Tensor) -> Tensor:
     rows = flat_rows(stack)
     if not rows.numel() or not rows.is_floating_point():
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    low, high = torch.aminmax(rows.float() if rows.element_size() == 1 else rows, dim=1)
-    return ~((low >= -LARGEST) & (high <= LARGEST))
+    if rows.element_size() == 1:
+        rows = rows.float()
+    return ~((rows.amin(dim=1) >= -LARGEST) & (rows.amax(dim=1) <= LARGEST))
 
 
 def unusable(trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]) -> dict[int, str]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from equipoise.checks import count
 from equipoise.method import Cohort, Guard, Screened, Sees, Updates
 from equipoise.methods import register
-from equipoise.methods.normbound import difference
-from equipoise.tree import Tree, flat_rows
+from equipoise.methods.normbound import differences
+from equipoise.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,11 @@ def squared_distances(received: Tree, updates: Updates) -> Tensor:
     return torch.stack([term / _scale(term) for term in terms]).sum(0)
 
 
-# How many numbers of all clients are converted to float64 at a time.
-_PIECE = 1 << 20
-
-
 def _distances(stacked: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Tensor:
     # Differences from the received model are short, so that little is lost when inner products are subtracted.
     products = []
     for name, stack in stacked.items():
-        rows = flat_rows(difference(stack, origin.get(name)))
-        for piece in rows.split(max(1, _PIECE // len(rows)), dim=1):
+        for piece in differences(stack, origin.get(name)):
             wide = piece.double()
             products.append(wide @ wide.T)
     gram = torch.stack(products).sum(0).cpu()

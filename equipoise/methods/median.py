@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates
 from equipoise.methods import register
-from equipoise.tree import Tree, flat_rows
+from equipoise.tree import Tree, flat_rows, pieces
 
 
 @register("median", paper="Yin et al., ICML 2018", sees=Sees.UPDATES)
@@ -60,10 +61,6 @@ class TrimmedMean(Aggregation):
         return state.with_global(trimmed(updates, min(ends, (clients - 1) // 2)))
 
 
-# How many numbers are sorted at a time, which limits the memory of their float64 copy.
-_PIECE = 1 << 20
-
-
 def trimmed(updates: Updates, ends: int) -> Tree:
     """Average the clients' models number by number, without the ``ends`` largest and smallest values.
 
@@ -89,9 +86,31 @@ def trimmed(updates: Updates, ends: int) -> Tree:
 
 
 def _trimmed(stack: Tensor, ends: int) -> Tensor:
-    rows = flat_rows(stack)
-    middle = slice(ends, len(rows) - ends)
-    # Sorting is fastest if the values of one number are next to each other.
-    pieces = (piece.T.contiguous().sort(dim=1).values for piece in rows.split(max(1, _PIECE // len(rows)), dim=1))
-    means = [values[:, middle].double().mean(dim=1) for values in pieces]
-    return torch.cat(means).view(stack.shape[1:]).to(stack.dtype) if means else stack[0].clone()
+    exchanges = _exchanges(len(stack))
+    means = []
+    for piece in pieces(flat_rows(stack)):
+        rows = list(piece.unbind())
+        for low, high in exchanges:
+            rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
+        means.append(torch.stack(rows[ends : len(rows) - ends]).mean(dim=0, dtype=torch.float64))
+    return torch.cat(means).view(stack.shape[1:]).to(stack.dtype)
+
+
+@cache
+def _exchanges(count: int) -> tuple[tuple[int, int], ...]:
+    """Return the exchanges that sort so many rows, whatever they hold: Batcher's odd-even merge sort.
+
+    Exchanges of whole rows are an order of magnitude faster than sorting short columns.
+    """
+    pairs = []
+    merged = 1
+    while merged < count:
+        gap = merged
+        while gap:
+            for first in range(gap % merged, count - gap, 2 * gap):
+                for low in range(first, min(first + gap, count - gap)):
+                    if low // (2 * merged) == (low + gap) // (2 * merged):
+                        pairs.append((low, low + gap))
+            gap //= 2
+        merged *= 2
+    return tuple(pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.checks import real
 from equipoise.method import Cohort, Guard, Screened, Sees, Updates
 from equipoise.methods import register
-from equipoise.tree import Tree, flat_rows
+from equipoise.tree import Tree, flat_rows, pieces
 
 
 @register("norm", paper="Sun et al., 2019", sees=Sees.UPDATES, method=False)
@@ -67,13 +67,8 @@ class NormBound(Guard):
         long = lengths > limit
         if not bool(long.any()):
             return stacked, lengths, long
-        rows = long.nonzero().flatten()
-        factors = (limit / lengths)[rows]
-        return (
-            {name: _shortened(stack, origin.get(name), rows, factors) for name, stack in stacked.items()},
-            lengths,
-            long,
-        )
+        factors = torch.where(long, limit / lengths, 1.0)
+        return {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}, lengths, long
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
@@ -88,29 +83,40 @@ def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> T
     tensor([5., 0.], dtype=torch.float64)
     """
     squares = [
-        flat_rows(difference(stack, origin.get(name))).double().square().sum(1) for name, stack in stacked.items()
+        torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64).square()
+        for name, stack in stacked.items()
+        for piece in differences(stack, origin.get(name))
     ]
     return torch.stack(squares).sum(0).sqrt().cpu()
 
 
-def difference(stack: Tensor, origin: Tensor | None) -> Tensor:
-    """Subtract a tensor from each client's, and put 0 where it is not finite.
+def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
+    """Go through the differences of clients' tensors from another one, as matrices of a row a client.
+
+    Numbers that are not finite in the other one make no difference.
 
     Examples
     --------
-    >>> difference(torch.tensor([[3.0, -torch.inf]]), torch.tensor([1.0, -torch.inf]))
-    tensor([[2., 0.]])
+    >>> list(differences(torch.tensor([[3.0, -torch.inf]]), torch.tensor([1.0, -torch.inf])))
+    [tensor([[2., 0.]])]
     """
+    rows = pieces(flat_rows(stack))
     if origin is None:
-        return stack
+        yield from rows
+        return
+    finite = torch.isfinite(origin).flatten()
+    whole, start = bool(finite.all()), 0
+    for piece in rows:
+        here = slice(start, start := start + piece.shape[1])
+        difference = piece - origin.flatten()[here]
+        yield difference if whole else torch.where(finite[here], difference, 0.0)
+
+
+def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
+    """Scale the differences of clients; a factor of one keeps every bit."""
+    factor = factors.to(stack.device, stack.dtype).view(-1, *[1] * (stack.dim() - 1))
+    if origin is None:
+        return stack * factor
+    moved = torch.lerp(origin, stack, factor)
     finite = torch.isfinite(origin)
-    return stack - origin if bool(finite.all()) else torch.where(finite, stack - origin, 0.0)
-
-
-def _shortened(stack: Tensor, origin: Tensor | None, rows: Tensor, factors: Tensor) -> Tensor:
-    """Scale the differences of some clients; the rows of the others are copied."""
-    where = rows.to(stack.device)
-    long = stack[where]
-    factor = factors.to(stack.device).view(-1, *[1] * (stack.dim() - 1))
-    step = (difference(long, origin).double() * factor).to(stack.dtype)
-    return stack.index_copy(0, where, step if origin is None else origin + step)
+    return moved if bool(finite.all()) else torch.where(finite, moved, stack)

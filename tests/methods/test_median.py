@@ -54,6 +54,13 @@ def test_trimmed_means_equal_scipys(clients, share, ends):
         np.testing.assert_allclose(found[name].numpy(), wanted, rtol=1e-12, atol=1e-15)
 
 
+def test_any_number_of_clients_is_sorted():
+    for clients in range(1, 40):
+        rows = torch.from_numpy(np.random.default_rng(clients).integers(0, 9, size=(clients, 50))).double()
+        found = trimmed(Updates({"w": rows}, {}, {}, {}), (clients - 1) // 2)
+        np.testing.assert_array_equal(found["w"].numpy(), np.median(rows.numpy(), axis=0))
+
+
 @pytest.mark.parametrize("clients", [1, 2, 4])
 def test_few_clients_are_trimmed_as_far_as_something_remains(clients):
     updates = updates_of(clients)
