@@ -33,6 +33,7 @@ def test_the_architecture_names_every_part():
         ("local", "LocalRule"),
         ("aggregation", "Aggregation"),
         ("view", "View"),
+        ("guard", "Guard"),
     ):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{kind}` |")]
         own = {n for n in methods.fitting(slot) if methods.part_class(n).__module__.startswith("equipoise.")}
