@@ -40,6 +40,15 @@ def test_the_architecture_names_every_part():
         assert set(re.findall("`([a-z]+)`", row.split("|", 3)[3])) == own
 
 
+def test_the_page_on_security_names_every_guard_and_its_options():
+    text = (DOCS / "security.md").read_text()
+    table = text.partition("| guard or aggregation |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {re.search("`(?:guard: )?([a-z]+)`", line)[1]: line for line in table}
+    assert set(named) == {*methods.fitting("guard"), "median", "trimmedmean"}
+    for name, line in named.items():
+        assert set(methods.options_of(name)) <= set(re.findall("`([a-z]+)`", line.split("|")[3]))
+
+
 def test_the_architecture_names_every_task():
     table = (DOCS / "architecture.md").read_text().split("\n## Tasks\n")[1].split("\n```")[0]
     own = {name for name, task in tasks._discover().items() if task.__module__.startswith("equipoise.tasks.")}

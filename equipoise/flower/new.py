@@ -20,9 +20,9 @@ EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml"
 # Added below an experiment that has no guard. It is off by default, because the right bound depends on the task.
 _GUARD = Template(
     """
-# One client that sends wrong updates can spoil the model. To bound every update by the median norm of all of them, add
-# a guard to the method (docs/security.md of Equipoise says what it stops, and what not):
-#   method: {name: $method, guard: {name: norm}}
+# One client that sends wrong updates can spoil the model. To bound every update by twice the median norm of all of them,
+# add a guard to the method (docs/security.md of Equipoise says what it stops, what not, and what it costs):
+#   method: {name: $method, guard: {name: norm, multiple: 2.0}}
 # or with a fixed bound on the norm, a little above those that honest clients reach (guard_norms in rounds.jsonl):
 #   method: {name: $method, guard: {name: norm, bound: 2.0}}
 """
