@@ -444,6 +444,7 @@ class _Reader:
         types, special = self.options_of_part(name)
         for slot in ("sampling", "local", "aggregation", "view"):
             types[slot], special[slot] = Any, self.part
+        types["guard"], special["guard"] = Any, self.guard
         return {"name": name, **self.fields(options, types | {"weights": str}, path, special)}
 
     def part(self, given: Any, path: str, slot: str | None = None) -> dict[str, Any]:
@@ -463,6 +464,9 @@ class _Reader:
             for option, inner in methods.nested_in(kind).items()
         }
         return _types(kind), special
+
+    def guard(self, given: Any, path: str) -> dict[str, Any] | None:
+        return None if given is None else self.part(given, path)
 
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)

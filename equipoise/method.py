@@ -1,8 +1,8 @@
 """The words a method is written in.
 
 A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client does and keeps
-(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), and on which view of the federation
-all this happens (:class:`View`). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
+(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), on which view of the federation
+all this happens (:class:`View`), and which updates are trusted how far (:class:`Guard`, optional). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
 :class:`Method` refuses combinations in which one part reads what no other provides. The papers' parts live in
 ``equipoise/methods``, one file a paper.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from equipoise.client import Client, Finished
 from equipoise.errors import InputError, unknown
 from equipoise.random import Purpose, fold, seeded
-from equipoise.tree import PERSONAL, Parts, Tree, flat_rows
+from equipoise.tree import PERSONAL, Parts, Tree, flat_rows, pieces
 
 if TYPE_CHECKING:
     from equipoise.federation import Federation
@@ -207,11 +207,6 @@ class State:
         return replace(self, notes={**self.notes, **notes})
 
 
-# How many numbers of all clients together are converted to float64 at a time: few enough for a CPU's cache, or enough to
-# fill a GPU.
-_MIX_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 27}
-
-
 def mix(updates: Updates, weights: Tensor) -> Tree:
     """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
 
@@ -251,13 +246,7 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     for name, stack in stacked.items():
         rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
         weights = weights.to(rows.device, torch.float64)
-        # Piece by piece, so that the float64 copy stays in the cache however large the model.
-        pieces = (
-            flat_rows(rows).split(max(1, _MIX_NUMBERS[rows.device.type] // len(rows)), dim=1)
-            if rows.numel()
-            else [flat_rows(rows)]
-        )
-        sums = [torch.mv(piece.double().T, weights) for piece in pieces]
+        sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
         mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
     return mixed
 
@@ -748,6 +737,52 @@ class Aggregation(Part):
         return state.model
 
 
+@dataclass(frozen=True)
+class Screened:
+    """What a guard makes of the updates of a round.
+
+    Attributes
+    ----------
+    updates : Updates
+        The updates of all clients of the cohort, changed or not.
+    dropped : tuple of int
+        The ids of the clients whose updates are not used.
+    notes : dict
+        What the round's record says of it, under names that begin with ``guard_``; see :class:`State`. A tensor with a
+        row a client is valid only if no client is dropped.
+    """
+
+    updates: Updates
+    dropped: tuple[int, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Guard(Part):
+    """Which updates are trusted, and how far?
+
+    A guard sees all updates that have arrived before the aggregation does. It changes them, or drops clients. It must
+    treat everything that the aggregation may use: parameters, buffers and uploads.
+    """
+
+    def least_clients(self) -> int:
+        """Return how many updates the guard needs; a round with fewer stops the run."""
+        return 1
+
+    def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
+        """Return the updates to use; pure.
+
+        Parameters
+        ----------
+        received : Tree
+            The model that the clients received.
+        updates : Updates
+            What they sent.
+        cohort : Cohort
+            Who they are.
+        """
+        raise NotImplementedError
+
+
 def combine_checked(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
     """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
 
@@ -868,6 +903,8 @@ class Method:
         The answers to the four questions.
     weights : {"size", "uniform"}
         The cohort's prior: what a client counts before the aggregation has its say.
+    guard : Guard, optional
+        What happens to updates before they are combined; nothing by default.
 
     Examples
     --------
@@ -882,9 +919,15 @@ class Method:
     aggregation: Aggregation
     view: View
     weights: str = "size"
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         """Refuse a part that reads what no other part provides."""
+        if self.guard is not None and self.local.keeps == "all":
+            raise InputError(
+                f"method {self.name!r}: its clients keep the whole model and send nothing, so the guard "
+                f"{self.guard.name!r} has nothing to do; leave it out"
+            )
         for reader, wants, giver, gives in (
             (self.local, self.local.receives, self.aggregation, self.aggregation.sends),
             (self.aggregation, self.aggregation.collects, self.local, self.local.uploads),
@@ -913,8 +956,9 @@ class Method:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The answers to the four questions."""
-        return self.sampler, self.local, self.aggregation, self.view
+        """The answers to the questions; without a guard there is none among them."""
+        guard = () if self.guard is None else (self.guard,)
+        return self.sampler, self.local, self.aggregation, self.view, *guard
 
     def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
         """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""

@@ -103,6 +103,24 @@ def flat_rows(stack: Tensor) -> Tensor:
     return stack.reshape(len(stack), math.prod(stack.shape[1:]))
 
 
+# How many numbers of all clients together are computed with at a time: few enough for a CPU's cache, or enough to fill a
+# GPU.
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}
+
+
+def pieces(rows: Tensor) -> Sequence[Tensor]:
+    """Divide a matrix with a row a client into blocks of columns, so that copies in float64 stay in the cache.
+
+    Examples
+    --------
+    >>> [piece.shape for piece in pieces(torch.zeros(2, 1 << 18))]
+    [torch.Size([2, 131072]), torch.Size([2, 131072])]
+    >>> [piece.shape for piece in pieces(torch.zeros(3, 0))]
+    [torch.Size([3, 0])]
+    """
+    return rows.split(max(1, _PIECE[rows.device.type] // len(rows)), dim=1) if rows.numel() else (rows,)
+
+
 def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
     """Return the L2 norm of all tensors together, or that of each client if they are stacked.
 
@@ -127,6 +145,60 @@ def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
             [3., 3.]])]
     """
     return [t * factor.view(factor.shape + (1,) * (t.dim() - factor.dim())) for t in tensors]
+
+
+# No parameter, statistic or upload of a model that works is as large. Beyond it, a single update makes the models of
+# all clients overflow in the next round.
+LARGEST = 1e12
+
+
+def unusable_rows(stack: Tensor) -> Tensor:
+    """Say which rows of a stacked tensor hold NaN, infinity or a number beyond :data:`LARGEST`.
+
+    Examples
+    --------
+    >>> unusable_rows(torch.tensor([[1.0, 2.0], [1e30, 0.0], [0.0, torch.nan]]))
+    tensor([False,  True,  True])
+    """
+    rows = flat_rows(stack)
+    if not rows.numel() or not rows.is_floating_point():
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    if rows.element_size() == 1:
+        rows = rows.float()
+    return ~((rows.amin(dim=1) >= -LARGEST) & (rows.amax(dim=1) <= LARGEST))
+
+
+def unusable(trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]) -> dict[int, str]:
+    """Name the clients whose tensors cannot be used, with the reason.
+
+    Parameters
+    ----------
+    trees : iterable of Tree
+        What clients sent, stacked.
+    received : Tree
+        What they received. A tensor that held such numbers already, such as a mask of −∞, may hold them again.
+
+    Returns
+    -------
+    dict of int to str
+        The reason, by the client's position in the stack.
+
+    Examples
+    --------
+    >>> sent = {"w": torch.tensor([[1.0], [1e30], [torch.inf]])}
+    >>> unusable([sent], {"w": torch.zeros(1)})
+    {1: 'answered with a number beyond 1e+12 in w', 2: 'answered with NaN or infinity in w'}
+    """
+    found: dict[int, str] = {}
+    for name, stack in (pair for tree in trees for pair in tree.items()):
+        rows = unusable_rows(stack)
+        if not bool(rows.any()) or (name in received and bool(unusable_rows(received[name].unsqueeze(0)).any())):
+            continue
+        for client in rows.nonzero().flatten().tolist():
+            finite = bool(torch.isfinite(stack[client]).all())
+            what = f"a number beyond {LARGEST:g}" if finite else "NaN or infinity"
+            found.setdefault(client, f"answered with {what} in {name}")
+    return dict(sorted(found.items()))
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -34,10 +34,20 @@ def test_the_architecture_names_every_part():
         ("local", "LocalRule"),
         ("aggregation", "Aggregation"),
         ("view", "View"),
+        ("guard", "Guard"),
     ):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{kind}` |")]
         own = {n for n in methods.fitting(slot) if methods.part_class(n).__module__.startswith("equipoise.")}
         assert set(re.findall("`([a-z]+)`", row.split("|", 3)[3])) == own
+
+
+def test_the_page_on_security_names_every_guard_and_its_options():
+    text = (DOCS / "security.md").read_text()
+    table = text.partition("| guard or aggregation |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {re.search("`(?:guard: )?([a-z]+)`", line)[1]: line for line in table}
+    assert set(named) == {*methods.fitting("guard"), "median", "trimmedmean"}
+    for name, line in named.items():
+        assert set(methods.options_of(name)) <= set(re.findall("`([a-z]+)`", line.split("|")[3]))
 
 
 def test_the_architecture_names_every_task():

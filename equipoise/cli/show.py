@@ -261,7 +261,7 @@ def methods() -> None:
         )
     console = _console()
     console.print(table)
-    console.print("\nEvery method also takes weights, sampling, local and aggregation: parts combine freely.")
+    console.print("\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine freely.")
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equipoise.engine.batches import Batches, draw_batches
+from equipoise.engine.contract import LOST
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Chunk, Pace, finish_chunk
@@ -25,10 +28,12 @@ from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Report
 from equipoise.metrics import Metric
 from equipoise.optimizers import Column, TorchOptimizer
 from equipoise.random import Purpose, choose, fold, fold_tensor
-from equipoise.tree import PERSONAL, Tree, size_in_bytes
+from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
 
 if TYPE_CHECKING:
     from equipoise.engine.stacked import StackedEngine
+
+log = logging.getLogger("equipoise")
 
 
 class StackedCohort:
@@ -52,12 +57,7 @@ class StackedCohort:
         self.memory = engine.memory if memory is None else memory
         # Training itself has no purpose in its keys: it is what all other uses differ from.
         self.purpose = purpose
-        self.ids = clients
-        train = engine.view.train
-        self.sizes = train.offsets[clients + 1] - train.offsets[clients]
-        self.groups = engine.view.groups[clients]
-        counts = torch.from_numpy(self.sizes.astype(np.float64))
-        self.prior = counts / counts.sum() if method.weights == "size" else torch.full_like(counts, 1 / len(counts))
+        self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
         self.rounds = engine.training.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
@@ -69,6 +69,15 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
+
+    def _gather(self, clients: NDArray[np.int64]) -> None:
+        self.ids = clients
+        train = self.engine.view.train
+        self.sizes = train.offsets[clients + 1] - train.offsets[clients]
+        self.groups = self.engine.view.groups[clients]
+        counts = torch.from_numpy(self.sizes.astype(np.float64))
+        by_size = self.method.weights == "size"
+        self.prior = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +129,25 @@ class StackedCohort:
             reports=gather_tree(list(reports)),
         )
         self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads, updates.reports])
-        return updates
+        return self._usable(updates, model)
+
+    def _usable(self, updates: Updates, model: Tree) -> Updates:
+        """Leave out clients whose updates cannot be used, unless that is all of them.
+
+        If no update is usable, the settings are wrong and not a client. The round loop then says so.
+        """
+        if len(self.ids) == 1 or self.purpose:
+            return updates
+        faults = unusable([updates.params, updates.buffers, *updates.uploads.values()], model)
+        if not faults or len(faults) == len(self.ids):
+            return updates
+        named = {int(self.ids[position]): reason for position, reason in faults.items()}
+        log.warning(
+            "round %d goes on without %s", self.round + 1, ", ".join(f"client {c}: {why}" for c, why in named.items())
+        )
+        kept = ~np.isin(self.ids, list(named))
+        self._leave_out(named)
+        return updates.of(kept)
 
     def _train_members(
         self,
@@ -335,11 +362,20 @@ class StackedCohort:
         self.bytes_up += size_in_bytes(joined)
         return tree_unflatten(joined, leaves[0][1])
 
-    def without(self, ids: Iterable[int]) -> StackedCohort:
-        """Return the cohort less some clients."""
-        return StackedCohort(
-            self.engine, self.method, np.setdiff1d(self.ids, list(ids)), self.round, self.memory, *self.purpose
-        )
+    def without(self, ids: Iterable[int], dropped: str | None = None) -> StackedCohort:
+        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
+        rest = copy.copy(self)
+        rest._leave_out(dict.fromkeys(ids, dropped or LOST))
+        return rest
+
+    def _leave_out(self, reasons: Mapping[int, str]) -> None:
+        kept = ~np.isin(self.ids, list(reasons))
+        self.local_metrics = {
+            split: {name: values[kept] for name, values in columns.items()}
+            for split, columns in self.local_metrics.items()
+        }
+        self.left_out = {**reasons, **self.left_out}
+        self._gather(self.ids[kept])
 
     # ---- reports and bytes -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ from equipoise.method import Cohort, Method, Phase
 from equipoise.metrics import Metric
 from equipoise.tree import Tree
 
+# The reason of clients that are left out because they did not answer a question after training.
+LOST = "lost after training"
+
 
 class ClientsLost(RunError):
     """Raised by a cohort when clients that have trained do not answer a later question.
@@ -79,8 +82,17 @@ class RoundCohort(Cohort, Protocol):
         are not counted: they are evaluation.
         """
 
-    def without(self, ids: Iterable[int]) -> RoundCohort:
-        """Return the cohort less the clients that were lost after training."""
+    def without(self, ids: Iterable[int], dropped: str | None = None) -> RoundCohort:
+        """Return the cohort less some clients, which ``left_out`` then names.
+
+        Parameters
+        ----------
+        ids : iterable of int
+            The clients.
+        dropped : str, optional
+            Why the server drops them. Without it they were lost after training. Dropped clients have
+            answered, so they count as clients that did.
+        """
 
 
 @dataclass(frozen=True)

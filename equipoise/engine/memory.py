@@ -94,9 +94,12 @@ class MemoryStore:
         """Discard uncommitted memories, before a round is repeated."""
         self._pending.clear()
 
-    def commit(self) -> None:
-        """Make the stored memories the newest version."""
+    def commit(self, only: NDArray[np.int64] | None = None) -> None:
+        """Make the stored memories the newest version, those of all clients or of some."""
         for clients, flat in self._pending:
+            if only is not None and not (kept := np.isin(clients, only)).all():
+                where = torch.from_numpy(np.flatnonzero(kept))
+                clients, flat = clients[kept], {name: stack[where.to(stack.device)] for name, stack in flat.items()}
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
             slots = torch.tensor([self._slot[int(client)] for client in clients])

@@ -190,8 +190,8 @@ class StackedEngine:
         """Do nothing: models that may count are copied."""
 
     def commit(self, cohort: StackedCohort) -> None:
-        """Make what was written in the cohort's round the newest memory."""
-        self.memory.commit()
+        """Make what the cohort's clients wrote in its round their newest memory."""
+        self.memory.commit(cohort.ids)
         for name in cohort.delivers:
             self.delivered.mark(name, cohort.ids)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from equipoise import tasks
 from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
-from equipoise.engine.contract import ClientsLost, Personal
+from equipoise.engine.contract import LOST, ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
@@ -44,7 +44,7 @@ from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.methods import describe_part
 from equipoise.metrics import COLUMNS, Metric
 from equipoise.random import Purpose, fold
-from equipoise.tree import PERSONAL, Tree, digest
+from equipoise.tree import PERSONAL, Tree, digest, unusable
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -343,6 +343,8 @@ class FlowerCohort:
         self.rounds = engine.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.delivers: set[str] = set()
+        # Clients that have answered and whose updates the server then dropped.
+        self._dropped = 0
         self._trained = False
         self._gather(clients)
 
@@ -477,11 +479,12 @@ class FlowerCohort:
         joined = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
         return unpack(str(answers[0].config_records["form"]["text"]), joined)
 
-    def without(self, ids: Iterable[int]) -> FlowerCohort:
-        """Return the cohort less the clients that were lost after training."""
+    def without(self, ids: Iterable[int], dropped: str | None = None) -> FlowerCohort:
+        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
         lost = set(ids)
         rest = copy.copy(self)
-        rest.left_out = {**{client: "lost after training" for client in lost}, **self.left_out}
+        rest.left_out = {**dict.fromkeys(lost, dropped or LOST), **self.left_out}
+        rest._dropped += len(lost) if dropped else 0
         rest._require(len(self.ids) - len(lost))
         rest._gather(np.setdiff1d(self.ids, list(lost)))
         return rest
@@ -522,9 +525,10 @@ class FlowerCohort:
 
     def _require(self, count: int) -> None:
         wanted = self.engine.settings.min_clients
+        count += self._dropped
         if count < wanted:
             raise RunError(
-                f"round {self.round + 1}: {count} of {count + len(self.left_out)} clients answered, and "
+                f"round {self.round + 1}: {count} of {count - self._dropped + len(self.left_out)} clients answered, and "
                 f"flower.min_clients is {wanted} ({reasons(self.left_out)}); the last checkpoint is intact"
             )
 
@@ -626,18 +630,20 @@ def _fitting(record: ArrayRecord | None, expected: Mapping[str, Tensor]) -> Tree
         if tree[name].shape != tensor.shape or tree[name].dtype != tensor.dtype:
             there, here = ((tuple(t.shape), t.dtype) for t in (tree[name], tensor))
             raise _Misfit(f"answered with {name} of {there[0]} {there[1]} instead of {here[0]} {here[1]}")
-    if wrong := _not_finite(tree, expected):
+    if wrong := _unusable(tree, expected):
         raise _Misfit(wrong)
     return tree
 
 
-def _not_finite(tree: Tree, sent: Mapping[str, Tensor] | None = None) -> str | None:
-    """Name a tensor that is not finite, unless the sent one was not finite either: a mask may hold −∞."""
-    for name, tensor in tree.items():
-        given = (sent or {}).get(name)
-        if not bool(torch.isfinite(tensor).all()) and (given is None or bool(torch.isfinite(given).all())):
-            return f"answered with NaN or infinity in {name}"
-    return None
+def _unusable(tree: Tree, received: Mapping[str, Tensor]) -> str | None:
+    """Say why the tensors of one client cannot be used."""
+    return unusable([{name: tensor.unsqueeze(0) for name, tensor in tree.items()}], received).get(0)
+
+
+def _not_finite(tree: Tree) -> str | None:
+    """Name a tensor of an answer that is not finite."""
+    faults = (name for name, tensor in tree.items() if not bool(torch.isfinite(tensor).all()))
+    return next((f"answered with NaN or infinity in {name}" for name in faults), None)
 
 
 def _lacks(content: RecordDict) -> bool:
@@ -649,7 +655,7 @@ def _wrong_uploads(content: RecordDict, names: Iterable[str]) -> str | None:
     for name in names:
         if f"upload.{name}" not in content.array_records:
             return f"answered without {name}"
-        if wrong := _not_finite(from_record(content.array_records[f"upload.{name}"])):
+        if wrong := _unusable(from_record(content.array_records[f"upload.{name}"]), {}):
             return wrong
     return None
 

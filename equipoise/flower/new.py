@@ -17,6 +17,17 @@ from equipoise.method import Sees
 
 EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml", "README.md"
 
+# Added below an experiment that has no guard. It is off by default, because the right bound depends on the task.
+_GUARD = Template(
+    """
+# One client that sends wrong updates can spoil the model. To bound every update by twice the median norm of all of them,
+# add a guard to the method (docs/security.md of Equipoise says what it stops, what not, and what it costs):
+#   method: {name: $method, guard: {name: norm, multiple: 2.0}}
+# or with a fixed bound on the norm, a little above those that honest clients reach (guard_norms in rounds.jsonl):
+#   method: {name: $method, guard: {name: norm, bound: 2.0}}
+"""
+)
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 
 _APP = '''"""Both halves of the run, made from experiment.yaml."""
@@ -141,6 +152,8 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
         "version": version("equipoise"),
         "clients": clients,
     }
+    if read.method.guard is None and read.method.local.keeps != "all":
+        text = text.rstrip("\n") + "\n" + _GUARD.substitute(facts)
     contents = {
         APP: _APP,
         EXPERIMENT: text,

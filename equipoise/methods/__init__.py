@@ -15,15 +15,21 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from equipoise.errors import InputError, unknown
-from equipoise.method import Aggregation, LocalRule, Method, Part, Sampler, Sees, View
+from equipoise.method import Aggregation, Guard, LocalRule, Method, Part, Sampler, Sees, View
 from equipoise.wrapping import Wrapper
 
-SLOTS: dict[str, type[Part]] = {"sampler": Sampler, "local": LocalRule, "aggregation": Aggregation, "view": View}
+SLOTS: dict[str, type[Part]] = {
+    "sampler": Sampler,
+    "local": LocalRule,
+    "aggregation": Aggregation,
+    "view": View,
+    "guard": Guard,
+}
 WEIGHTS = ("size", "uniform")
 # What each slot is called among a method's options, where that is not its own name.
 _OPTION = {"sampler": "sampling"}
 # The method that a part of this kind must define.
-_NEEDED = {Sampler: "select", Aggregation: "combine"}
+_NEEDED = {Sampler: "select", Aggregation: "combine", Guard: "screen"}
 # Plain types of hyper-parameters: what fits them, and the words for it.
 _PLAIN: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
@@ -182,7 +188,7 @@ def options_of(name: str) -> dict[str, Any]:
     }
 
 
-def build(name: str, *, weights: str | None = None, sampling: Any = None, **options: Any) -> Method:
+def build(name: str, *, weights: str | None = None, sampling: Any = None, guard: Any = None, **options: Any) -> Method:
     """Make a method by name.
 
     Parameters
@@ -194,6 +200,9 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, **opti
         rule's or the aggregation's paper.
     sampling : str, mapping or Sampler, optional
         The sampler: ``uniform`` (the default), ``size``, or another registered one with its options.
+    guard : str, mapping or Guard, optional
+        What happens to updates before they are combined: ``norm``, ``krum``, ``multikrum``, or another registered guard
+        with its options.
     **options
         The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
         ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a part. A hyper-parameter that is a method itself is
@@ -214,13 +223,14 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, **opti
     if weights is not None and weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
     if issubclass(part_class(name), Wrapper):
-        around = {"weights": weights, "sampling": sampling}
+        around = {"weights": weights, "sampling": sampling, "guard": guard}
         return _wrap(name, options, {key: value for key, value in around.items() if value is not None})
     exchanged = {slot: options.pop(slot) for slot in _EXCHANGED if slot in options}
-    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED))
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED, "guard"))
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone"}
     parts["sampler"] = "uniform" if sampling is None else sampling
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
+    parts |= {} if guard is None else {"guard": guard}
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
     if options and main not in made.values():
         raise InputError(
@@ -237,8 +247,9 @@ def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:
     if around:
         host = _made_from(options.get("host", options_of(name)["host"]), Method, "method.host")
         options = {**options, "host": build(**{**describe(host), **around})}
-    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED))
-    return Method(name=name, weights=main.host.weights, **dict.fromkeys(SLOTS, main))
+    main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED, "guard"))
+    parts = dict.fromkeys(SLOTS, main) | {"guard": main.host.guard}
+    return Method(name=name, weights=main.host.weights, **parts)
 
 
 def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:
@@ -390,6 +401,8 @@ def describe(method: Method) -> dict[str, Any]:
         part = getattr(method, slot)
         if part is not own and part != getattr(usual, slot):
             plain[slot] = describe_part(part)
+    if method.guard is not None and not isinstance(own, Wrapper):
+        plain["guard"] = describe_part(method.guard)
     return plain
 
 

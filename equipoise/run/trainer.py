@@ -1,4 +1,4 @@
-"""The round loop: select, prepare, send, train, combine, evaluate, save."""
+"""The round loop: select, prepare, send, train, guard, combine, evaluate, save."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
-from equipoise.method import Aggregation, Method, Sampler, State, Updates, check_state, combine_checked
+from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
@@ -135,6 +135,7 @@ class Trainer:
                 )
         self._register()
         self._refuse_to_train_nothing()
+        self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
         self.state = State(0, self.engine.network.initial())
         # A mask may hold −∞ from the start; only what training has made so is a fault.
@@ -163,6 +164,14 @@ class Trainer:
                 "the model has no parameter that can be trained, so it can only be evaluated: with training.rounds of 0 "
                 f"and a method without personal models, such as fedavg; got {self.training.rounds} rounds of "
                 f"{self.method.name!r}"
+            )
+
+    def _refuse_too_few_for_the_guard(self) -> None:
+        guard = self.method.guard
+        if guard is not None and self.training.rounds and self._cohort_size < guard.least_clients():
+            raise InputError(
+                f"the guard {guard.name!r} needs {guard.least_clients()} clients a round, but a cohort has "
+                f"{self._cohort_size}; choose a larger training.cohort or other options of method.guard"
             )
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -242,8 +251,12 @@ class Trainer:
         # Where the data are pooled, there are no clients that train.
         cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
-        sent, updates = self._train(prepared, cohort, number)
+        sent, trained = self._train(prepared, cohort, number)
         clock.lap("train")
+        updates, everyone = trained, cohort.ids
+        if self.method.guard is not None:
+            prepared, updates, cohort = self._screen(self.method.guard, prepared, sent, trained, cohort, number)
+            clock.lap("guard")
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
         self._trains.commit(cohort)
@@ -267,7 +280,9 @@ class Trainer:
         self.timings.append([{"round": number, **clock.laps}])
         ends = last or self.evaluator.out_of_patience
         if ends and self.evaluation.keep_local:
-            self._local_models = self.evaluator.local_models(sent, updates, cohort, number)
+            # As trained, and not as a guard has changed them.
+            own = trained.of(np.isin(everyone, cohort.ids)) if self.method.guard else updates
+            self._local_models = self.evaluator.local_models(sent, own, cohort, number)
             if self.directory:
                 # Before the checkpoint: a run that is resumed after its last round cannot make them again.
                 save_models(self.directory / LOCAL, self._local_models)
@@ -335,6 +350,30 @@ class Trainer:
         updates = cohort.train(shared, each, self.method.local)
         self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
         return shared["model"], updates
+
+    def _screen(
+        self, guard: Guard, prepared: State, sent: Tree, updates: Updates, cohort: RoundCohort, number: int
+    ) -> tuple[State, Updates, RoundCohort]:
+        """Have the guard look at all updates that have arrived; dropped clients are left out of the round."""
+        if len(cohort.ids) < guard.least_clients():
+            raise RunError(
+                f"round {number}: the guard {guard.name!r} needs the updates of {guard.least_clients()} clients, but "
+                f"{len(cohort.ids)} sent one that can be used{self._intact}"
+            )
+        screened = guard.screen(sent, updates, cohort)
+        prepared = prepared.with_notes(**{f"guard_{name}": value for name, value in screened.notes.items()})
+        if not screened.dropped:
+            return prepared, screened.updates, cohort
+        kept = ~np.isin(cohort.ids, screened.dropped)
+        if not kept.any():
+            raise RunError(f"round {number}: the guard {guard.name!r} dropped all clients{self._intact}")
+        prepared = prepared.with_notes(guard_dropped=sorted(screened.dropped))
+        rest = cohort.without(screened.dropped, f"dropped by the guard {guard.name!r}")
+        return prepared, screened.updates.of(kept), rest
+
+    @property
+    def _intact(self) -> str:
+        return f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
 
     def _aggregate(
         self, prepared: State, updates: Updates, cohort: RoundCohort, number: int

@@ -32,6 +32,9 @@ VARIANTS = {
     "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
     "fedgr, given": {"name": "fedgr", "groups": "given"},
     "fedgcr, received": {"name": "fedgcr", "representation": "received", "similarity": "cosine", "soft": True},
+    "scaffold, norm": {"name": "scaffold", "guard": "norm"},
+    "fedper, krum": {"name": "fedper", "guard": "krum"},
+    "scaffold, multikrum": {"name": "scaffold", "guard": "multikrum"},
 }
 # A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
@@ -62,6 +65,9 @@ ONLY = {
 
 def fits(method, what):
     """Whether a method can be carried out, and is worth the time."""
+    if VARIANTS.get(method, {}).get("guard") and what not in ("images", "text"):
+        # Guards see stacked tensors, whatever model they belong to.
+        return False
     if what not in ONLY.get(method, SETTINGS):
         return False
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:

@@ -68,6 +68,10 @@ def put_nan(tree):
     tree["head.bias"][3] = float("nan")
 
 
+def put_absurd(tree):
+    tree["head.bias"][3] = 1e300
+
+
 def put_other_shape(tree):
     tree["head.bias"] = tree["head.bias"][:-1]
 
@@ -99,6 +103,7 @@ WRONG_ANSWERS = {
     "silence": (silence, "no answer within 0.3 s"),
     "error": (error, "<class 'MemoryError'>:<'out of memory'>"),
     "NaN": (changed(put_nan), "answered with NaN or infinity in head.bias"),
+    "absurd": (changed(put_absurd), r"answered with a number beyond 1e\+12 in head.bias"),
     "shape": (changed(put_other_shape), r"answered with head.bias of \(9,\) torch.float64 instead of \(10,\)"),
     "type": (changed(put_other_type), "answered with head.bias of .* torch.float32 instead of .* torch.float64"),
     "missing": (changed(forget_one), "answered with other parameters: head.bias"),
@@ -127,6 +132,33 @@ def test_a_wrong_answer_is_left_out_by_name_and_the_round_goes_on(what, folder):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
     # What client 1 wrote in the round that did not count for it is never read: round 3 goes on from round 1.
     assert run.trainer.engine.ledger.now == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+def test_an_absurd_upload_is_left_out_too(folder):
+    def wrong(message, reply):
+        tree = from_record(reply.content.array_records["upload.control_change"])
+        tree["head.bias"][0] = -1e300
+        reply.content["upload.control_change"] = to_record(tree)
+        return reply
+
+    path = write_experiment(folder, method="scaffold", training={"rounds": 2})
+    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, wrong))
+    assert [row.get("left_out") for row in run.trainer.rounds] == [
+        {"1": "answered with a number beyond 1e+12 in head.bias"},
+        None,
+    ]
+
+
+def test_too_few_updates_for_a_guard_stop_the_run_with_its_checkpoint_intact(folder):
+    method = {"name": "fedavg", "guard": {"name": "multikrum", "f": 0, "m": 4}}
+    path = write_experiment(folder, method=method, training={"rounds": 3})
+    wrong = misbehaving(1, "train", 1, changed(put_absurd))
+    with pytest.raises(
+        RunError, match=r"round 2: the guard 'multikrum' .* 3 sent one .* checkpoint of round 1 is intact"
+    ):
+        run_on_loop(path, own_nodes(folder), folder / "out", tamper=wrong)
+    resumed, _ = run_on_loop(path, own_nodes(folder), folder / "out")
+    assert resumed.summary["rounds"] == 3
 
 
 def test_who_is_left_out_has_no_weight_in_the_round(folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
 from flwr.clientapp import ClientApp
@@ -16,7 +17,7 @@ from flwr.serverapp import ServerApp
 from typer.testing import CliRunner
 
 from equipoise.cli import app
-from equipoise.config import load_experiment
+from equipoise.config import experiment_from, load_experiment
 from equipoise.errors import InputError
 from equipoise.flower import QUIET
 from equipoise.flower.new import new_app
@@ -39,6 +40,21 @@ def test_flower_accepts_the_app(experiment, tmp_path, monkeypatch):
     assert config["tool"]["flwr"]["app"]["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
     assert set(config["tool"]["flwr"]["app"]["config"]) == {"out", "set"}
     assert len(build_fab_from_disk(tmp_path / "my-app")) > 500
+
+
+def test_a_norm_bound_is_suggested_and_off(experiment, tmp_path):
+    new_app(tmp_path / "my-app", experiment)
+    text = (tmp_path / "my-app" / "experiment.yaml").read_text()
+    assert load_experiment(tmp_path / "my-app" / "experiment.yaml").method.guard is None
+    suggested = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#   method: ")]
+    assert len(suggested) == 2
+    guards = [experiment_from({"data": "digits", **yaml.safe_load(line)}).method.guard for line in suggested]
+    assert [guard.bound for guard in guards] == [None, 2.0]
+    # Who has a guard needs no advice, and without updates there is nothing to guard.
+    for number, method in enumerate(("{name: ditto, guard: norm}", "local")):
+        experiment.write_text(f"method: {method}\ndata: digits\n")
+        new_app(tmp_path / f"app-{number}", experiment)
+        assert "#   method" not in (tmp_path / f"app-{number}" / "experiment.yaml").read_text()
 
 
 def test_the_app_holds_both_halves(experiment, tmp_path):
@@ -141,7 +157,9 @@ def test_the_words_of_a_section_are_kept(experiment, tmp_path):
     new_app(tmp_path / "my-app", experiment)
     lines = (tmp_path / "my-app" / "experiment.yaml").read_text().splitlines()
     assert lines.pop(2) == "    clients: 22  # that must have registered before round 1"
-    assert lines == experiment.read_text().splitlines()
+    kept = experiment.read_text().splitlines()
+    assert lines[: len(kept)] == kept
+    assert all(line.startswith("#") for line in lines[len(kept) :] if line)
 
 
 def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):

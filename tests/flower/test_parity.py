@@ -90,6 +90,26 @@ def test_masks_are_the_same(tmp_path):
     assert alone.summary["score"] == "dice"
 
 
+@pytest.mark.parametrize("guard", [{"name": "norm"}, {"name": "multikrum", "f": 0, "m": 2}])
+@pytest.mark.parametrize("name", ["scaffold", "ditto", "gifair"])
+def test_guards_give_the_same_and_what_they_drop_is_not_missed(name, guard, folder):
+    # Fewer clients than flower.min_clients are kept, but all have answered.
+    exact = {"exact": True} if name == "gifair" else {}
+    path = write_experiment(
+        folder,
+        method={"name": name, "guard": guard, **exact},
+        training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}},
+        flower={"min_clients": 3},
+    )
+    alone, run, _ = compare(path, folder)
+    kept = 3 if guard["name"] == "norm" else 2
+    for one, other in zip(alone.trainer.rounds, run.trainer.rounds, strict=True):
+        assert (one["cohort"], one.get("left_out")) == (other["cohort"], other.get("left_out"))
+        assert one["cohort"] == kept
+    assert run.trainer.engine.remembering == []
+    assert sorted(run.trainer.engine.ledger.now) == alone.trainer.engine.remembering or name == "gifair"
+
+
 OWN = {
     "ask": {"name": "fedavg", "local": "asking", "aggregation": "asking"},
     "frozen backbone": {"name": "fedavg", "local": "headonly"},

@@ -120,7 +120,7 @@ def test_the_server_sees_what_the_most_curious_part_sees():
 def test_slots():
     assert slots_of(part_class("scaffold")) == ["local", "aggregation"]
     assert slots_of(part_class("central")) == ["view"]
-    assert list(SLOTS) == ["sampler", "local", "aggregation", "view"]
+    assert list(SLOTS) == ["sampler", "local", "aggregation", "view", "guard"]
     assert build("local").personal
     assert not build("fedavg").personal
 

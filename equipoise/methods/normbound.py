@@ -1,0 +1,122 @@
+"""A bound on the norm of updates (Sun et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from equipoise.checks import real
+from equipoise.method import Cohort, Guard, Screened, Sees, Updates
+from equipoise.methods import register
+from equipoise.tree import Tree, flat_rows, pieces
+
+
+@register("norm", paper="Sun et al., 2019", sees=Sees.UPDATES, method=False)
+@dataclass(frozen=True)
+class NormBound(Guard):
+    """Scale updates that are too long: w_k ← w + min(1, B / ‖w_k − w‖) (w_k − w).
+
+    Updates within the bound B stay as they are, bit for bit. BatchNorm statistics and each tree of uploads (such as
+    SCAFFOLD's control variates, measured from zero) have norms and bounds of their own, because their scale differs.
+    The median of an even number of norms is the lower one, so half of the clients cannot raise it.
+
+    Parameters
+    ----------
+    bound : float, optional
+        B for the parameters. Without it, B is a multiple of the median norm.
+    multiple : float
+        The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and always for buffers
+        and uploads.
+
+    Examples
+    --------
+    >>> NormBound(bound=2.0).multiple
+    1.0
+    """
+
+    bound: float | None = None
+    multiple: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are not positive."""
+        real(self.multiple, "norm.multiple")
+        if self.bound is not None:
+            real(self.bound, "norm.bound")
+
+    def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
+        """Scale what is too long, and note the norms of the parameters and who was scaled."""
+        params, lengths, scaled = self._bounded(updates.params, received, self.bound)
+        buffers, _, more = self._bounded(updates.buffers, received)
+        scaled = scaled | more
+        uploads = {}
+        for name, tree in updates.uploads.items():
+            uploads[name], _, more = self._bounded(tree, {})
+            scaled = scaled | more
+        ids = [int(client) for client, cut in zip(cohort.ids, scaled.tolist(), strict=True) if cut]
+        bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
+        return Screened(bounded, notes={"norms": lengths, "scaled": ids})
+
+    def _bounded(self, stacked: Tree, origin: Tree, bound: float | None = None) -> tuple[Tree, Tensor, Tensor]:
+        """Return one kind of tensors within its bound, their norms, and which clients were scaled."""
+        clients = len(next(iter(stacked.values()))) if stacked else 1
+        lengths = norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
+        limit = self.multiple * lengths.median() if bound is None else torch.tensor(bound, dtype=torch.float64)
+        long = lengths > limit
+        if not bool(long.any()):
+            return stacked, lengths, long
+        factors = torch.where(long, limit / lengths, 1.0)
+        return {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}, lengths, long
+
+
+def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
+    """Return the L2 norm of each client's difference from a tree, over all tensors, in float64 on the CPU.
+
+    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it does not hold are
+    measured from zero.
+
+    Examples
+    --------
+    >>> norms_from({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([[4.0, 4.0], [1.0, 0.0]])})
+    tensor([5., 0.], dtype=torch.float64)
+    """
+    squares = [
+        torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64).square()
+        for name, stack in stacked.items()
+        for piece in differences(stack, origin.get(name))
+    ]
+    return torch.stack(squares).sum(0).sqrt().cpu()
+
+
+def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
+    """Go through the differences of clients' tensors from another one, as matrices of a row a client.
+
+    Numbers that are not finite in the other one make no difference.
+
+    Examples
+    --------
+    >>> list(differences(torch.tensor([[3.0, -torch.inf]]), torch.tensor([1.0, -torch.inf])))
+    [tensor([[2., 0.]])]
+    """
+    rows = pieces(flat_rows(stack))
+    if origin is None:
+        yield from rows
+        return
+    finite = torch.isfinite(origin).flatten()
+    whole, start = bool(finite.all()), 0
+    for piece in rows:
+        here = slice(start, start := start + piece.shape[1])
+        difference = piece - origin.flatten()[here]
+        yield difference if whole else torch.where(finite[here], difference, 0.0)
+
+
+def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
+    """Scale the differences of clients; a factor of one keeps every bit."""
+    factor = factors.to(stack.device, stack.dtype).view(-1, *[1] * (stack.dim() - 1))
+    if origin is None:
+        return stack * factor
+    moved = torch.lerp(origin, stack, factor)
+    finite = torch.isfinite(origin)
+    return moved if bool(finite.all()) else torch.where(finite, moved, stack)

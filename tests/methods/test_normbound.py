@@ -1,0 +1,92 @@
+"""The norm bound: by hand, number by number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.errors import InputError
+from equipoise.method import Updates
+from equipoise.methods import build
+from equipoise.methods.normbound import NormBound
+
+COHORT = SimpleNamespace(ids=np.array([2, 5, 7, 9]))
+
+
+def random_updates(clients=4, seed=0):
+    """Parameters, buffers and uploads of clients whose updates grow from one to the next."""
+    draws = np.random.default_rng(seed)
+    growth = np.array([1.0, 2.0, 5.0, 1000.0])[:clients]
+
+    def stack(*shape):
+        return torch.from_numpy(draws.normal(size=(clients, *shape)) * growth.reshape(-1, *[1] * len(shape)))
+
+    received = {"w": torch.from_numpy(draws.normal(size=(3, 2))), "t": torch.tensor(0.5).double()}
+    received["mean"] = torch.from_numpy(draws.normal(size=4))
+    params = {"w": received["w"] + stack(3, 2), "t": received["t"] + stack()}
+    return received, Updates(params, {"mean": received["mean"] + stack(4)}, {"c": {"w": stack(3)}}, {})
+
+
+def by_hand(stacked, origin, bound, multiple):
+    """Scale client by client in numpy."""
+    names = list(stacked)
+    steps = [
+        np.concatenate([np.ravel(stacked[n][k].numpy() - (origin[n].numpy() if n in origin else 0)) for n in names])
+        for k in range(len(stacked[names[0]]))
+    ]
+    lengths = [np.sqrt((step**2).sum()) for step in steps]
+    # The lower one of the middle two.
+    limit = multiple * sorted(lengths)[(len(lengths) - 1) // 2] if bound is None else bound
+    return [step * min(1.0, limit / length) for step, length in zip(steps, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"multiple": 1.5}, {"bound": 3.0}, {"bound": 3.0, "multiple": 4.0}])
+def test_steps_have_the_lengths_computed_by_hand(options):
+    received, updates = random_updates()
+    screened = NormBound(**options).screen(received, updates, COHORT)
+    bound, multiple = options.get("bound"), options.get("multiple", 1.0)
+    assert screened.dropped == ()
+    for before, after, origin, limit in (
+        (updates.params, screened.updates.params, received, bound),
+        (updates.buffers, screened.updates.buffers, received, None),
+        (updates.uploads["c"], screened.updates.uploads["c"], {}, None),
+    ):
+        for client, wanted in enumerate(by_hand(before, origin, limit, multiple)):
+            found = [np.ravel(after[n][client].numpy() - (origin[n].numpy() if n in origin else 0)) for n in before]
+            np.testing.assert_allclose(np.concatenate(found), wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_updates_within_the_bound_keep_their_bits_and_others_are_named():
+    received, updates = random_updates()
+    screened = NormBound(bound=20.0, multiple=1e6).screen(received, updates, COHORT)
+    for name, stack in updates.params.items():
+        assert torch.equal(screened.updates.params[name][:3], stack[:3])
+    assert screened.notes["scaled"] == [9]
+    lengths = screened.notes["norms"]
+    assert lengths[2] < 20 < lengths[3]
+    untouched = NormBound(bound=1e9, multiple=1e9).screen(received, updates, COHORT)
+    assert untouched.updates.params is updates.params
+    assert untouched.notes["scaled"] == []
+
+
+def test_half_of_the_clients_cannot_raise_the_median():
+    received = {"w": torch.zeros(1)}
+    updates = Updates({"w": torch.tensor([[1.0], [2.0], [1e6], [1e6]])}, {}, {}, {})
+    screened = NormBound().screen(received, updates, COHORT)
+    assert screened.updates.params["w"].flatten().tolist() == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_mask_of_minus_infinity_stays_and_does_not_count():
+    received = {"mask": torch.tensor([0.0, -torch.inf])}
+    updates = Updates({"mask": torch.tensor([[3.0, -torch.inf], [1.0, -torch.inf]])}, {}, {}, {})
+    screened = NormBound(bound=2.0).screen(received, updates, SimpleNamespace(ids=np.arange(2)))
+    assert screened.updates.params["mask"].tolist() == [[2.0, -torch.inf], [1.0, -torch.inf]]
+
+
+@pytest.mark.parametrize("options", [{"bound": 0.0}, {"bound": -1.0}, {"multiple": 0.0}, {"multiple": float("nan")}])
+def test_bounds_that_are_not_positive_are_refused(options):
+    with pytest.raises(InputError, match=rf"norm\.{next(iter(options))} must be a finite number above 0"):
+        build("fedavg", guard={"name": "norm", **options})

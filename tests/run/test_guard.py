@@ -1,0 +1,218 @@
+"""Guards in the round loop: attacks, dropped clients, what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.config import experiment_from
+from equipoise.engine.stacked import StackedEngine
+from equipoise.errors import InputError, RunError
+from equipoise.method import Sees
+from equipoise.methods import build, describe
+from equipoise.optimizers import Sgd
+from equipoise.run.checkpoint import read_local
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.files import load_tensors
+from tests.attacks import ATTACKS, LIAR, accuracy, lying, trained
+from tests.run.small import Stop, promised, rows_of, small_run, stop_after
+
+HOLDING = {
+    "norm": {"name": "fedavg", "guard": "norm"},
+    "norm, fixed": {"name": "fedavg", "guard": {"name": "norm", "bound": 3.0}},
+    "krum": {"name": "fedavg", "guard": "krum"},
+    "multikrum": {"name": "fedavg", "guard": "multikrum"},
+    "median": {"name": "median"},
+    "trimmedmean": {"name": "trimmedmean"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.ERROR, logger="equipoise")
+
+
+@cache
+def honest(rounds=12):
+    """Federated averaging of the nine honest clients."""
+    return accuracy(trained("fedavg", unseen=(LIAR,), rounds=rounds))
+
+
+# ---- attacks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("method", HOLDING)
+def test_one_liar_of_ten_costs_at_most_two_points(method, attack):
+    assert accuracy(trained(HOLDING[method], engine=lying(ATTACKS[attack]))) >= honest() - 0.02
+
+
+@pytest.mark.parametrize("attack", ["x1e6", "flipped"])
+def test_without_a_guard_one_liar_spoils_the_model(attack):
+    assert accuracy(trained("fedavg", engine=lying(ATTACKS[attack]))) < honest() - 0.3
+
+
+def test_lies_about_control_variates_do_not_pass_the_guard():
+    def scaffold(guard, **options):
+        return accuracy(trained({"name": "scaffold", "guard": guard}, optimizer=Sgd(lr=0.3), rounds=8, **options))
+
+    lies, alone = lying(ATTACKS["x1e6"], uploads_only=True), scaffold(None, unseen=(LIAR,))
+    assert scaffold("multikrum", engine=lies) >= alone - 0.02
+    # A bound lets a lie of ordinary length through.
+    assert scaffold("norm", engine=lies) >= alone - 0.1
+    assert scaffold(None, engine=lies) < alone - 0.3
+
+
+# ---- updates that cannot be used -------------------------------------------------------------------------------------
+
+
+def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="equipoise")
+    trainer = trained("fedavg", engine=lying(ATTACKS["1e300"]), rounds=3, every=1, directory=tmp_path)
+    reason = "answered with a number beyond 1e+12 in features.1.weight"
+    assert [row["left_out"] for row in rows_of(tmp_path, "rounds")] == [{str(LIAR): reason}] * 3
+    assert [row["cohort"] for row in rows_of(tmp_path, "rounds")] == [9] * 3
+    assert caplog.messages == [f"round {n} goes on without client {LIAR}: {reason}" for n in (1, 2, 3)]
+    tensors, note = load_tensors(tmp_path / "checkpoint.safetensors")
+    assert note["round"] == 3
+    assert max(float(t.abs().max()) for t in tensors.values() if t.is_floating_point()) < 100
+    # Its weight is shared among the others, as if it had not been asked.
+    wanted = trained("fedavg", unseen=(LIAR,), rounds=3).state.model
+    for name, tensor in trainer.state.model.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 2e12])
+def test_one_such_number_is_enough(value):
+    def put_one(own, received):
+        return own.flatten().index_fill(0, torch.tensor([0]), value).view(own.shape)
+
+    for uploads_only in (False, True):
+        lies = lying(put_one, uploads_only=uploads_only)
+        (row,) = trained("scaffold", engine=lies, rounds=1).rounds
+        assert list(row["left_out"]) == [str(LIAR)]
+
+
+# ---- without a guard, and with one that does nothing -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+def test_a_bound_that_nobody_reaches_changes_no_byte(name, tmp_path):
+    small_run(tmp_path / "without", method=name)
+    small_run(tmp_path / "with", method={"name": name, "guard": {"name": "norm", "bound": 1e9, "multiple": 1e9}})
+    without, guarded = promised(tmp_path / "without"), promised(tmp_path / "with")
+    assert without.keys() == guarded.keys()
+    for file in without:
+        # The guard notes norms in rounds.jsonl.
+        assert (without[file] == guarded[file]) == (file != "rounds.jsonl"), file
+
+
+# ---- what is recorded and remembered ---------------------------------------------------------------------------------
+
+
+def test_dropped_clients_are_named_and_do_not_count(tmp_path):
+    method = {"name": "fedavg", "guard": "multikrum"}
+    trainer = trained(method, engine=lying(ATTACKS["flipped"]), rounds=2, directory=tmp_path)
+    honest_ids = [client for client in range(10) if client != LIAR]
+    for row in rows_of(tmp_path, "rounds"):
+        assert row["notes"]["guard_dropped"] == [LIAR]
+        assert row["left_out"] == {str(LIAR): "dropped by the guard 'multikrum'"}
+        assert (row["cohort"], row["clients"]) == (9, honest_ids)
+    wanted = trained("fedavg", unseen=(LIAR,), rounds=2)
+    for name, tensor in trainer.state.model.items():
+        torch.testing.assert_close(tensor, wanted.state.model[name], rtol=1e-9, atol=1e-12)
+    # What the dropped client sent was sent, and counts among the bytes.
+    assert next(iter(trainer.rounds))["bytes_up"] * 9 == next(iter(wanted.rounds))["bytes_up"] * 10
+
+
+def test_who_was_scaled_is_noted(tmp_path):
+    method = {"name": "fedavg", "guard": {"name": "norm", "multiple": 3.0}}
+    (row,) = trained(method, engine=lying(ATTACKS["flipped"]), rounds=1).rounds
+    assert row["notes"]["guard_scaled"] == [LIAR]
+    lengths = row["notes"]["guard_norms"]
+    assert int(np.argmax(lengths)) == LIAR
+    assert len(lengths) == row["cohort"] == 10
+    assert "left_out" not in row
+
+
+def test_dropped_clients_remember_nothing_of_the_round():
+    """So SCAFFOLD's c stays the mean of all c_k: neither side counts a round that the other does not."""
+    trainer = trained({"name": "scaffold", "guard": "multikrum"}, engine=lying(ATTACKS["flipped"]), rounds=3)
+    assert trainer.engine.remembering == [client for client in range(10) if client != LIAR]
+    first = {"control": {name: torch.zeros_like(tensor) for name, tensor in trainer.state.model.items()}}
+    memory, _ = trainer.engine.memory.read(np.arange(10), first)
+    for name, tensor in trainer.state.server["control"].items():
+        torch.testing.assert_close(memory["control"][name].mean(0), tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_local_models_are_kept_as_trained(tmp_path):
+    """Not as a guard has scaled them, and only those of clients that count."""
+    for guard in ({"name": "norm", "bound": 1e-6}, {"name": "multikrum", "f": 0, "m": 2}):
+        folder = tmp_path / guard["name"]
+        options = {"cohort": 4, "rounds": 1, "evaluation": Evaluation(local=True, keep_local=True)}
+        small_run(folder, method={"name": "fedavg", "guard": guard}, **options)
+        small_run(folder / "plain", **options)
+        (row,) = rows_of(folder, "rounds")
+        kept, plain = read_local(folder), read_local(folder / "plain")
+        places = [plain.clients.index(client) for client in kept.clients]
+        assert len(places) == row["cohort"] == (4 if guard["name"] == "norm" else 2)
+        for name, stack in kept.own.items():
+            assert torch.equal(stack, plain.own[name][places])
+        # Evaluated are the clients that count.
+        measured = {r["client"] for r in rows_of(folder) if r["model"] == "local"}
+        assert measured == set(kept.clients)
+
+
+def test_a_guarded_run_resumes_to_the_same_bytes(tmp_path):
+    method = {"name": "ditto", "guard": {"name": "krum", "f": 0}}
+    small_run(tmp_path / "whole", method=method)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", method=method, on_round=stop_after(3))
+
+    small_run(tmp_path / "run", method=method, resume=True)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_guards_are_parts_that_are_described_and_read_back():
+    method = build("fedprox", mu=0.5, guard={"name": "multikrum", "f": 2, "m": 3})
+    assert build(**describe(method)) == method
+    assert method.sees is Sees.UPDATES
+    assert build("fedprox").sees is Sees.SUMS
+    assert "guard" not in describe(build("fedprox"))
+    read = experiment_from({"data": "digits", "method": {"name": "fedavg", "guard": {"name": "norm", "bound": 2}}})
+    assert read.method.guard.bound == 2
+    assert experiment_from({"data": "digits", "method": {"name": "fedavg", "guard": None}}).method.guard is None
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"name": "fedavg", "guard": "nrom"}, "did you mean 'norm'"),
+        ({"name": "fedavg", "guard": "median"}, "unknown method.guard 'median'.*Valid: krum, multikrum, norm"),
+        ({"name": "fedavg", "guard": {"name": "norm", "bund": 1}}, "did you mean 'method.guard.bound'"),
+        ({"name": "local", "guard": "norm"}, "clients keep the whole model and send nothing"),
+        ({"name": "norm"}, "unknown method 'norm'"),
+    ],
+)
+def test_wrong_guards_are_refused(method, message):
+    with pytest.raises(InputError, match=message):
+        experiment_from({"data": "digits", "method": method})
+
+
+def test_too_few_clients_are_refused_before_training_or_stop_the_run(tmp_path):
+    with pytest.raises(InputError, match="the guard 'krum' needs 5 clients a round, but a cohort has 4"):
+        small_run(None, method={"name": "fedavg", "guard": "krum"})
+    # Of ten clients one is left out in every round.
+    method = {"name": "fedavg", "guard": {"name": "multikrum", "f": 1, "m": 9}}
+    with pytest.raises(
+        RunError, match="round 1: the guard 'multikrum' needs the updates of 10 clients, but 9 sent one"
+    ):
+        trained(method, engine=lying(ATTACKS["1e300"]))
+    assert trained(method, engine=StackedEngine, rounds=1).state.round == 1
