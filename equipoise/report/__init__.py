@@ -113,7 +113,7 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
 
 
 def _distinct(sections: Sequence[Section]) -> list[Section]:
-    """Number sections and charts whose names occur more than once."""
+    """Append numbers to sections and charts whose names occur more than once."""
     used: Counter[str] = Counter()
 
     def free(name: str) -> str:

@@ -31,7 +31,9 @@ class Series:
     low, high : sequences of float
         A band around the line, such as its spread; empty without one.
     names : sequences of str
-        What each point is called, for tooltips and for annotations.
+        What each point is called.
+    named : bool
+        Whether names are written beside the points, and not in tooltips only.
     """
 
     label: str
@@ -43,6 +45,7 @@ class Series:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     names: Sequence[str] = ()
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,6 @@ class Chart:
         Whether positions on the x axis are whole numbers, such as rounds.
     diagonal : bool
         Whether to draw the line y = x.
-    annotated : bool
-        Whether points are labelled with their names.
     """
 
     name: str
@@ -83,7 +84,6 @@ class Chart:
     y_range: tuple[float, float] | None = None
     whole: bool = True
     diagonal: bool = False
-    annotated: bool = False
 
     @property
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -96,7 +96,9 @@ class Chart:
         if self.diagonal:
             both = _widened(np.concatenate([xs, y]), 0.04)
             return both, both
-        return _widened(xs, 0.12 if self.annotated else 0.02), _widened(y, 0.06)
+        # The names of points need room.
+        named = any(series.named for series in self.series)
+        return _widened(xs, 0.14 if named else 0.02), _widened(y, 0.14 if named else 0.06)
 
 
 def _widened(values: np.ndarray, share: float) -> tuple[float, float]:
@@ -119,9 +121,10 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
     """
     rough = (high - low) / max(count, 1)
     scale = 10.0 ** np.floor(np.log10(rough))
-    step = min((scale * factor for factor in (1, 2, 2.5, 5, 10)), key=lambda size: abs(size - rough))
+    factors = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = min((scale * factor for factor in factors), key=lambda size: abs(size - rough))
     if whole:
-        step = max(1.0, float(np.ceil(step)))
+        step = max(1.0, step)
     first = int(np.ceil(low / step - 1e-9))
     last = int(np.floor(high / step + 1e-9))
     return [float(round(number * step, 12)) for number in range(first, last + 1)]

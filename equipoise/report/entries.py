@@ -126,15 +126,14 @@ def _labelled(records: list[RunRecord]) -> list[Entry]:
         told = [
             f"{key.removeprefix('method.')}={settings[key]}"
             for key in differing
-            if key in settings
-            and (not key.startswith("method.") or len({repr(other.get(key)) for other in mine}) > 1)
+            if key in settings and (not key.startswith("method.") or len({repr(other.get(key)) for other in mine}) > 1)
         ]
         entries.append(Entry("", ", ".join([str(settings["method.name"]), *told]), record))
     return _numbered(entries)
 
 
 def _numbered(entries: list[Entry]) -> list[Entry]:
-    """Number runs of the same experiment with the same seed, which would otherwise be taken for one."""
+    """Append numbers to the labels of runs of the same experiment with the same seed."""
     seen: dict[tuple[str, int], int] = {}
     numbered = []
     for entry in entries:

@@ -68,12 +68,12 @@ def _drawn(chart: Chart) -> Any:
         panel.plot((left, right), (left, right), color=INK, linewidth=0.8, linestyle=":")
     for series in chart.series:
         _draw_series(panel, series)
-        if chart.annotated:
+        if series.named:
             for x, y, name in zip(series.x, series.y, series.names, strict=True):
                 panel.annotate(
                     name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, color=INK
                 )
-    if sum(bool(series.label) for series in chart.series) > 1 and not chart.annotated:
+    if sum(bool(series.label) for series in chart.series) > 1:
         panel.legend(fontsize=8, labelcolor=INK, framealpha=0.9, edgecolor="none")
     return figure
 

@@ -107,8 +107,8 @@ def at_round(record: RunRecord) -> str:
 def metrics_table(record: RunRecord) -> str:
     """Return all metrics of all models and clients."""
     parts = record.parts
-    rows = [
-        [name, *(number(part.get(name)) for part in parts.values()), metric.description]
+    rows: list[list[str | Cell]] = [
+        [name, *(number(part.get(name)) for part in parts.values()), Cell(escape(metric.description), "long")]
         for name, metric in METRICS.items()
         if any(part.get(name) is not None for part in parts.values())
     ]
@@ -193,9 +193,7 @@ def strip(
     return Chart(name, capital(part.words), says, "clients, worst first", record.score, series, y_range=scale)
 
 
-def gained(
-    record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette
-) -> Chart:
+def gained(record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette) -> Chart:
     """Return the personal model of each client against the global one."""
     both = [client for client in shared if client in personal]
     series = [
@@ -224,7 +222,9 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     header = list(dict.fromkeys(short))
     rows = []
     for client in there:
-        mine = {label: of_part[client] for label, of_part in zip(short, values.values(), strict=True) if client in of_part}
+        mine = {
+            label: of_part[client] for label, of_part in zip(short, values.values(), strict=True) if client in of_part
+        }
         whose = "unseen" if client in record.unseen else "seen"
         cells = [number(mine.get(label)) for label in header]
         rows.append([record.client_name(client), record.groups[client], whose, *cells])
@@ -276,9 +276,7 @@ def groups(record: RunRecord) -> Section:
     return Section("groups", title, "", charts)
 
 
-def group_means(
-    record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str, Any]], colours: Palette
-) -> Chart:
+def group_means(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str, Any]], colours: Palette) -> Chart:
     """Return the mean of each group over rounds; groups of one colour are averaged."""
     series = []
     for hue, label in colours.labels.items():
@@ -422,13 +420,17 @@ def sampling(record: RunRecord) -> Section:
         for hue, members in colours.split(order, record.groups).items()
     ]
     says = f"From {counts[order[0]]} to {counts[order[-1]]} of {plural(rounds, 'round')}."
-    chart = Chart("sampled", "Rounds of each client", says, "clients, fewest rounds first", "rounds", series, y_range=(0, 0))
+    chart = Chart(
+        "sampled", "Rounds of each client", says, "clients, fewest rounds first", "rounds", series, y_range=(0, 0)
+    )
     rows = []
     for group in record.group_names:
         mine = [count for client, count in counts.items() if record.groups[client] == group]
         if mine:
             rows.append([group, f"{len(mine)}", f"{fmean(mine):.1f}", f"{min(mine)}", f"{max(mine)}"])
-    by_groups = table("Rounds in which a client of each group took part", ["group", "clients", "mean", "fewest", "most"], rows)
+    by_groups = table(
+        "Rounds in which a client of each group took part", ["group", "clients", "mean", "fewest", "most"], rows
+    )
     return Section("sampling", title, "", [chart], by_groups)
 
 
@@ -478,9 +480,7 @@ def costs(record: RunRecord) -> Section:
         ["sent by clients", size(summary["bytes_up"]), size(summary["bytes_up"] / rounds)],
         ["received by clients", size(summary["bytes_down"]), size(summary["bytes_down"] / rounds)],
     ]
-    laps = {
-        name: [row[name] for row in record.timings if name in row] for name in ("train", "combine", "evaluate")
-    }
+    laps = {name: [row[name] for row in record.timings if name in row] for name in ("train", "combine", "evaluate")}
     for name, label in (("train", "local training"), ("combine", "aggregation"), ("evaluate", "evaluation")):
         if laps[name]:
             rows.append([label, f"{sum(laps[name]):.2f} s", f"{fmean(laps[name]):.3f} s"])
@@ -537,7 +537,8 @@ def capital(text: str) -> str:
 
     Examples
     --------
-    >>> capital("global model")
-    'Global model'
+    >>> capital("global model"), capital("σ over clients")
+    ('Global model', 'σ over clients')
     """
-    return text[:1].upper() + text[1:]
+    # Symbols mean something else as capitals.
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text

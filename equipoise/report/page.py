@@ -48,10 +48,10 @@ justify-content:flex-end}}
 .tiles dd{{margin:0;font-size:1.6rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.25}}
 .which{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,230px),1fr));gap:8px 24px;margin:.3rem 0 1rem}}
 .which dt{{font-weight:600;font-size:.9rem}}.which dd{{margin:0;font-size:.9rem;color:var(--soft)}}
-.figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,355px),1fr));gap:18px 22px;margin:.8rem 0}}
-figure{{margin:0;display:flex;flex-direction:column;min-width:0;max-width:620px}}
+.figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,355px),1fr));column-gap:22px;margin:.8rem 0}}
+figure{{margin:0;min-width:0;max-width:620px;display:grid;grid-row:span 3;grid-template-rows:subgrid;gap:0}}
 figcaption p{{font-size:.86rem;margin:.1rem 0 .35rem}}
-figure>svg{{width:100%;height:auto;background:var(--panel);border-radius:8px;margin-top:auto}}
+figure>svg{{width:100%;height:auto;background:var(--panel);border-radius:8px}}
 svg text{{font-size:11px;fill:var(--soft)}}svg text.axis{{fill:var(--ink)}}
 svg .grid{{stroke:var(--grid);fill:none}}
 svg .reference{{stroke:var(--soft);stroke-dasharray:2 4;fill:none}}
@@ -61,16 +61,18 @@ svg .band{{stroke:none;fill-opacity:.16}}
 {"".join(f".h{n}{{fill:var(--h{n});stroke:var(--h{n})}}" for n in range(len(_LIGHT)))}
 svg use{{stroke:none;fill-opacity:.85}}
 .legend{{display:flex;flex-wrap:wrap;gap:.1rem .9rem;list-style:none;margin:.45rem 0 0;padding:0;font-size:.84rem;
-min-height:1.3rem}}
+align-content:start}}
+figure::after{{content:"";height:18px;grid-row:3;align-self:end}}.legend{{margin-bottom:20px}}
 .legend li{{display:flex;align-items:center;gap:.35rem}}.legend svg{{width:22px;height:12px;flex:none}}
 .scroll{{overflow-x:auto;margin:.8rem 0}}
 table{{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}}
-caption{{text-align:left;font-weight:600;padding-bottom:.3rem;position:sticky;left:0}}
+caption{{text-align:left;font-weight:600;padding-bottom:.3rem}}
+caption span{{display:inline-block;position:sticky;left:0;max-width:calc(100vw - 40px)}}
 th,td{{padding:.28rem .7rem .28rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);
 white-space:nowrap}}
-thead th{{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal;min-width:4.2rem}}
-tbody th,.text{{text-align:left;font-weight:500}}
-td.text{{white-space:normal;font-weight:400;min-width:6rem}}
+thead th{{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal;min-width:3.4rem}}
+tbody th,.text{{text-align:left}}tbody th{{font-weight:500}}
+td.text{{white-space:normal;font-weight:400;min-width:5rem}}td.long{{white-space:normal;text-align:left;min-width:17rem}}
 td.best{{font-weight:700}}td.worst{{color:var(--warn);font-weight:600}}
 {"".join(f".heat{n}{{background:color-mix(in srgb,var(--h0) {n * 15}%,transparent)}}" for n in range(5))}
 details{{margin:.6rem 0}}summary{{cursor:pointer;font-weight:600;font-size:.92rem;overflow-wrap:anywhere}}

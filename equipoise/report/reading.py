@@ -135,11 +135,13 @@ class RunRecord:
     @cached_property
     def parts(self) -> dict[Part, dict[str, Any]]:
         """Results by part: of test data, and of validation data where those clients have no others."""
-        found = {}
+        found: dict[Part, dict[str, Any]] = {}
         for who in WHO:
             for split, key in (("test", "results"), ("val", "validation")):
                 of_split = self.summary.get(key, {})
-                here = {Part(model, who, split): of_split[model][who] for model in MODELS if who in of_split.get(model, {})}
+                here = {
+                    Part(model, who, split): of_split[model][who] for model in MODELS if who in of_split.get(model, {})
+                }
                 found |= here
                 if here:
                     break

@@ -17,12 +17,14 @@ from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
 from equipoise.study.metrics import should_be_high
 
-COLUMNS = ("mean", "worst10", "sigma_clients", "mean_groups", "worst_group", "group_gap", "sigma_groups", "jain")
+COLUMNS = ("mean", "worst10", "sigma_clients", "mean_groups", "worst_group", "group_gap", "sigma_groups")
 CRITERIA = ("mean", "worst10", "sigma_clients")
 # More marks than this make a chart slow and unreadable; then it shows one seed.
 MOST_MARKS = 6000
 # Bands of more methods than this hide each other.
 MOST_BANDS = 6
+# With more methods than this, only those of the Pareto set are named in charts.
+MOST_NAMES = 8
 # Charts of weights are drawn for so many methods.
 MOST_WEIGHTS = 6
 
@@ -126,7 +128,8 @@ def comparisons(entries: Iterable[Entry]) -> list[Comparison]:
     found: dict[str, dict[str, list[RunRecord]]] = {}
     for entry in entries:
         found.setdefault(entry.setting, {}).setdefault(entry.label, []).append(entry.record)
-    return [Comparison(setting, runs) for setting, runs in found.items()]
+    # The label of the only setting says nothing.
+    return [Comparison(setting if len(found) > 1 else "", runs) for setting, runs in found.items()]
 
 
 def sections(compared: Sequence[Comparison]) -> list[Section]:
@@ -179,16 +182,23 @@ def which(comparison: Comparison) -> str:
     """Say which accuracy the numbers are."""
     record = comparison.first
     seeds = sorted({run.seed for runs in comparison.runs.values() for run in runs})
-    counted = f"mean ± sample standard deviation (n − 1) over {plural(len(seeds), 'seed')}" if len(seeds) > 1 else "one seed"
+    counted = (
+        f"mean ± sample standard deviation (n − 1) over {plural(len(seeds), 'seed')}" if len(seeds) > 1 else "one seed"
+    )
     ends = {one.at_round(run) for runs in comparison.runs.values() for run in runs}
     answers = {
         "Which model?": (
             "The one that clients end up with: their personal model if the method gives them one, else the global "
             "model. The column “model” says which."
         ),
-        "On whose data?": "On each client's own data: of clients that were part of training (seen), and of others (unseen).",
+        "On whose data?": (
+            "On each client's own test data, or validation data where that is said: of clients that were part of "
+            "training (seen), and of others (unseen)."
+        ),
         "Averaged how?": f"Each client has one value, the mean {record.score} over its own samples. Cells: {counted}.",
-        "At which round?": " ".join(sorted(ends)) if len(ends) <= 3 else "At rounds that differ; see the table of runs.",
+        "At which round?": " ".join(sorted(ends))
+        if len(ends) <= 3
+        else "At rounds that differ; see the table of runs.",
     }
     items = "".join(f"<div><dt>{question}</dt><dd>{escape(answer)}</dd></div>" for question, answer in answers.items())
     return f'<h3>Which {record.score} is it?</h3><dl class="which">{items}</dl>'
@@ -202,14 +212,15 @@ def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
     for label, runs in comparison.runs.items():
         part = comparison.part(label, who)
         cells = [
-            Cell(escape(comparison.cell(label, who, metric)), "best" if label in tops[metric] else "") for metric in metrics
+            Cell(escape(comparison.cell(label, who, metric)), "best" if label in tops[metric] else "")
+            for metric in metrics
         ]
         mark = Cell('<span role="img" aria-label="in the Pareto set">●</span>') if label in best else Cell("")
-        data = ("validation" if part.split == "val" else "test") if part else "–"
-        rows.append([label, part.model if part else "–", data, f"{len(runs)}", *cells, mark])
-    arrows = [f"{metric} {'↑' if comparison.should_be_high(metric) else '↓'}" for metric in metrics]
-    header = ["method", "model", "data", "runs", *arrows, "Pareto"]
-    return table(f"{one.capital(comparison.first.score)}, {who} clients", header, rows, texts=[1, 2])
+        model = f"{part.model}, validation data" if part and part.split == "val" else part.model if part else "–"
+        rows.append([label, mark, model, f"{len(runs)}", *cells])
+    arrows = [f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}" for metric in metrics]
+    header = ["method", "Pareto", "model", "runs", *arrows]
+    return table(f"{one.capital(comparison.first.score)}, {who} clients", header, rows, texts=[2])
 
 
 def _best(comparison: Comparison, who: str, metric: str) -> list[str]:
@@ -235,7 +246,9 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
             known = {name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None}
             if known:
                 x, y = zip(*known.values(), strict=True)
-                series.append(Series(label, x, y, hue=hue, line=False, names=list(known)))
+                # Names of many methods would cover each other.
+                named = mine or len(comparison.runs) <= MOST_NAMES
+                series.append(Series(label, x, y, hue=hue, line=False, names=list(known), named=named))
         if not series:
             continue
         better = "top right" if comparison.should_be_high(metric) else "bottom right"
@@ -245,7 +258,7 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
         title = f"Mean against {one.TILES[metric]}, {who} clients"
         axes = (one.TILES["mean"], one.TILES[metric])
         name = f"trade-off-{metric.replace('_', '-')}-{who}"
-        charts.append(Chart(name, title, says, *axes, series, whole=False, annotated=True))
+        charts.append(Chart(name, title, says, *axes, series, whole=False))
     return charts
 
 
@@ -287,7 +300,9 @@ def clients(comparison: Comparison) -> Section:
 
 def columns(comparison: Comparison, who: str) -> Chart | None:
     """Return the clients of each method in a column of its own, coloured by group."""
-    runs = {label: [(r, part) for r in records if (part := r.leading(who))] for label, records in comparison.runs.items()}
+    runs = {
+        label: [(r, part) for r in records if (part := r.leading(who))] for label, records in comparison.runs.items()
+    }
     if sum(len(r.rows) for pairs in runs.values() for r, _ in pairs) > MOST_MARKS:
         runs = {label: pairs[:1] for label, pairs in runs.items()}
     names = list(dict.fromkeys(name for pairs in runs.values() for record, _ in pairs for name in record.group_names))
@@ -305,8 +320,8 @@ def columns(comparison: Comparison, who: str) -> Chart | None:
         return None
     series = []
     for hue, mine in sorted(marks.items()):
-        x, y, said = zip(*mine, strict=True)
-        series.append(Series(names[hue] if coloured else "", x, y, hue=hue, line=False, names=said))
+        x, y, called = zip(*mine, strict=True)
+        series.append(Series(names[hue] if coloured else "", x, y, hue=hue, line=False, names=called))
     seeds = {record.seed for pairs in runs.values() for record, _ in pairs}
     says = f"{one.capital(who)} clients of {plural(len(runs), 'method')}, {plural(len(seeds), 'seed')}."
     name, axis = f"clients-{who}", comparison.first.score
@@ -431,7 +446,9 @@ def weights(comparison: Comparison) -> Section:
     shown = list(there)[:MOST_WEIGHTS]
     body = paragraph(f"Of one run of each method that notes weights: {', '.join(shown)}.")
     if len(there) > len(shown):
-        body += paragraph(f"Not drawn: {', '.join(list(there)[MOST_WEIGHTS:])}. A report on one of their runs shows them.")
+        body += paragraph(
+            f"Not drawn: {', '.join(list(there)[MOST_WEIGHTS:])}. A report on one of their runs shows them."
+        )
     return Section("weights", title, body, charts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from equipoise.report.charts import Chart, Series, tick_label, ticks
 
 WIDTH, HEIGHT = 400.0, 264.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 8.0, 40.0
+LEFT, RIGHT, TOP, BOTTOM = 60.0, 10.0, 8.0, 40.0
 HUES = 8
 # With more points than this, markers on a line hide it.
 MARKED = 25
@@ -56,7 +56,9 @@ def _height(chart: Chart) -> float:
 
 def _room(chart: Chart) -> float:
     """Return the room below the panel, which names of columns may need more of."""
-    return 30 + 5.2 * min(24, max(map(len, chart.columns))) if _slanted(chart) else BOTTOM
+    if _slanted(chart):
+        return 22 + 4.6 * min(24, max(map(len, chart.columns)))
+    return BOTTOM if chart.x_label else 26.0
 
 
 def _slanted(chart: Chart) -> bool:
@@ -80,8 +82,7 @@ def _drawing(chart: Chart) -> str:
         pieces.append(f'<path class="reference" d="{_path(ends, ends, across, up)}"/>')
     pieces += [_band(series, across, up) for series in chart.series if len(series.low)]
     pieces += [_series(series, across, up) for series in chart.series]
-    if chart.annotated:
-        pieces += [_names(series, across, up) for series in chart.series]
+    pieces += [_names(series, across, up) for series in chart.series if series.named]
     return "".join(pieces)
 
 
