@@ -43,9 +43,10 @@ def save_figures(charts: Iterable[Chart], directory: str | Path) -> list[Path]:
     directory = Path(directory)
     written = []
     for chart in charts:
+        figure = _drawn(chart)
         for suffix in FORMATS:
             try:
-                written.append(save(_drawn(chart), directory / f"{chart.name}.{suffix}"))
+                written.append(save(figure, directory / f"{chart.name}.{suffix}"))
             except OSError as error:
                 raise InputError(f"cannot write figures to {directory}: {error.strerror}") from error
     return written

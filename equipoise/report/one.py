@@ -25,6 +25,8 @@ TILES = {
     "worst_group": "worst group",
     "group_gap": "gap between groups",
 }
+# With more clients than this, those of each group are drawn side by side.
+MOST_IN_A_LINE = 60
 HUE = {"mean": 0, "worst10": 1, "sigma_clients": 2}
 
 
@@ -159,8 +161,8 @@ def clients(record: RunRecord) -> Section:
     both = [(Part("global", "seen", split), Part("personal", "seen", split)) for split in ("test", "val")]
     charts += [gained(record, values[a], values[b], colours) for a, b in both if a in values and b in values]
     intro = (
-        "Each mark is one client, from the worst served to the best. Colour and shape tell the group. "
-        "All panels have the same scale."
+        "Each mark is one client, from the worst served to the best. Colour and shape show its group. "
+        "All panels have the same scale, except for that of personal against global models."
     )
     return Section(
         "clients", title, paragraph(intro), charts, details("Table of all clients", client_table(record, values))
@@ -171,7 +173,19 @@ def strip(
     record: RunRecord, part: Part, values: Mapping[int, float], colours: Palette, scale: tuple[float, float]
 ) -> Chart:
     """Return the clients of a part, ordered by score."""
-    order = sorted(values, key=values.__getitem__, reverse=not record.task.higher_is_better)
+    sign = 1 if record.task.higher_is_better else -1
+    order = sorted(values, key=lambda client: sign * values[client])
+    summary = record.parts[part]
+    says = (
+        f"{plural(len(order), 'client')}: from {number(values[order[0]])} to {number(values[order[-1]])}, "
+        f"mean {number(summary['mean'])}."
+    )
+    axis = "clients, worst first"
+    if len(order) > MOST_IN_A_LINE and len(colours.labels) > 1:
+        # So many marks would cover those of other groups.
+        means = {hue: fmean(values[c] for c in members) for hue, members in colours.split(order, record.groups).items()}
+        order.sort(key=lambda client: sign * means[colours.hues[record.groups[client]]])
+        axis = "clients, worst group first"
     rank = {client: position for position, client in enumerate(order, start=1)}
     series = [
         Series(
@@ -184,13 +198,8 @@ def strip(
         )
         for hue, members in colours.split(order, record.groups).items()
     ]
-    summary = record.parts[part]
-    says = (
-        f"{plural(len(order), 'client')}: from {number(values[order[0]])} to {number(values[order[-1]])}, "
-        f"mean {number(summary['mean'])}."
-    )
     name = f"clients-{part.model}-{part.who}"
-    return Chart(name, capital(part.words), says, "clients, worst first", record.score, series, y_range=scale)
+    return Chart(name, capital(part.words), says, axis, record.score, series, y_range=scale)
 
 
 def gained(record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette) -> Chart:
@@ -323,7 +332,7 @@ def weights(record: RunRecord, before: str = "") -> Section:
     shares = {weighed.round: equal_shares(weighed) for weighed in record.weighed}
     charts = [
         Chart(
-            f"{before}weights",
+            f"{before}weights-by-group",
             "Weight of a client of each group",
             "Mean over the clients that took part; 1 is an equal share.",
             "round",
@@ -342,7 +351,7 @@ def weights(record: RunRecord, before: str = "") -> Section:
             if points:
                 series.append(Series(label, list(points), list(points.values()), hue=hue))
         says = f"Mean over the clients of each group: {record.loss_part.words}."
-        charts.append(Chart(f"{before}losses", "Loss of each group", says, "round", "loss", series))
+        charts.append(Chart(f"{before}losses-by-group", "Loss of each group", says, "round", "loss", series))
     charts += correlations(record, shares, before)
     body = paragraph("Fair aggregations raise the weights of clients whose losses, or gaps, are high.")
     return Section("weights", title, body, charts)
@@ -386,7 +395,7 @@ def correlations(record: RunRecord, shares: Mapping[int, Mapping[int, float]], b
     series = [Series("ρ", list(found), list(found.values()))]
     says = f"Pearson's ρ over the clients of each cohort: on average {number(fmean(found.values()))}."
     title = "Correlation of weight and loss"
-    return [Chart(f"{before}correlation", title, says, "round", "ρ", series, y_range=(-1.0, 1.0))]
+    return [Chart(f"{before}weights-and-losses", title, says, "round", "ρ", series, y_range=(-1.0, 1.0))]
 
 
 # ---- sampling and clusters -------------------------------------------------------------------------------------------
@@ -455,7 +464,7 @@ def rand_index(record: RunRecord) -> float:
     return float(adjusted_rand_score([record.groups[c] for c in known], [record.clusters[c] for c in known]))
 
 
-def contingency(record: RunRecord, known: Sequence[int]) -> str:
+def contingency(record: RunRecord, known: Sequence[int], caption: str = "Clients of each group in each cluster") -> str:
     """Return how many clients of each group are in each cluster."""
     names = [group for group in record.group_names if any(record.groups[client] == group for client in known)]
     numbers = sorted({record.clusters[client] for client in known})
@@ -464,7 +473,7 @@ def contingency(record: RunRecord, known: Sequence[int]) -> str:
         mine = [record.clusters[client] for client in known if record.groups[client] == group]
         cells = [Cell(f"{mine.count(n)}", f"heat{round(4 * mine.count(n) / len(mine))}") for n in numbers]
         rows.append([group, *cells])
-    return table("Clients of each group in each cluster", ["group", *(f"cluster {n}" for n in numbers)], rows)
+    return table(caption, ["group", *(f"cluster {n}" for n in numbers)], rows)
 
 
 # ---- cost and configuration ------------------------------------------------------------------------------------------
@@ -484,7 +493,7 @@ def costs(record: RunRecord) -> Section:
     for name, label in (("train", "local training"), ("combine", "aggregation"), ("evaluate", "evaluation")):
         if laps[name]:
             rows.append([label, f"{sum(laps[name]):.2f} s", f"{fmean(laps[name]):.3f} s"])
-    after = table("In total and for each round", ["", "total", "each round"], rows)
+    after = table("In total and for each round", ["what", "total", "each round"], rows)
     if "messages" in record.rounds[0]:
         messages, evaluations = (
             fmean(row[name] / row["cohort"] for row in record.rounds) for name in ("messages", "evaluations")

@@ -303,14 +303,9 @@ class _Journals:
     def read(self) -> _Journals:
         weights = self._read_rounds()
         for number, rows in self._evaluated():
-            for split in ("test", "val"):
-                for model, whose in summarize_rows(rows, self._task, split=split).items():
-                    for who, summary in whose.items():
-                        self.history.setdefault(Part(model, who, split), {})[number] = summary
-            for row in rows:
-                self.groups.setdefault(row["client"], row["group"])
-                if row["unseen"]:
-                    self.unseen.add(row["client"])
+            self._note_summaries(number, rows)
+            self.groups |= {row["client"]: row["group"] for row in rows}
+            self.unseen |= {row["client"] for row in rows if row["unseen"]}
             losses = self._note_losses(number, rows)
             if number in weights:
                 self.weighed.append(Weighed(number, weights.pop(number), losses))
@@ -319,6 +314,19 @@ class _Journals:
         self.weighed += [Weighed(number, of_round, {}) for number, of_round in weights.items()]
         self.weighed.sort(key=lambda weighed: weighed.round)
         return self
+
+    def _note_summaries(self, number: int, rows: list[Row]) -> None:
+        """Summarise a round on test data, and on validation data if seen or unseen clients have no others."""
+        tested = {row["unseen"] for row in rows if row["split"] == "test"}
+        # Generalization gaps belong to all splits.
+        of_split = {
+            "test": [row for row in rows if row["split"] == "test" or "gap" in row],
+            "val": [row for row in rows if row["split"] == "val" and row["unseen"] not in tested],
+        }
+        for split, mine in of_split.items():
+            for model, whose in summarize_rows(mine, self._task, split=split).items():
+                for who, summary in whose.items():
+                    self.history.setdefault(Part(model, who, split), {})[number] = summary
 
     def _evaluated(self) -> Iterator[tuple[int, list[Row]]]:
         rows = Journal(self._directory / "metrics.jsonl").complete()

@@ -220,7 +220,7 @@ def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
         rows.append([label, mark, model, f"{len(runs)}", *cells])
     arrows = [f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}" for metric in metrics]
     header = ["method", "Pareto", "model", "runs", *arrows]
-    return table(f"{one.capital(comparison.first.score)}, {who} clients", header, rows, texts=[2])
+    return table(comparison.title(f"{one.capital(comparison.first.score)}, {who} clients"), header, rows, texts=[2])
 
 
 def _best(comparison: Comparison, who: str, metric: str) -> list[str]:
@@ -343,7 +343,7 @@ def group_tables(comparison: Comparison) -> str:
             worst = min(averages, key=lambda name: sign * averages[name], default=None)
             cells = [Cell(escape(spread(means.get(name, []))), "worst" if name == worst else "") for name in names]
             rows.append([label, *cells, worst or "–"])
-        caption = f"Mean over the clients of each group, {who} clients"
+        caption = comparison.title(f"Mean over the clients of each group, {who} clients")
         pieces += table(caption, ["method", *names, "served worst"], rows, texts=[len(names) + 1])
     return pieces
 
@@ -465,7 +465,7 @@ def sampling(comparison: Comparison) -> Section:
     if not rows:
         return Section("sampling", title, missing="The runs do not say which clients took part.")
     header = ["method", "seed", "rounds", "clients", "fewest", "median", "most", "clients never chosen"]
-    return Section("sampling", title, table("Rounds in which a client took part", header, rows))
+    return Section("sampling", title, table(comparison.title("Rounds in which a client took part"), header, rows))
 
 
 def clusters(comparison: Comparison) -> Section:
@@ -478,7 +478,9 @@ def clusters(comparison: Comparison) -> Section:
             indices = [one.rand_index(record) for record in noted]
             body += f"<h3>{escape(label)}</h3>"
             body += paragraph(f"Adjusted Rand index {spread(indices)}; the table is of seed {noted[0].seed}.")
-            body += one.contingency(noted[0], [client for client in noted[0].clusters if client in noted[0].groups])
+            known = [client for client in noted[0].clusters if client in noted[0].groups]
+            caption = comparison.title(f"Clients of each group in each cluster of {label}")
+            body += one.contingency(noted[0], known, caption)
     if not body:
         return Section("clusters", title, missing="No method wrote clusters into the notes of its rounds.")
     return Section("clusters", title, body)
@@ -497,7 +499,7 @@ def costs(comparison: Comparison) -> Section:
         rows.append([label, f"{rounds:g}", *map(size, moved), taken, each])
     header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds a round"]
     body = paragraph("Means over seeds. Bytes are without evaluation for this report, seconds with it.")
-    return Section("costs", title, body + table("Cost of a run", header, rows))
+    return Section("costs", title, body + table(comparison.title("Cost of a run"), header, rows))
 
 
 def spread(values: Sequence[float]) -> str:
