@@ -325,8 +325,9 @@ def _report(directory: Path) -> Path | None:
 
     try:
         return write_report([directory])
-    except (InputError, RunError) as error:
-        print(f"no report: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"no report: {said} (equipoise report {directory} --debug shows where)", file=sys.stderr)
         return None
 
 

@@ -87,7 +87,7 @@ def table(
     """
     textual = set(texts)
     head = "".join(
-        f'<th scope="col"{TEXT if position in textual or not position else ""}>{escape(name)}</th>'
+        f'<th scope="col"{TEXT if position in textual or not position else ""}>{escape(name).replace("_", "_<wbr>")}</th>'
         for position, name in enumerate(header)
     )
     body = "".join(f"<tr>{_row(row, textual)}</tr>" for row in rows)

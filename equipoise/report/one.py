@@ -52,7 +52,11 @@ def headline(record: RunRecord) -> Section:
     """Return the results in numbers, with what they are."""
     lead = record.leading("seen") or record.leading("unseen")
     if lead is None:
-        return Section("headline", "Results", missing="No client has test or validation data.")
+        every = record.config.get("evaluation", {}).get("every")
+        why = (
+            "Nothing was evaluated (evaluation.every is 0)." if every == 0 else "No client has test or validation data."
+        )
+        return Section("headline", "Results", missing=why)
     part = record.parts[lead]
     tiles = "".join(
         f"<div><dt>{label}</dt><dd>{number(part.get(name))}</dd></div>"
@@ -154,7 +158,7 @@ def clients(record: RunRecord) -> Section:
     title = f"Who is left behind: {record.score} of each client"
     values = {part: record.values(part) for part in record.parts}
     if not any(values.values()):
-        return Section("clients", title, missing="The journal has no rows of the selected round.")
+        return Section("clients", title, missing="The journal has no rows of the round that counts.")
     every = [value for of_part in values.values() for value in of_part.values()]
     colours = palette(record)
     charts = [strip(record, part, of_part, colours, (min(every), max(every))) for part, of_part in values.items()]
@@ -263,7 +267,7 @@ def progress(record: RunRecord) -> Section:
         name = f"progress-{part.model}-{part.who}"
         charts.append(Chart(name, capital(part.words), says, "round", record.score, series))
     if not charts:
-        return Section("progress", title, missing="The journal has no evaluated rounds.")
+        return Section("progress", title, missing="No round was evaluated.")
     body = paragraph("A lower σ is better only where mean and worst tenth do not fall with it.")
     return Section("progress", title, body, charts)
 
@@ -281,7 +285,12 @@ def groups(record: RunRecord) -> Section:
         colours = palette(record)
         charts += [group_means(record, part, of_part, colours), group_gaps(record, part, of_part)]
     if single:
-        return Section("groups", title, missing="All evaluated clients are in one group, so there are no gaps.")
+        why = (
+            "All evaluated clients are in one group, so there are no gaps."
+            if record.history
+            else "No round was evaluated."
+        )
+        return Section("groups", title, missing=why)
     return Section("groups", title, "", charts)
 
 

@@ -86,7 +86,7 @@ h1{{font-size:1.45rem}}.tiles{{grid-template-columns:1fr 1fr}}.figures{{grid-tem
 body{{font-size:10.5pt}}nav,.skip{{display:none}}header,main,footer{{max-width:none;padding-left:0;padding-right:0}}
 figure,tr,.tiles{{break-inside:avoid}}h2,h3,h4,caption{{break-after:avoid}}
 .figures{{grid-template-columns:1fr 1fr}}.scroll,pre{{overflow:visible;white-space:pre-wrap}}
-th,td{{white-space:normal}}table{{font-size:8.5pt}}*{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
+th,td{{padding:.2rem .4rem .2rem 0}}thead th{{min-width:0}}table{{font-size:7pt}}td.long,td.text{{min-width:0}}td{{white-space:normal}}*{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
 """
 
 

@@ -181,10 +181,9 @@ def results(comparison: Comparison) -> Section:
 def which(comparison: Comparison) -> str:
     """Say which accuracy the numbers are."""
     record = comparison.first
-    seeds = sorted({run.seed for runs in comparison.runs.values() for run in runs})
-    counted = (
-        f"mean ± sample standard deviation (n − 1) over {plural(len(seeds), 'seed')}" if len(seeds) > 1 else "one seed"
-    )
+    counts = {len(runs) for runs in comparison.runs.values()}
+    over = plural(max(counts), "seed") if len(counts) == 1 else "the seeds of each method"
+    counted = f"mean ± sample standard deviation (n − 1) over {over}" if counts != {1} else "one seed"
     ends = {one.at_round(run) for runs in comparison.runs.values() for run in runs}
     answers = {
         "Which model?": (

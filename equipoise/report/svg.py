@@ -12,6 +12,8 @@ from equipoise.report.charts import Chart, Series, tick_label, ticks
 WIDTH, HEIGHT = 400.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 60.0, 10.0, 8.0, 40.0
 HUES = 8
+# Longer names of columns are cut.
+LONGEST = 18
 # With more points than this, markers on a line hide it.
 MARKED = 25
 # Shapes as well as colours tell series apart.
@@ -57,7 +59,7 @@ def _height(chart: Chart) -> float:
 def _room(chart: Chart) -> float:
     """Return the room below the panel, which names of columns may need more of."""
     if _slanted(chart):
-        return 22 + 4.6 * min(24, max(map(len, chart.columns)))
+        return 24 + 5.4 * min(LONGEST, max(map(len, chart.columns)))
     return BOTTOM if chart.x_label else 26.0
 
 
@@ -95,9 +97,10 @@ def _axes(chart: Chart, across: Scale, up: Scale) -> str:
         labels.append(f'<text x="{LEFT - 6:g}" y="{up(value) + 3.6:.1f}" text-anchor="end">{tick_label(value)}</text>')
     if chart.columns:
         for position, name in enumerate(chart.columns):
-            shown = escape(name if len(name) <= 24 else f"{name[:23]}…")
+            shown = escape(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
+            shown += f"<title>{escape(name)}</title>" if len(name) > LONGEST else ""
             at = f"{across(position):.1f}"
-            turn = f' text-anchor="end" transform="rotate(-38 {at} {bottom + 14:g})"' if _slanted(chart) else ""
+            turn = f' text-anchor="end" transform="rotate(-60 {at} {bottom + 14:g})"' if _slanted(chart) else ""
             labels.append(f'<text x="{at}" y="{bottom + 14:g}"{turn or MIDDLE}>{shown}</text>')
     else:
         for value in ticks(left, right, whole=chart.whole):
