@@ -13,7 +13,7 @@ from equipoise import methods, tasks
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["architecture", "metrics", "figures"])
+@pytest.mark.parametrize("page", ["architecture", "metrics", "figures", "report"])
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))

@@ -1128,7 +1128,7 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["fedavg"]}))
     assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md")[0] == 0
-    before = snapshot(tmp_path / "runs" / "base"), Path("s.md").read_text()
+    before = snapshot(tmp_path / "runs"), Path("s.md").read_text()
     message = (
         "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and 1 here; "
         "choose another directory with --out\n"

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 from equipoise.errors import InputError
@@ -41,11 +42,14 @@ def write_report(
     Parameters
     ----------
     paths : sequence of paths
-        Run directories and directories of studies. Unfinished runs and those of earlier releases can be reported too.
+        Run directories and directories of studies. Unfinished runs and those of earlier releases
+        can be reported too.
     out : path, optional
-        Where to write the report. By default ``report.html`` in the directory, if one is given, else in the current one.
+        Where to write the report. By default ``report.html`` in the directory, if one is given,
+        else in the current one.
     figures : path, optional
-        A directory for all figures as PNG, PDF and SVG. This needs Matplotlib (``pip install 'equipoise[report]'``).
+        A directory for all figures as PNG, PDF and SVG. This needs Matplotlib
+        (``pip install 'equipoise[report]'``).
 
     Returns
     -------
@@ -66,9 +70,9 @@ def write_report(
     Traceback (most recent call last):
     equipoise.errors.InputError: ... holds no run and no study: ...
     """
-    entries = find_entries(paths)
+    entries, left_out = find_entries(paths)
     where = Path(out) if out is not None else _usual(paths)
-    sections = _distinct(_sections(entries))
+    sections = _distinct([*_sections(entries), *_left_out(left_out)])
     command = shlex.join(["equipoise", "report", *map(str, paths)])
     text = page(*_heading(entries), sections, made=command)
     try:
@@ -89,6 +93,13 @@ def _sections(entries: Sequence[Entry]) -> list[Section]:
     if len(entries) == 1:
         return one.sections(entries[0].record)
     return several.sections(several.comparisons(entries))
+
+
+def _left_out(runs: Mapping[Path, str]) -> list[Section]:
+    if not runs:
+        return []
+    items = "".join(f"<li>{escape(reason)}</li>" for reason in runs.values())
+    return [Section("runs-left-out", "Runs left out", f"<ul>{items}</ul>")]
 
 
 def _heading(entries: Sequence[Entry]) -> tuple[str, str]:

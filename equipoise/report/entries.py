@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from equipoise.errors import InputError
+from equipoise.errors import InputError, RunError
 from equipoise.report.reading import RunRecord, is_run, read_run
 from equipoise.study.runs import flat
 
-# Where runs may differ although they are the same experiment with another seed or on another machine.
+# Keys in which runs of the same experiment may differ: seeds and machines.
 _NOT_COMPARED = ("seed", "data.seed", "machine.", "resolved.", "checkpoint_every", "flower.", "imports")
 
 
@@ -35,7 +35,7 @@ class Entry:
     record: RunRecord
 
 
-def find_entries(paths: Sequence[str | Path]) -> list[Entry]:
+def find_entries(paths: Sequence[str | Path]) -> tuple[list[Entry], dict[Path, str]]:
     """Find and read the runs in directories.
 
     Parameters
@@ -46,7 +46,10 @@ def find_entries(paths: Sequence[str | Path]) -> list[Entry]:
     Returns
     -------
     list of Entry
-        All runs. Those without an evaluated round are left out of studies.
+        All runs that can be reported.
+    dict
+        The runs of studies that are left out, because they are damaged or have no evaluated round
+        yet, with the reason.
 
     Raises
     ------
@@ -63,6 +66,7 @@ def find_entries(paths: Sequence[str | Path]) -> list[Entry]:
         raise InputError("there is nothing to report; give a run directory or the directory of a study")
     single: list[RunRecord] = []
     entries: list[Entry] = []
+    left_out: dict[Path, str] = {}
     for path in dict.fromkeys(Path(path) for path in paths):
         if not path.exists():
             raise InputError(f"{path} does not exist; give a run directory or the directory of a study")
@@ -71,31 +75,34 @@ def find_entries(paths: Sequence[str | Path]) -> list[Entry]:
         if is_run(path):
             single.append(read_run(path))
         else:
-            entries += _study(path)
-    return entries + _labelled(single)
+            found, failed = _study(path)
+            entries += found
+            left_out |= failed
+    return entries + _labelled(single), left_out
 
 
-def _study(directory: Path) -> list[Entry]:
+def _study(directory: Path) -> tuple[list[Entry], dict[Path, str]]:
     found = sorted((path.parent for path in directory.glob("*/*/seed*/config.yaml")), key=_by_number)
     if not found:
         raise InputError(
             f"{directory} holds no run and no study: there is neither a config.yaml in it nor in any "
             "<setting>/<method>/seed<k> below it"
         )
-    entries, reasons = [], []
+    entries: list[Entry] = []
+    left_out: dict[Path, str] = {}
     for run in found:
         try:
             record = read_run(run)
-        except InputError as error:
-            # A study may be reported while some of its runs have just begun.
-            reasons.append(str(error))
+        except (InputError, RunError) as error:
+            # A study may be reported although some of its runs have just begun or are damaged.
+            left_out[run] = str(error)
             continue
         entries.append(Entry(run.parent.parent.name, run.parent.name, record))
     if not entries:
-        raise InputError(f"{directory} has nothing to report yet: {reasons[0]}")
+        raise InputError(f"{directory} has nothing to report yet: {next(iter(left_out.values()))}")
     order = _order(directory)
     last = len(order)
-    return sorted(entries, key=lambda entry: order.get((entry.setting, entry.label), last))
+    return sorted(entries, key=lambda entry: order.get((entry.setting, entry.label), last)), left_out
 
 
 def _by_number(run: Path) -> tuple[Path, int, str]:

@@ -311,7 +311,7 @@ def columns(comparison: Comparison, who: str) -> Chart | None:
         for record, part in pairs:
             for rank, (client, value) in enumerate(sorted(record.values(part).items(), key=lambda item: item[1])):
                 group = record.groups[client]
-                # Marks are spread over the column by the golden ratio, so that neighbours do not cover each other.
+                # Spread by the golden ratio, so that neighbours do not cover each other.
                 aside = 0.56 * ((rank * 0.618034) % 1 - 0.5)
                 said = f"{record.client_name(client)}, {group}, seed {record.seed}"
                 marks.setdefault(names.index(group) if coloured else 0, []).append((position + aside, value, said))

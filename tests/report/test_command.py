@@ -93,7 +93,7 @@ def test_train_writes_no_report(tmp_path):
 
 
 def test_report_of_several_runs(call):
-    runs = [write_run(Path(name), method=name) for name in ("fedavg", "local")]
+    runs = [write_run(Path(name), method=name, groups=1, rounds=2) for name in ("fedavg", "local")]
     assert call("report", *runs) == (0, "report: report.html\n", "")
     assert call("report", *runs, "--out", "deep/page.html")[1] == "report: deep/page.html\n"
     document = json.loads(call("report", *runs, "--json")[1])

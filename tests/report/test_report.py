@@ -251,7 +251,7 @@ def test_a_study_is_a_table_of_methods_and_metrics_with_spread(study):
 
 
 def test_the_pareto_set_holds_what_nothing_dominates(study):
-    (comparison,) = comparisons(find_entries([study]))
+    (comparison,) = comparisons(find_entries([study])[0])
     points = {
         label: [
             comparison.mean(label, "seen", metric) * sign for metric, sign in zip(CRITERIA, (1, 1, -1), strict=True)
@@ -286,7 +286,7 @@ def test_runs_given_one_by_one_are_told_apart_by_what_differs(tmp_path):
     first = small_run(tmp_path / "a", method={"name": "fedprox", "mu": 0.1}, rounds=1).directory
     second = small_run(tmp_path / "b", method={"name": "fedprox", "mu": 1.0}, rounds=1).directory
     third = small_run(tmp_path / "c", method={"name": "fedprox", "mu": 1.0}, rounds=1, seed=4).directory
-    labels = [entry.label for entry in find_entries([first, second, third])]
+    labels = [entry.label for entry in find_entries([first, second, third])[0]]
     assert labels == ["fedprox, mu=0.1", "fedprox, mu=1.0", "fedprox, mu=1.0"]
     page = page_of(first, second, third, out=tmp_path / "page.html")
     assert page.table("Accuracy, seen clients")["fedprox, mu=1.0"]["runs"] == "2"
@@ -398,7 +398,9 @@ def test_a_run_without_evaluated_rounds_is_refused(tmp_path):
         write_report([tmp_path / "study"])
     # The other runs of the study are reported.
     write_run(tmp_path / "study/base/fedavg/seed1", seed=1)
-    assert "fedavg on digits" in page_of(tmp_path / "study").text
+    page = page_of(tmp_path / "study")
+    assert "fedavg on digits" in page.text
+    assert f"the run in {run} has no evaluated round yet" in page.text.partition("Runs left out")[2]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "rounds.jsonl"])
