@@ -65,6 +65,8 @@ def _drawn(chart: Chart) -> Any:
     panel.set_ylabel(chart.y_label, color=INK)
     if chart.columns:
         panel.set_xticks(range(len(chart.columns)), chart.columns, rotation=35, ha="right", fontsize=8)
+    elif chart.whole:
+        panel.xaxis.get_major_locator().set_params(integer=True)
     if chart.diagonal:
         panel.plot((left, right), (left, right), color=INK, linewidth=0.8, linestyle=":")
     for series in chart.series:
@@ -75,7 +77,10 @@ def _drawn(chart: Chart) -> Any:
                     name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, color=INK
                 )
     if sum(bool(series.label) for series in chart.series) > 1:
-        panel.legend(fontsize=8, labelcolor=INK, framealpha=0.9, edgecolor="none")
+        # Inside the panel it might cover marks.
+        figure.legend(
+            loc="outside lower center", ncols=4, fontsize=8, labelcolor=INK, edgecolor="none", handletextpad=0.4
+        )
     return figure
 
 
