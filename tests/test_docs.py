@@ -13,7 +13,7 @@ from equipoise import methods, metrics, tasks
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["architecture", "client2vec", "client_index", "metrics", "figures"])
+@pytest.mark.parametrize("page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report"])
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))

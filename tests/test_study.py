@@ -1085,7 +1085,7 @@ def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     assert Path("t/t-seeds.csv").read_text() == results.csv_seeds()
     code, stdout, _ = compare(monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json")
     assert code == 0
-    assert json.loads(stdout) == {"directory": "runs/small", **results.plain()}
+    assert json.loads(stdout) == {"directory": "runs/small", "report": "runs/small/report.html", **results.plain()}
 
 
 def test_compare_shows_folds_and_differences(tmp_path, monkeypatch, capsys):
@@ -1149,7 +1149,7 @@ def test_compare_tries_a_study_in_small(tmp_path, monkeypatch, capsys):
     code, stdout, stderr = compare(monkeypatch, capsys, "wide.yaml", *options)
     assert code == 0, stderr
     written = json.loads(Path("runs/wide/results.json").read_text())
-    assert json.loads(stdout) == {"directory": "runs/wide", **written}
+    assert json.loads(stdout) == {"directory": "runs/wide", "report": "runs/wide/report.html", **written}
     assert {(row["setting"], row["method"]) for row in written["results"]} == {
         ("uneven", "fedavg"),
         ("uneven", "strong"),

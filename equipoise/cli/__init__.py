@@ -41,6 +41,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write a report.")]
 Import = Annotated[
     list[str] | None,
     typer.Option(
@@ -92,6 +93,7 @@ def run(
     import_: Import = None,
     device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    no_report: NoReport = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -128,10 +130,13 @@ def run(
                 finished = made.run(directory, resume=resume, on_round=on_round)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"go on with: equipoise run {directory}/config.yaml --resume") from None
+        report_ = None if no_report else _report(directory)
         if json_:
-            _print_json(show.run_document(finished))
+            _print_json({**show.run_document(finished), "report": _name(report_)})
         else:
             show.run(finished)
+            if report_:
+                show.report(report_)
 
 
 @app.command(epilog="Example: equipoise methods --json")
@@ -228,6 +233,7 @@ def compare(
     seed: Annotated[list[int] | None, typer.Option(help="A seed; may be repeated.", show_default="the file's")] = None,
     set_: Set = None,
     device: Device = None,
+    no_report: NoReport = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -269,11 +275,14 @@ def compare(
                 results = planned.run(directory, jobs=jobs, watch=watch)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
+        report_ = _report(directory) if results.summaries and not no_report else None
         try:
             if json_:
-                _print_json({"directory": str(directory), **results.plain()})
+                _print_json({"directory": str(directory), "report": _name(report_), **results.plain()})
             else:
                 show.results(results, directory)
+                if report_:
+                    show.report(report_)
         finally:
             # Also when whoever read the tables, such as `head`, has left.
             if markdown:
@@ -285,6 +294,54 @@ def compare(
                     _write(_beside(csv, "differences"), results.csv_differences())
         if results.failures or results.undecided:
             raise typer.Exit(1)
+
+
+@app.command(epilog="Example: equipoise report runs/demo --out demo.html --figures figures")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or the directory of a study.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write it.", show_default="report.html in the directory")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write all figures as PNG, PDF and SVG.")
+    ] = None,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML file about a run, several runs or a study.
+
+    It is made from the files of the runs alone, so runs of earlier releases and unfinished ones can be reported too.
+    Several runs are compared side by side.
+    """
+    with _errors(debug):
+        if out:
+            check_file(out, "choose another with --out")
+        if figures:
+            check_directory(figures, "choose another with --figures")
+        from equipoise.cli import show
+        from equipoise.report import write_report
+
+        written = write_report(runs, out, figures=figures)
+        if json_:
+            _print_json({"report": str(written), "figures": _name(figures)})
+        else:
+            show.report(written, figures)
+
+
+def _report(directory: Path) -> Path | None:
+    """Write the report of a finished run or study; if that fails, say so: the results are there all the same."""
+    from equipoise.report import write_report
+
+    try:
+        return write_report([directory])
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"no report: {said} (equipoise report {directory} --debug shows where)", file=sys.stderr)
+        return None
+
+
+def _name(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _overrides(flags: dict[str, tuple[str, Any]], assignments: list[str] | None) -> list[Override]:

@@ -224,6 +224,17 @@ def _bytes(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def report(path: Path, figures: Path | None = None) -> None:
+    """Say where a report is."""
+    console = _console()
+    console.print(f"report: {path}", soft_wrap=True)
+    if figures:
+        console.print(f"figures: {figures}", soft_wrap=True)
+
+
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 

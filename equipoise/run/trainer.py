@@ -276,7 +276,8 @@ class Trainer:
             if self.engine.absent:
                 row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
         row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
-        self.rounds.append([row | _counted(moved) | _written(self.state, cohort)])
+        everyone = len(cohort.ids) == len(self._registered)
+        self.rounds.append([row | _counted(moved) | _written(self.state, cohort, everyone=everyone)])
         self.timings.append([{"round": number, **clock.laps}])
         ends = last or self.evaluator.out_of_patience
         if ends and self.evaluation.keep_local:
@@ -579,11 +580,10 @@ def _counted(moved: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in moved.items() if count or name != "bytes_overhead"}
 
 
-def _written(state: State, cohort: RoundCohort) -> Row:
-    """Return what a round's record says of the server's notes, with the clients they follow."""
-    if not state.notes:
-        return {}
-    return {"clients": cohort.ids.tolist(), "notes": {name: _plain(value) for name, value in state.notes.items()}}
+def _written(state: State, cohort: RoundCohort, *, everyone: bool) -> Row:
+    """Return the cohort, unless it is everyone, and the server's notes, which are in the order of the cohort."""
+    notes = {"notes": {name: _plain(value) for name, value in state.notes.items()}} if state.notes else {}
+    return notes if everyone and not notes else {"clients": cohort.ids.tolist(), **notes}
 
 
 def _plain(value: Any) -> Any:

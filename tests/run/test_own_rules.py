@@ -53,9 +53,12 @@ def test_notes_may_be_taken_before_training_too():
         assert {name for name in row["notes"] if name.startswith("round")} == {f"round {round_}"}
 
 
-def test_without_notes_nothing_is_said_of_clients(tmp_path):
-    small_run(tmp_path / "run", rounds=2)
-    assert all(not {"clients", "notes"} & set(row) for row in rows_of(tmp_path / "run", "rounds"))
+def test_without_notes_only_partial_cohorts_are_written_down(tmp_path):
+    small_run(tmp_path / "some", rounds=2)
+    small_run(tmp_path / "all", rounds=2, cohort=1.0)
+    some, everyone = (rows_of(tmp_path / name, "rounds") for name in ("some", "all"))
+    assert all(len(row["clients"]) == row["cohort"] and "notes" not in row for row in some)
+    assert all(not {"clients", "notes"} & set(row) for row in everyone)
 
 
 def test_another_seed_has_other_keys(tmp_path):

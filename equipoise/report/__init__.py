@@ -1,0 +1,138 @@
+"""Reports: one HTML file about a run, several runs or a study, made from run directories alone.
+
+Examples
+--------
+>>> import tempfile
+>>> from pathlib import Path
+>>> from equipoise import train
+>>> from equipoise.data import load
+>>> out = Path(tempfile.mkdtemp())
+>>> _ = train(load("digits"), rounds=2, out=out / "run")
+>>> write_report([out / "run"]).name
+'report.html'
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+from equipoise.errors import InputError
+from equipoise.report import one, several
+from equipoise.report.entries import Entry, find_entries
+from equipoise.report.files import save_figures
+from equipoise.report.html import Section, plural
+from equipoise.report.page import page
+from equipoise.run.files import write_atomically
+
+__all__ = ["REPORT", "write_report"]
+
+REPORT = "report.html"
+
+
+def write_report(
+    paths: Sequence[str | Path], out: str | Path | None = None, *, figures: str | Path | None = None
+) -> Path:
+    """Write a report on runs.
+
+    Parameters
+    ----------
+    paths : sequence of paths
+        Run directories and directories of studies. Unfinished runs and those of earlier releases
+        can be reported too.
+    out : path, optional
+        Where to write the report. By default ``report.html`` in the directory, if one is given,
+        else in the current one.
+    figures : path, optional
+        A directory for all figures as PNG, PDF and SVG. This needs Matplotlib
+        (``pip install 'equipoise[report]'``).
+
+    Returns
+    -------
+    Path
+        Where the report was written.
+
+    Raises
+    ------
+    InputError
+        If a path holds no run, or if a file cannot be written.
+    RunError
+        If the files of a run are damaged.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> write_report([tempfile.mkdtemp()])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    equipoise.errors.InputError: ... holds no run and no study: ...
+    """
+    entries, left_out = find_entries(paths)
+    where = Path(out) if out is not None else _usual(paths)
+    sections = _distinct([*_sections(entries), *_left_out(left_out)])
+    command = shlex.join(["equipoise", "report", *map(str, paths)])
+    text = page(*_heading(entries), sections, made=command)
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(where, text.encode())
+    except OSError as error:
+        raise InputError(f"cannot write the report to {where}: {error.strerror}") from error
+    if figures is not None:
+        save_figures([chart for section in sections for chart in section.charts], figures)
+    return where
+
+
+def _usual(paths: Sequence[str | Path]) -> Path:
+    return Path(paths[0]) / REPORT if len(paths) == 1 else Path(REPORT)
+
+
+def _sections(entries: Sequence[Entry]) -> list[Section]:
+    if len(entries) == 1:
+        return one.sections(entries[0].record)
+    return several.sections(several.comparisons(entries))
+
+
+def _left_out(runs: Mapping[Path, str]) -> list[Section]:
+    if not runs:
+        return []
+    items = "".join(f"<li>{escape(reason)}</li>" for reason in runs.values())
+    return [Section("runs-left-out", "Runs left out", f"<ul>{items}</ul>")]
+
+
+def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
+    """Return the title, and a line about the runs."""
+    records = [entry.record for entry in entries]
+    data = ", ".join(dict.fromkeys(str(record.summary["data"]) for record in records))
+    if len(entries) == 1:
+        (record,) = records
+        clients = len(record.groups)
+        about = (
+            f"Seed {record.seed}. {plural(clients, 'evaluated client')} in {plural(len(record.group_names), 'group')}"
+            f"{f', {len(record.unseen)} of them unseen' if record.unseen else ''}. {one.at_round(record)}"
+        )
+        return f"{record.method} on {data}", about
+    labels = dict.fromkeys(entry.label for entry in entries)
+    settings = dict.fromkeys(entry.setting for entry in entries if entry.setting)
+    seeds = {record.seed for record in records}
+    counted = [plural(len(labels), "method"), plural(len(seeds), "seed")]
+    if len(settings) > 1:
+        counted.insert(1, plural(len(settings), "setting"))
+    return f"{plural(len(labels), 'method')} on {data}", f"{plural(len(records), 'run')}: {', '.join(counted)}."
+
+
+def _distinct(sections: Sequence[Section]) -> list[Section]:
+    """Append numbers to sections and charts whose names occur more than once."""
+    used: Counter[str] = Counter()
+
+    def free(name: str) -> str:
+        used[name] += 1
+        return name if used[name] == 1 else f"{name}-{used[name]}"
+
+    made = []
+    for section in sections:
+        name = free(section.name)
+        made.append(replace(section, name=name, charts=[replace(c, name=free(c.name)) for c in section.charts]))
+    return made

@@ -1,0 +1,154 @@
+"""Which runs a report is about, and what each is called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from equipoise.errors import InputError, RunError
+from equipoise.report.reading import RunRecord, is_run, read_run
+from equipoise.study.runs import flat
+
+# Keys in which runs of the same experiment may differ: seeds and machines.
+_NOT_COMPARED = ("seed", "data.seed", "machine.", "resolved.", "checkpoint_every", "flower.", "imports")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run in a report.
+
+    Attributes
+    ----------
+    setting : str
+        The setting of its study; empty for runs that were given one by one.
+    label : str
+        What its method is called. Runs with the same setting and label differ in their seeds.
+    record : RunRecord
+        The run.
+    """
+
+    setting: str
+    label: str
+    record: RunRecord
+
+
+def find_entries(paths: Sequence[str | Path]) -> tuple[list[Entry], dict[Path, str]]:
+    """Find and read the runs in directories.
+
+    Parameters
+    ----------
+    paths : sequence of paths
+        Run directories, and directories of studies, whose runs are in ``<setting>/<method>/seed<k>``.
+
+    Returns
+    -------
+    list of Entry
+        All runs that can be reported.
+    dict
+        The runs of studies that are left out, because they are damaged or have no evaluated round
+        yet, with the reason.
+
+    Raises
+    ------
+    InputError
+        If a path is no such directory, or if it holds no run.
+
+    Examples
+    --------
+    >>> find_entries(["no/such/run"])
+    Traceback (most recent call last):
+    equipoise.errors.InputError: no/such/run does not exist; give a run directory or the directory of a study
+    """
+    if not paths:
+        raise InputError("there is nothing to report; give a run directory or the directory of a study")
+    single: list[RunRecord] = []
+    entries: list[Entry] = []
+    left_out: dict[Path, str] = {}
+    for path in dict.fromkeys(Path(path) for path in paths):
+        if not path.exists():
+            raise InputError(f"{path} does not exist; give a run directory or the directory of a study")
+        if not path.is_dir():
+            raise InputError(f"{path} is a file; give a run directory or the directory of a study")
+        if is_run(path):
+            single.append(read_run(path))
+        else:
+            found, failed = _study(path)
+            entries += found
+            left_out |= failed
+    return entries + _labelled(single), left_out
+
+
+def _study(directory: Path) -> tuple[list[Entry], dict[Path, str]]:
+    found = sorted((path.parent for path in directory.glob("*/*/seed*/config.yaml")), key=_by_number)
+    if not found:
+        raise InputError(
+            f"{directory} holds no run and no study: there is neither a config.yaml in it nor in any "
+            "<setting>/<method>/seed<k> below it"
+        )
+    entries: list[Entry] = []
+    left_out: dict[Path, str] = {}
+    for run in found:
+        try:
+            record = read_run(run)
+        except (InputError, RunError) as error:
+            # A study may be reported although some of its runs have just begun or are damaged.
+            left_out[run] = str(error)
+            continue
+        entries.append(Entry(run.parent.parent.name, run.parent.name, record))
+    if not entries:
+        raise InputError(f"{directory} has nothing to report yet: {next(iter(left_out.values()))}")
+    order = _order(directory)
+    last = len(order)
+    return sorted(entries, key=lambda entry: order.get((entry.setting, entry.label), last)), left_out
+
+
+def _by_number(run: Path) -> tuple[Path, int, str]:
+    """Order seed2 before seed10."""
+    digits = run.name.removeprefix("seed")
+    return run.parent, int(digits) if digits.isdecimal() else 0, run.name
+
+
+def _order(directory: Path) -> dict[tuple[str, str], int]:
+    """Return the order of settings and methods in the study, if it has written its results."""
+    try:
+        rows = json.loads((directory / "results.json").read_text(encoding="utf-8"))["results"]
+        pairs = dict.fromkeys((row["setting"], row["method"]) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {pair: position for position, pair in enumerate(pairs)}
+
+
+def _labelled(records: list[RunRecord]) -> list[Entry]:
+    """Call runs by their methods, and by what else tells them apart other than the seed."""
+    compared = [_compared(record) for record in records]
+    keys = dict.fromkeys(key for settings in compared for key in settings if key != "method.name")
+    differing = [key for key in keys if len({repr(settings.get(key)) for settings in compared}) > 1]
+    entries = []
+    for record, settings in zip(records, compared, strict=True):
+        mine = [other for other in compared if other["method.name"] == settings["method.name"]]
+        # Hyper-parameters tell runs of one method apart, other settings all runs.
+        told = [
+            f"{key.removeprefix('method.')}={settings[key]}"
+            for key in differing
+            if key in settings and (not key.startswith("method.") or len({repr(other.get(key)) for other in mine}) > 1)
+        ]
+        entries.append(Entry("", ", ".join([str(settings["method.name"]), *told]), record))
+    return _numbered(entries)
+
+
+def _numbered(entries: list[Entry]) -> list[Entry]:
+    """Append numbers to the labels of runs of the same experiment with the same seed."""
+    seen: dict[tuple[str, int], int] = {}
+    numbered = []
+    for entry in entries:
+        key = (entry.label, entry.record.seed)
+        seen[key] = seen.get(key, 0) + 1
+        numbered.append(replace(entry, label=f"{entry.label} ({seen[key]})") if seen[key] > 1 else entry)
+    return numbered
+
+
+def _compared(record: RunRecord) -> dict[str, Any]:
+    return {key: value for key, value in flat(record.config) if not key.startswith(_NOT_COMPARED)}

@@ -1,0 +1,154 @@
+"""Pieces of HTML: sections, tables, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from equipoise.report.charts import Chart
+from equipoise.report.svg import figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a report, or the reason why it is left out.
+
+    Attributes
+    ----------
+    name : str
+        Its anchor.
+    title : str
+        Its heading.
+    body : str
+        HTML before the charts.
+    charts : list of Chart
+        Its figures.
+    after : str
+        HTML after the charts.
+    missing : str
+        Why there is nothing to show; empty if there is something.
+    """
+
+    name: str
+    title: str
+    body: str = ""
+    charts: list[Chart] = field(default_factory=list)
+    after: str = ""
+    missing: str = ""
+
+    def html(self) -> str:
+        """Return the section as HTML."""
+        figures = "".join(figure(chart) for chart in self.charts)
+        drawn = f'<div class="figures">{figures}</div>' if figures else ""
+        heading = f'<h2 id="{self.name}-title">{escape(self.title)}</h2>'
+        inner = heading + self.body + drawn + self.after
+        return f'<section id="{self.name}" aria-labelledby="{self.name}-title">{inner}</section>'
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table, with HTML and a class for its look."""
+
+    html: str
+    look: str = ""
+
+
+def paragraph(text: str) -> str:
+    """Return a paragraph of plain text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def table(
+    caption: str, header: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, texts: Iterable[int] = ()
+) -> str:
+    """Return a table whose first column has the headers of its rows.
+
+    Parameters
+    ----------
+    caption : str
+        What it shows.
+    header : sequence of str
+        Headers of the columns.
+    rows : iterable of sequences
+        Plain text, or cells.
+    texts : iterable of int
+        The columns other than the first that hold text rather than numbers.
+
+    Returns
+    -------
+    str
+        HTML. A wide table scrolls on its own, also with the keyboard.
+
+    Examples
+    --------
+    >>> "a &amp; b</th><td>1</td>" in table("sizes", ["name", "size"], [["a & b", "1"]])
+    True
+    """
+    textual = set(texts)
+    head = "".join(
+        f'<th scope="col"{TEXT if position in textual or not position else ""}>{escape(name).replace("_", "_<wbr>")}</th>'
+        for position, name in enumerate(header)
+    )
+    body = "".join(f"<tr>{_row(row, textual)}</tr>" for row in rows)
+    said = escape(caption, quote=True)
+    return (
+        f'<div class="scroll" role="region" aria-label="{said}" tabindex="0"><table><caption><span>{escape(caption)}</span></caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+TEXT = ' class="text"'
+
+
+def _row(row: Sequence[str | Cell], textual: set[int]) -> str:
+    cells = [cell if isinstance(cell, Cell) else Cell(escape(cell)) for cell in row]
+    pieces = [f'<th scope="row">{cells[0].html}</th>']
+    for position, cell in enumerate(cells[1:], start=1):
+        look = " ".join(filter(None, ["text" if position in textual else "", cell.look]))
+        pieces.append(f'<td class="{look}">{cell.html}</td>' if look else f"<td>{cell.html}</td>")
+    return "".join(pieces)
+
+
+def details(summary: str, body: str) -> str:
+    """Return something that is folded at first."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+
+
+def number(value: float | None) -> str:
+    """Write a value of a metric.
+
+    Examples
+    --------
+    >>> number(0.12345), number(None), number(12345.6)
+    ('0.123', '–', '12,346')
+    """
+    if value is None:
+        return "–"
+    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}").replace("-", "−")
+
+
+def size(count: float) -> str:
+    """Write a number of bytes.
+
+    Examples
+    --------
+    >>> size(193_040), size(12)
+    ('193.0 kB', '12 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def plural(count: int, what: str) -> str:
+    """Write a number of things.
+
+    Examples
+    --------
+    >>> plural(1, "round"), plural(3, "round")
+    ('1 round', '3 rounds')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

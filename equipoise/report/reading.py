@@ -1,0 +1,397 @@
+"""Run directories, read for a report: results, history, cohorts, notes and costs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from equipoise import tasks
+from equipoise.errors import InputError, RunError
+from equipoise.imports import import_own
+from equipoise.run.api import CONFIG, NAMES, SUMMARY, read_config
+from equipoise.run.files import Journal
+from equipoise.run.records import MODELS, Row, summarize_rows, task_of
+from equipoise.task import Task
+
+WHO = ("seen", "unseen")
+# Clients end up with their personal models or, without them, with the global one.
+LEADING = ("personal", "global", "local")
+
+
+class Part(NamedTuple):
+    """What a group of numbers is about: a model, on the data of some clients.
+
+    Examples
+    --------
+    >>> Part("global", "unseen", "test").words
+    'global model, unseen clients, test data'
+    """
+
+    model: str
+    who: str
+    split: str
+
+    @property
+    def words(self) -> str:
+        """The part in words."""
+        data = "validation" if self.split == "val" else "test"
+        model = "global model" if self.model == "global" else f"{self.model} models"
+        return f"{model}, {self.who} clients, {data} data"
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The weights that the server gave to the clients of a round, with their losses where they were evaluated.
+
+    Attributes
+    ----------
+    round : int
+        The round.
+    weights : dict
+        Weight by client.
+    losses : dict
+        Loss by client: that of the global model, or of the personal models if there is no global one.
+    """
+
+    round: int
+    weights: Mapping[int, float]
+    losses: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a report says about one run.
+
+    Attributes
+    ----------
+    directory : Path
+        The run directory.
+    config : dict
+        Its configuration.
+    summary : dict
+        The content of ``summary.json``. For an unfinished run, the same computed from its journals.
+    finished : bool
+        Whether the run has a summary.
+    history : dict
+        For each part the summary of every evaluated round, by round.
+    rows : list of dict
+        The rows of ``metrics.jsonl`` of the selected round.
+    losses : dict
+        Mean loss of the clients of each group, by round; of the data that :attr:`loss_part` names.
+    loss_part : Part or None
+        On what ``losses`` were measured.
+    weighed : list of Weighed
+        The rounds whose notes contain weights.
+    clusters : dict
+        The cluster of each client in the last round in which it has one.
+    sampled : dict or None
+        How often each client took part; None if the run does not say so.
+    groups : dict
+        The group of each evaluated client.
+    rounds, timings : list of dict
+        The rows of ``rounds.jsonl`` without cohorts and notes, and those of ``timings.jsonl``.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    finished: bool
+    task: Task
+    history: dict[Part, dict[int, dict[str, Any]]]
+    rows: list[Row]
+    losses: dict[int, dict[str, float]]
+    loss_part: Part | None
+    weighed: list[Weighed]
+    clusters: dict[int, int]
+    sampled: dict[int, int] | None
+    groups: dict[int, str]
+    unseen: frozenset[int]
+    rounds: list[Row]
+    timings: list[Row]
+    names: list[str] | None
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return str(self.summary["method"])
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self.summary["seed"])
+
+    @property
+    def score(self) -> str:
+        """The metric that results are about, such as ``accuracy``."""
+        return self.task.score
+
+    @cached_property
+    def parts(self) -> dict[Part, dict[str, Any]]:
+        """Results by part: of test data, and of validation data where those clients have no others."""
+        found: dict[Part, dict[str, Any]] = {}
+        for who in WHO:
+            for split, key in (("test", "results"), ("val", "validation")):
+                of_split = self.summary.get(key, {})
+                here = {
+                    Part(model, who, split): of_split[model][who] for model in MODELS if who in of_split.get(model, {})
+                }
+                found |= here
+                if here:
+                    break
+        return found
+
+    def leading(self, who: str) -> Part | None:
+        """Return the part that clients of a kind end up with."""
+        mine = [part for part in self.parts if part.who == who]
+        return min(mine, key=lambda part: LEADING.index(part.model), default=None)
+
+    def values(self, part: Part) -> dict[int, float]:
+        """Return the score of each client in the selected round."""
+        return {
+            row["client"]: row[self.score]
+            for row in self.rows
+            if (row["model"], row["split"], row["unseen"]) == (part.model, part.split, part.who == "unseen")
+        }
+
+    def client_name(self, client: int) -> str:
+        """Return what a client is called."""
+        return self.names[client] if self.names and client < len(self.names) else f"client {client}"
+
+    @property
+    def group_names(self) -> list[str]:
+        """All groups with an evaluated client, in the order in which they appear."""
+        return list(dict.fromkeys(self.groups.values()))
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all rounds, evaluation included; None if the run does not say so."""
+        laps = [value for row in self.timings for name, value in row.items() if name != "round"]
+        return sum(laps) if laps else None
+
+
+def is_run(directory: Path) -> bool:
+    """Say whether a directory holds a run.
+
+    Examples
+    --------
+    >>> is_run(Path("no/such/run"))
+    False
+    """
+    return (directory / CONFIG).is_file()
+
+
+def read_run(run: str | Path) -> RunRecord:
+    """Read a run directory, finished or not.
+
+    Parameters
+    ----------
+    run : path
+        The run directory.
+
+    Returns
+    -------
+    RunRecord
+        All that a report says about it.
+
+    Raises
+    ------
+    InputError
+        If it holds no run, or one without an evaluated round.
+    RunError
+        If one of its files cannot be read.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from equipoise import train
+    >>> from equipoise.data import load
+    >>> out = tempfile.mkdtemp() + "/run"
+    >>> run = train(load("digits"), rounds=2, out=out)
+    >>> read_run(out).parts[Part("global", "seen", "test")]["mean"] == run.summary["results"]["global"]["seen"]["mean"]
+    True
+    """
+    directory = Path(run)
+    config = read_config(directory)
+    finished = (directory / SUMMARY).exists()
+    try:
+        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8")) if finished else _begun(config)
+        task = _task_of(summary, config, directory)
+        made = _Journals(directory, task, summary.get("round")).read()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"cannot read the run in {directory}: {type(error).__name__}: {error}; a file of the run is damaged"
+        ) from error
+    if not finished:
+        if not made.history:
+            raise InputError(f"the run in {directory} has no evaluated round yet, so there is nothing to report")
+        summary |= made.so_far()
+    elif "validation" not in summary:
+        # Written by a release whose summaries are of test data only.
+        summary["validation"] = summarize_rows(made.rows, task, split="val")
+    names = directory / NAMES
+    return RunRecord(
+        directory=directory,
+        config=config,
+        summary=summary,
+        finished=finished,
+        task=task,
+        history=made.history,
+        rows=made.rows,
+        losses=made.losses,
+        loss_part=made.loss_part,
+        weighed=made.weighed,
+        clusters=made.clusters,
+        sampled=made.sampled(int(config["resolved"].get("clients", 0))),
+        groups=made.groups,
+        unseen=frozenset(made.unseen),
+        rounds=made.rounds,
+        timings=list(Journal(directory / "timings.jsonl").complete()),
+        names=json.loads(names.read_text(encoding="utf-8")) if names.exists() else None,
+    )
+
+
+def _begun(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the configuration of an unfinished run says about its summary."""
+    return {
+        "method": config["method"]["name"],
+        "data": config["data"]["name"],
+        "seed": config["seed"],
+        "select": "last",
+        "score": "accuracy",
+    }
+
+
+def _task_of(summary: dict[str, Any], config: Mapping[str, Any], directory: Path) -> Task:
+    if "task" not in summary and "rounds" not in summary:
+        # An unfinished run: its task is found by the metrics in its rows.
+        first = next(Journal(directory / "metrics.jsonl").complete(), {})
+        import_own(config.get("imports", []), beside=directory)
+        scores = {tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"}
+        named = next((scores[metric] for metric in first if metric in scores), "regression")
+        summary |= {"task": named, "score": tasks.build(named).score}
+    try:
+        return task_of(summary)
+    except InputError:
+        import_own(config.get("imports", []), beside=directory)
+        return task_of(summary)
+
+
+class _Journals:
+    """Reads the journals of a run row by row, because those of large runs do not fit into memory."""
+
+    def __init__(self, directory: Path, task: Task, selected: int | None) -> None:
+        self._directory, self._task, self._selected = directory, task, selected
+        self.history: dict[Part, dict[int, dict[str, Any]]] = {}
+        self.rows: list[Row] = []
+        self.losses: dict[int, dict[str, float]] = {}
+        self.loss_part: Part | None = None
+        self.weighed: list[Weighed] = []
+        self.clusters: dict[int, int] = {}
+        self.groups: dict[int, str] = {}
+        self.unseen: set[int] = set()
+        self.rounds: list[Row] = []
+        self._taken_part: Counter[int] = Counter()
+        self._unlisted: list[int] = []
+
+    def read(self) -> _Journals:
+        weights = self._read_rounds()
+        for number, rows in self._evaluated():
+            self._note_summaries(number, rows)
+            self.groups |= {row["client"]: row["group"] for row in rows}
+            self.unseen |= {row["client"] for row in rows if row["unseen"]}
+            losses = self._note_losses(number, rows)
+            if number in weights:
+                self.weighed.append(Weighed(number, weights.pop(number), losses))
+            if self._selected in (None, number):
+                self.rows = rows
+        self.weighed += [Weighed(number, of_round, {}) for number, of_round in weights.items()]
+        self.weighed.sort(key=lambda weighed: weighed.round)
+        return self
+
+    def _note_summaries(self, number: int, rows: list[Row]) -> None:
+        """Summarise a round on test data, and on validation data if seen or unseen clients have no others."""
+        tested = {row["unseen"] for row in rows if row["split"] == "test"}
+        # Generalization gaps belong to all splits.
+        of_split = {
+            "test": [row for row in rows if row["split"] == "test" or "gap" in row],
+            "val": [row for row in rows if row["split"] == "val" and row["unseen"] not in tested],
+        }
+        for split, mine in of_split.items():
+            for model, whose in summarize_rows(mine, self._task, split=split).items():
+                for who, summary in whose.items():
+                    self.history.setdefault(Part(model, who, split), {})[number] = summary
+
+    def _evaluated(self) -> Iterator[tuple[int, list[Row]]]:
+        rows = Journal(self._directory / "metrics.jsonl").complete()
+        for number, of_round in groupby(rows, key=lambda row: row["round"]):
+            yield int(number), list(of_round)
+
+    def _read_rounds(self) -> dict[int, dict[int, float]]:
+        """Read ``rounds.jsonl``, and return the weights of clients by round."""
+        weights = {}
+        for row in Journal(self._directory / "rounds.jsonl").complete():
+            clients, notes = row.pop("clients", None), row.pop("notes", {})
+            self.rounds.append(row)
+            if clients is None:
+                self._unlisted.append(int(row["cohort"]))
+                continue
+            self._taken_part.update(clients)
+            if len(of_round := _by_client(clients, notes.get("weights"))):
+                weights[int(row["round"])] = of_round
+            for client, cluster in _by_client(clients, notes.get("clusters")).items():
+                # A negative number means that the client is in no cluster yet.
+                if cluster >= 0:
+                    self.clusters[client] = int(cluster)
+        return weights
+
+    def _note_losses(self, number: int, rows: list[Row]) -> dict[int, float]:
+        """Note the mean loss of each group of seen clients, and return the losses of clients."""
+        if self.loss_part is None:
+            there = {(row["model"], row["split"]) for row in rows if not row["unseen"]}
+            wanted = ((model, split) for model in ("global", "personal") for split in ("val", "test"))
+            found = next((which for which in wanted if which in there), None)
+            if found is None:
+                return {}
+            self.loss_part = Part(found[0], "seen", found[1])
+        part = self.loss_part
+        mine = [row for row in rows if (row["model"], row["split"], row["unseen"]) == (part.model, part.split, False)]
+        by_group: dict[str, list[float]] = defaultdict(list)
+        for row in mine:
+            by_group[row["group"]].append(row["loss"])
+        self.losses[number] = {group: fmean(losses) for group, losses in by_group.items()}
+        return {row["client"]: row["loss"] for row in mine}
+
+    def sampled(self, clients: int) -> dict[int, int] | None:
+        """Return how often each client that trains took part."""
+        trained = {client for client in self.groups if client not in self.unseen}
+        # A cohort of all clients is not written down. Earlier releases wrote down none without notes.
+        if not self.rounds or any(size != clients - len(self.unseen) for size in self._unlisted):
+            return None
+        always = len(self._unlisted)
+        return {client: always + self._taken_part.get(client, 0) for client in sorted(trained | {*self._taken_part})}
+
+    def so_far(self) -> dict[str, Any]:
+        """Return the results of the last evaluated round of an unfinished run."""
+        last = max(number for of_part in self.history.values() for number in of_part)
+        results: dict[str, dict[str, Any]] = {"test": {}, "val": {}}
+        for part, of_part in self.history.items():
+            if last in of_part:
+                results[part.split].setdefault(part.model, {})[part.who] = of_part[last]
+        done = len(self.rounds)
+        totals = {name: sum(row.get(name, 0) for row in self.rounds) for name in ("bytes_up", "bytes_down")}
+        return {"rounds": done, "round": last, "results": results["test"], "validation": results["val"], **totals}
+
+
+def _by_client(clients: list[int], noted: Any) -> dict[int, float]:
+    """Return a note by client, if it has one number for each of them."""
+    if not isinstance(noted, list) or len(noted) != len(clients):
+        return {}
+    numbers = (isinstance(value, (int, float)) for value in noted)
+    return {client: value for client, value, fine in zip(clients, noted, numbers, strict=True) if fine}

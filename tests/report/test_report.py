@@ -1,0 +1,417 @@
+"""Reports: their numbers are those of the runs, and every section is there or left out with a reason."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+
+import numpy as np
+import pytest
+
+from equipoise import Evaluation
+from equipoise.errors import InputError, RunError
+from equipoise.fairness import METRICS
+from equipoise.report import write_report
+from equipoise.report.entries import find_entries
+from equipoise.report.one import weights
+from equipoise.report.reading import Part, read_run
+from equipoise.report.several import COLUMNS, CRITERIA, comparisons
+from tests.report.pages import Page
+from tests.report.synthetic import write_run
+from tests.run.small import small_run
+
+NOTES = {
+    "weights": lambda number, ids: [1 / len(ids) + 0.01 * (position % 2) for position in range(len(ids))],
+    "clusters": lambda number, ids: [int(client) % 2 if client else -1 for client in ids],
+}
+SECTIONS = ("headline", "clients", "progress", "groups", "weights", "sampling", "clusters", "costs", "reproduce")
+
+
+def page_of(*paths, **options):
+    return Page(write_report(paths, **options).read_text(encoding="utf-8"))
+
+
+def rows_of(run, name):
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ditto(tmp_path_factory):
+    """A run with global and personal models, seen and unseen clients and partial cohorts."""
+    directory = tmp_path_factory.mktemp("runs") / "ditto"
+    small_run(directory, method="ditto", rounds=4, evaluation=Evaluation(every=2))
+    return directory
+
+
+def test_the_numbers_are_those_of_the_summary(ditto):
+    summary = json.loads((ditto / "summary.json").read_text())
+    shown = page_of(ditto).table("All metrics of the accuracy of clients")
+    columns = {
+        "global model, seen clients, test data": summary["results"]["global"]["seen"],
+        "global model, unseen clients, test data": summary["results"]["global"]["unseen"],
+        "personal models, seen clients, test data": summary["results"]["personal"]["seen"],
+    }
+    for column, results in columns.items():
+        for metric in METRICS:
+            value = results.get(metric)
+            if metric in shown:
+                assert shown[metric][column] == ("–" if value is None else f"{value:.3f}")
+    assert {"mean", "worst10", "sigma_clients", "group_gap", "jain"} <= set(shown)
+
+
+def test_every_client_is_in_the_table_and_in_the_figure(ditto):
+    page = page_of(ditto)
+    rows = [row for row in rows_of(ditto, "metrics") if (row["round"], row["split"]) == (4, "test")]
+    table = page.table("Accuracy of each client")
+    names = json.loads((ditto / "names.json").read_text()) if (ditto / "names.json").exists() else None
+    for row in rows:
+        shown = table[names[row["client"]] if names else f"client {row['client']}"]
+        assert shown[f"{row['model']}, test"] == f"{row['accuracy']:.3f}"
+        assert (shown["group"], shown["in training"]) == (row["group"], "unseen" if row["unseen"] else "seen")
+    for model, who in itertools.product(("global", "personal"), ("seen", "unseen")):
+        mine = [row for row in rows if (row["model"], row["unseen"]) == (model, who == "unseen")]
+        if mine:
+            assert page.figures[f"clients-{model}-{who}"]["marks"] == len(mine)
+
+
+def test_the_history_is_that_of_the_journal(ditto):
+    history = read_run(ditto).history
+    assert list(history[Part("personal", "seen", "test")]) == [2, 4]
+    for part, of_part in history.items():
+        for number, summary in of_part.items():
+            scores = sorted(
+                row["accuracy"]
+                for row in rows_of(ditto, "metrics")
+                if (row["round"], row["model"], row["split"]) == (number, part.model, part.split)
+                and row["unseen"] == (part.who == "unseen")
+            )
+            assert summary["mean"] == pytest.approx(sum(scores) / len(scores))
+            assert summary["worst10"] == pytest.approx(scores[0])
+            assert summary["sigma_clients"] == pytest.approx(statistics.pstdev(scores))
+
+
+def test_who_took_part_how_often(ditto):
+    counts = dict.fromkeys(range(9), 0)
+    for row in rows_of(ditto, "rounds"):
+        for client in row["clients"]:
+            counts[client] += 1
+    del counts[7]  # unseen
+    assert read_run(ditto).sampled == counts
+    table = page_of(ditto).table("Rounds in which a client of each group took part")
+    for position, group in enumerate("abc"):
+        mine = [count for client, count in counts.items() if client % 3 == position]
+        row = table[group]
+        assert (row["clients"], row["fewest"], row["most"]) == (str(len(mine)), str(min(mine)), str(max(mine)))
+        assert row["mean"] == f"{statistics.fmean(mine):.1f}"
+
+
+def test_bytes_and_seconds(tmp_path):
+    table = page_of(write_run(tmp_path / "run", clients=12, rounds=6)).table("In total and for each round")
+    assert table["sent by clients"] == {"what": "sent by clients", "total": "72.0 kB", "each round": "12.0 kB"}
+    assert table["received by clients"]["total"] == "144.0 kB"
+    assert table["local training"]["total"] == "1.50 s"
+    assert table["evaluation"]["each round"] == "0.062 s"
+
+
+def test_which_accuracy_it_is(tmp_path, ditto):
+    text = page_of(ditto).text
+    assert "Which accuracy is it?" in text
+    assert "The personal models: each client is evaluated with its own." in text
+    assert "Round 4 of 4, the last." in text
+    best = small_run(tmp_path / "best", rounds=3, evaluation=Evaluation(select="best"))
+    expected = f"Round {best.summary['round']} of 3, the best on validation data."
+    assert expected in page_of(tmp_path / "best").text
+
+
+def test_all_sections_are_there_if_the_run_has_what_they_show(tmp_path):
+    run = write_run(tmp_path / "run", cohort=5, notes=NOTES, unseen=2)
+    page = page_of(run)
+    assert set(SECTIONS) <= set(page.ids)
+    assert "Not in this report" not in page.text
+    assert {
+        "weights-by-group",
+        "losses-by-group",
+        "weights-and-losses",
+        "sampled",
+        "seconds",
+        "gaps-global-seen",
+    } <= set(page.figures)
+
+
+def test_sections_without_content_are_left_out_with_a_reason(tmp_path):
+    page = page_of(write_run(tmp_path / "run", groups=1))
+    assert set(SECTIONS) <= set(page.ids)
+    _, _, reasons = page.text.partition("Not in this report")
+    assert "All evaluated clients are in one group" in reasons
+    assert "The method wrote no weights" in reasons
+    assert "The method wrote no clusters" in reasons
+    assert "All 12 clients took part in each of the 6 rounds." in page.text
+
+
+def test_clusters_against_groups(tmp_path):
+    run = write_run(tmp_path / "run", clients=8, groups=2, notes=NOTES)
+    page = page_of(run)
+    # Client 0 is in no cluster; the clusters of the others are their groups.
+    rows = page.table("Clients of each group in each cluster")
+    assert rows["group 0"] == {"group": "group 0", "cluster 0": "3", "cluster 1": "0"}
+    assert rows["group 1"] == {"group": "group 1", "cluster 0": "0", "cluster 1": "4"}
+    assert "Adjusted Rand index: 1.000" in page.text
+
+
+def test_weights_and_losses(tmp_path):
+    run = write_run(tmp_path / "run", clients=6, groups=2, rounds=3, notes=NOTES)
+    record = read_run(run)
+    assert [weighed.round for weighed in record.weighed] == [1, 2, 3]
+    (chart,) = [c for c in _charts(record) if c.name == "weights-by-group"]
+    for series, position in zip(chart.series, (0, 1), strict=True):
+        weight = 1 / 6 + 0.01 * position
+        assert series.y == pytest.approx([weight * 6 / (1 + 0.03)] * 3)
+    (chart,) = [c for c in _charts(record) if c.name == "losses-by-group"]
+    losses = [r["loss"] for r in rows_of(run, "metrics") if r["round"] == 3 and r["split"] == "val" and r["client"] % 2]
+    assert chart.series[1].y[2] == pytest.approx(statistics.fmean(losses))
+    (chart,) = [c for c in _charts(record) if c.name == "weights-and-losses"]
+    of_round = {r["client"]: r["loss"] for r in rows_of(run, "metrics") if r["round"] == 2 and r["split"] == "val"}
+    noted = rows_of(run, "rounds")[1]["notes"]["weights"]
+    expected = statistics.correlation(noted, [of_round[client] for client in range(6)])
+    assert chart.series[0].y[1] == pytest.approx(expected)
+
+
+def _charts(record):
+    return weights(record).charts
+
+
+def test_runs_of_earlier_releases(tmp_path):
+    run = write_run(tmp_path / "run", cohort=4)
+    summary = json.loads((run / "summary.json").read_text())
+    for key in ("validation", "task", "select"):
+        del summary[key]
+    (run / "summary.json").write_text(json.dumps(summary))
+    rounds = rows_of(run, "rounds")
+    for row in rounds:
+        for key in ("clients", "messages", "evaluations"):
+            del row[key]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds))
+    (run / "timings.jsonl").unlink()
+    page = page_of(run)
+    assert "The run does not say which clients took part" in page.text
+    assert "a release that did not count messages" in page.text
+    assert "The run has no timings." in page.text
+    assert page.table("All metrics of the accuracy of clients")["mean"]
+
+
+def test_an_unfinished_run_is_judged_at_its_last_evaluated_round(tmp_path):
+    finished = write_run(tmp_path / "finished", rounds=6)
+    run = write_run(tmp_path / "run", rounds=6, finish=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 7, "mod')  # interrupted while it was written
+    page = page_of(run)
+    caption = "All metrics of the accuracy of clients"
+    assert page.table(caption) == page_of(finished).table(caption)
+    assert "the run is unfinished (6 of 6 rounds)" in page.text
+
+
+def test_seen_clients_without_test_data_are_judged_by_validation_data(tmp_path):
+    run = write_run(tmp_path / "run", unseen=3)
+    kept = [row for row in rows_of(run, "metrics") if row["split"] == "val" or row["unseen"]]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["results"]["global"]["seen"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    header = page_of(run).tables["All metrics of the accuracy of clients"][0]
+    assert header[1:-1] == ["global model, seen clients, validation data", "global model, unseen clients, test data"]
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A study of three methods whose second is better than its third in all respects."""
+    for method, seed in itertools.product(("fedavg", "faa", "ga"), (0, 1, 2)):
+        groups = {"fedavg": 1, "faa": 2, "ga": 4}[method]
+        write_run(tmp_path / "study/base" / method / f"seed{seed}", method=method, seed=seed, groups=groups)
+    return tmp_path / "study"
+
+
+def test_a_study_is_a_table_of_methods_and_metrics_with_spread(study):
+    page = page_of(study)
+    table = page.table("Accuracy, seen clients")
+    assert set(table) == {"fedavg", "faa", "ga"}
+    for method, row in table.items():
+        summaries = [json.loads((study / f"base/{method}/seed{s}/summary.json").read_text()) for s in range(3)]
+        for metric in COLUMNS:
+            values = [summary["results"]["global"]["seen"][metric] for summary in summaries]
+            (cell,) = [cell for header, cell in row.items() if header.split("\xa0")[0].split(" ")[0] == metric]
+            assert cell == f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
+        assert (row["runs"], row["model"]) == ("3", "global")
+    assert page.figures["rounds-mean-seen"]["label"].startswith("Mean over clients, seen clients.")
+    assert page.figures["clients-seen"]["marks"] == 3 * 3 * 12
+
+
+def test_the_pareto_set_holds_what_nothing_dominates(study):
+    (comparison,) = comparisons(find_entries([study])[0])
+    points = {
+        label: [
+            comparison.mean(label, "seen", metric) * sign for metric, sign in zip(CRITERIA, (1, 1, -1), strict=True)
+        ]
+        for label in comparison.runs
+    }
+    expected = [
+        label
+        for label, mine in points.items()
+        if not any(other != label and (np.array(points[other]) >= mine).all() for other in points)
+    ]
+    assert comparison.pareto("seen") == expected
+    table = page_of(study).table("Accuracy, seen clients")
+    assert [label for label in table if table[label]["Pareto"]] == expected
+
+
+def test_methods_are_in_the_order_of_the_study(study):
+    rows = [{"setting": "base", "method": method} for method in ("ga", "fedavg", "faa")]
+    (study / "results.json").write_text(json.dumps({"results": rows}))
+    assert list(page_of(study).table("Accuracy, seen clients")) == ["ga", "fedavg", "faa"]
+
+
+def test_settings_have_sections_of_their_own(tmp_path):
+    for setting in ("iid", "skewed"):
+        write_run(tmp_path / "study" / setting / "fedavg/seed0")
+        write_run(tmp_path / "study" / setting / "local/seed0", method="local")
+    titles = [title for level, title in page_of(tmp_path / "study").headings if level == 2]
+    assert {"Results: iid", "Results: skewed"} <= set(titles)
+
+
+def test_runs_given_one_by_one_are_told_apart_by_what_differs(tmp_path):
+    first = small_run(tmp_path / "a", method={"name": "fedprox", "mu": 0.1}, rounds=1).directory
+    second = small_run(tmp_path / "b", method={"name": "fedprox", "mu": 1.0}, rounds=1).directory
+    third = small_run(tmp_path / "c", method={"name": "fedprox", "mu": 1.0}, rounds=1, seed=4).directory
+    labels = [entry.label for entry in find_entries([first, second, third])[0]]
+    assert labels == ["fedprox, mu=0.1", "fedprox, mu=1.0", "fedprox, mu=1.0"]
+    page = page_of(first, second, third, out=tmp_path / "page.html")
+    assert page.table("Accuracy, seen clients")["fedprox, mu=1.0"]["runs"] == "2"
+    assert "Methods have different seeds." in page.text
+
+
+def test_runs_on_other_data_are_compared_with_care(tmp_path):
+    runs = [write_run(tmp_path / name, method=name) for name in ("fedavg", "local")]
+    assert "Compare with care" not in page_of(*runs, out=tmp_path / "a.html").text
+    config = (runs[1] / "config.yaml").read_text()
+    (runs[1] / "config.yaml").write_text(config.replace("clients: 12", "clients: 12\n  fingerprint: other"))
+    assert "trained on different data" in page_of(*runs, out=tmp_path / "a.html").text
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["one", "several"])
+def page(request, tmp_path):
+    runs = [write_run(tmp_path / name, method=name, cohort=5, notes=NOTES, unseen=2) for name in ("faa", "ga")]
+    return page_of(*(runs if request.param == "several" else runs[:1]), out=tmp_path / "page.html")
+
+
+def test_the_page_needs_nothing_else(page):
+    assert all(reference.startswith(("#", "data:")) for reference in page.references)
+    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe")]
+    assert "http" not in page.text
+
+
+def test_the_page_can_be_read_without_seeing_it(page):
+    assert len(page.ids) == len(set(page.ids))
+    assert all(reference[1:] in page.ids for reference in page.references if reference.startswith("#"))
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 2 for before, after in itertools.pairwise(levels))
+    assert all(len(figure["label"]) > 20 for figure in page.figures.values())
+    assert all(title for _, title in page.headings)
+    assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.tags if tag == "th")
+    assert all(header for rows in page.tables.values() for header in rows[0])
+
+
+def test_names_are_text_and_not_markup(tmp_path):
+    run = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).write_text((run / name).read_text().replace("group 1", "<b>&amp;</b>"))
+    page = page_of(run)
+    assert "<b>&amp;</b>" in page.text
+    assert "b" not in {tag for tag, _ in page.tags}
+
+
+def test_a_large_run_makes_a_small_page(tmp_path):
+    run = write_run(tmp_path / "run", clients=1000, rounds=500, groups=10, cohort=100, every=50)
+    assert write_report([run]).stat().st_size < 2e6
+    record = read_run(run)
+    assert len(record.rounds) == 500
+    assert sum(record.sampled.values()) == 500 * 100
+
+
+@pytest.mark.slow
+def test_a_run_with_many_evaluations_makes_a_small_page(tmp_path):
+    run = write_run(tmp_path / "run", clients=1000, rounds=500, groups=10, cohort=100, notes=NOTES)
+    assert write_report([run]).stat().st_size < 10e6
+
+
+def test_figures_are_also_written_for_papers(tmp_path):
+    run = write_run(tmp_path / "run", groups=1, rounds=2)
+    page = page_of(run, figures=tmp_path / "figures")
+    written = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert written == {f"{name}.{suffix}" for name in page.figures for suffix in ("png", "pdf", "svg")}
+    assert (tmp_path / "figures/seconds.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "figures/seconds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_need_matplotlib_and_the_page_does_not(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_report([run]).exists()
+    with pytest.raises(InputError, match=r"pip install 'equipoise\[report\]'"):
+        write_report([run], figures=tmp_path / "figures")
+
+
+# ---- what cannot be reported -----------------------------------------------------------------------------------------
+
+
+def test_directories_without_runs_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="does not exist; give a run directory or the directory of a study"):
+        write_report([tmp_path / "none"])
+    with pytest.raises(InputError, match="is a file"):
+        write_report([tmp_path / "file"])
+    with pytest.raises(InputError, match="holds no run and no study"):
+        write_report([tmp_path / "empty"])
+    with pytest.raises(InputError, match="nothing to report"):
+        write_report([])
+    (tmp_path / "empty/config.yaml").write_text("method: fedavg")
+    with pytest.raises(InputError, match=r"config.yaml is not a run's configuration"):
+        write_report([tmp_path / "empty"])
+
+
+def test_a_run_without_evaluated_rounds_is_refused(tmp_path):
+    run = write_run(tmp_path / "study/base/fedavg/seed0", rounds=0, finish=False)
+    with pytest.raises(InputError, match="has no evaluated round yet"):
+        write_report([run])
+    with pytest.raises(InputError, match="has nothing to report yet"):
+        write_report([tmp_path / "study"])
+    # The other runs of the study are reported.
+    write_run(tmp_path / "study/base/fedavg/seed1", seed=1)
+    page = page_of(tmp_path / "study")
+    assert "fedavg on digits" in page.text
+    assert f"the run in {run} has no evaluated round yet" in page.text.partition("Runs left out")[2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "rounds.jsonl"])
+def test_damaged_files_are_named_with_their_run(tmp_path, name):
+    run = write_run(tmp_path / "run")
+    (run / name).write_text('{"round": 1, "clients"\n' + (run / name).read_text())
+    with pytest.raises(RunError, match=f"cannot read the run in {run}"):
+        write_report([run])
+
+
+def test_a_report_that_cannot_be_written_is_refused(tmp_path):
+    run = write_run(tmp_path / "run")
+    with pytest.raises(InputError, match="cannot write the report to"):
+        write_report([run], run / "config.yaml/report.html")
