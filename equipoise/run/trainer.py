@@ -253,7 +253,7 @@ class Trainer:
         prepared, cohort = self._prepare(cohort)
         sent, trained = self._train(prepared, cohort, number)
         clock.lap("train")
-        updates, everyone = trained, cohort.ids
+        updates, who_trained = trained, cohort.ids
         if self.method.guard is not None:
             prepared, updates, cohort = self._screen(self.method.guard, prepared, sent, trained, cohort, number)
             clock.lap("guard")
@@ -282,7 +282,7 @@ class Trainer:
         ends = last or self.evaluator.out_of_patience
         if ends and self.evaluation.keep_local:
             # As trained, and not as a guard has changed them.
-            own = trained.of(np.isin(everyone, cohort.ids)) if self.method.guard else updates
+            own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
             self._local_models = self.evaluator.local_models(sent, own, cohort, number)
             if self.directory:
                 # Before the checkpoint: a run that is resumed after its last round cannot make them again.
