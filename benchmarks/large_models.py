@@ -89,6 +89,16 @@ class Rounds:
             torch.cuda.synchronize()
 
 
+def median_seconds(play: Callable[[], None], rounds: int, warmup: int) -> float:
+    """Play rounds, and return the median seconds of those after the warm-up."""
+    seconds = []
+    for _ in range(warmup + rounds):
+        began = time.perf_counter()
+        play()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[warmup:])
+
+
 def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[float]:
     """Let players play rounds in turns, and return the median seconds of each."""
     seconds: list[list[float]] = [[] for _ in players]
@@ -144,14 +154,8 @@ def prompts(
     else:
         training = Training(batch_size=32, epochs=1, optimizer=Sgd(lr=0.1))
         play = Rounds(StackedEngine(federation, module, training, machine)).play
-    for _ in range(1 if how.startswith("loop") else 3):
-        play()
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        play()
-        seconds.append(time.perf_counter() - began)
-    return {"images_a_second": clients * each / statistics.median(seconds), "rounds": rounds}
+    seconds = median_seconds(play, rounds, warmup=1 if how.startswith("loop") else 3)
+    return {"images_a_second": clients * each / seconds, "rounds": rounds}
 
 
 def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
@@ -201,14 +205,8 @@ def resnet(how: str, source: str, each: int = 640, pixels: int = 112, rounds: in
         machine = Machine(device="cuda", precision="bfloat16", chunk=int(chunk) if chunk else "auto")
         engine = StackedEngine(federation, module, Training(batch_size=batch, optimizer=optimizer), machine)
         play = Rounds(engine, build_method(method).local).play
-    for _ in range(2):
-        play()
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        play()
-        seconds.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(seconds), "images_a_second": clients * each / statistics.median(seconds)}
+    seconds = median_seconds(play, rounds, warmup=2)
+    return {"seconds": seconds, "images_a_second": clients * each / seconds}
 
 
 def _plain_training(federation: Federation, module: nn.Module, optimizer: Sgd, batch: int) -> Callable[[], None]:
