@@ -259,6 +259,6 @@ def test_empty_input_is_refused(metric: object) -> None:
 
 def test_the_documentation_quotes_every_metric_as_it_is() -> None:
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    rows = [line for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in METRICS]
     cells = {name: (metric.formula, metric.description, metric.better) for name, metric in METRICS.items()}
     assert rows == [f"| `{name}` | {' | '.join(metric)} |" for name, metric in cells.items()]

@@ -25,6 +25,7 @@ class Median(Aggregation):
     """The median of the clients' models, number by number; of an even number of clients, the mean of the middle two."""
 
     usual_weights = "uniform"
+    ignores_prior = "a median counts clients alike"
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Take medians."""
@@ -47,6 +48,7 @@ class TrimmedMean(Aggregation):
 
     share: float = 0.1
     usual_weights = "uniform"
+    ignores_prior = "a trimmed mean counts clients alike"
 
     def __post_init__(self) -> None:
         """Refuse a share that leaves nothing."""

@@ -42,6 +42,11 @@ def rows_of_bytes(run):
 
 # Methods for models of other kinds.
 OTHERS = {"fedbn", "fedgc", "fedgcr"}
+# Parts that methods add to the model.
+BROUGHT = {
+    "harmofl": {"inputs.amplitude"},
+    "client2vec": {"projection.weight", "projection_head.weight", "projection_head.bias"},
+}
 
 
 @pytest.mark.parametrize("name", [name for name in with_clients() if name not in OTHERS])
@@ -52,8 +57,7 @@ def test_every_method_moves_the_same_bytes_and_gives_the_same_numbers(name, fold
     alone, run, _ = compare(path, folder)
     assert rows_of_bytes(alone) == rows_of_bytes(run)
     assert len(rows_of_bytes(run)) == 2
-    brought = {"inputs.amplitude"} if name == "harmofl" else set()
-    assert set(run.trainer.state.model) == {"features.prompts", "head.weight", "head.bias"} | brought
+    assert set(run.trainer.state.model) == {"features.prompts", "head.weight", "head.bias"} | BROUGHT.get(name, set())
 
 
 @pytest.mark.parametrize(
