@@ -2,31 +2,83 @@
 
 A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client does and keeps
 (:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), on which view of the federation
-all this happens (:class:`View`), and which updates are trusted how far (:class:`Guard`, optional). A part is a frozen dataclass of its hyper-parameters; parts combine freely, and
-:class:`Method` refuses combinations in which one part reads what no other provides. The papers' parts live in
-``equipoise/methods``, one file a paper.
+all this happens (:class:`View`), and which updates are trusted how far (:class:`Guard`, optional). A part is a frozen
+dataclass of its hyper-parameters; parts combine freely, and :class:`Method` refuses combinations in which one part reads
+what no other provides. The papers' parts live in ``equipoise/methods``, one file a paper.
+
+All that a method needs can be imported from here. What is exchanged is defined in :mod:`equipoise.exchange`, what a client
+does in :mod:`equipoise.phases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.client import Client, Finished
-from equipoise.errors import InputError, unknown
+from equipoise.client import Finished
+from equipoise.errors import InputError
+from equipoise.exchange import Cohort, Reports, State, Updates, locate, mix, mix_tree, shift
+from equipoise.phases import (
+    Fact,
+    FollowsRate,
+    Gradient,
+    Loss,
+    Phase,
+    PlainGradient,
+    Value,
+    personal_loss,
+    plain_gradient,
+    task_loss,
+)
 from equipoise.random import Purpose, fold, seeded
-from equipoise.tree import PERSONAL, Parts, Tree, flat_rows, pieces
+from equipoise.tree import PERSONAL, Parts, Tree
 
 if TYPE_CHECKING:
     from equipoise.federation import Federation
-    from equipoise.optimizers import Column, Optimizer
+
+
+__all__ = [
+    "Aggregation",
+    "Candidates",
+    "Cohort",
+    "Fact",
+    "FollowsRate",
+    "Gradient",
+    "Guard",
+    "LocalRule",
+    "Loss",
+    "Method",
+    "Part",
+    "Phase",
+    "PlainGradient",
+    "Reports",
+    "Sampler",
+    "Screened",
+    "Sees",
+    "State",
+    "Updates",
+    "Value",
+    "View",
+    "carried_over",
+    "check_state",
+    "combine_checked",
+    "held_by",
+    "locate",
+    "mix",
+    "mix_tree",
+    "personal_loss",
+    "personal_model",
+    "plain_gradient",
+    "shift",
+    "task_loss",
+]
 
 
 class Sees(IntEnum):
@@ -53,465 +105,6 @@ _SEES_WORDS = {
     Sees.REPRESENTATIONS: "representations",
     Sees.DATA: "all data",
 }
-
-Reports = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What a cohort sends back, stacked on a leading axis in the order of its ids.
-
-    Attributes
-    ----------
-    params, buffers : Tree
-        The parameters and the buffers the clients share, ``[K, ...]`` each.
-    uploads : dict of Tree
-        What the local rule sends besides (see ``LocalRule.uploads``).
-    reports : dict of Tensor
-        Per-client numbers, float64 ``[K]``: ``train_loss``, ``steps``, and those the aggregation ``needs``.
-    """
-
-    params: Tree
-    buffers: Tree
-    uploads: dict[str, Tree]
-    reports: Reports
-
-    def of(self, which: NDArray[np.bool_]) -> Updates:
-        """Return the updates of some of the clients.
-
-        Examples
-        --------
-        >>> Updates({"w": torch.arange(3)}, {}, {}, {}).of(np.array([True, False, True])).params
-        {'w': tensor([0, 2])}
-        """
-        chosen = torch.from_numpy(np.flatnonzero(which))
-
-        def of_chosen(tree: Mapping[str, Tensor]) -> Tree:
-            return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
-
-        uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
-        return Updates(of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports))
-
-
-class Cohort(Protocol):
-    """The clients taking part in this round. A method's server half reaches its clients through it alone.
-
-    Attributes
-    ----------
-    ids : int array
-        Who is here, ascending.
-    sizes, groups : int array
-        How many training samples each of them holds, and its group's position among the federation's group names.
-        Both are public: a client tells the server when it registers.
-    prior : Tensor
-        The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
-    key : int
-        Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
-    rounds : int
-        How many rounds the run lasts.
-    score : str
-        The metric of :meth:`evaluate` that tables lead with, such as ``accuracy``.
-    higher_is_better : bool
-        Whether a higher score is better.
-    """
-
-    ids: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    prior: Tensor
-    key: int
-    rounds: int
-    score: str
-    higher_is_better: bool
-
-    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
-        """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
-
-    def evaluate(self, params: Tree, split: str) -> Reports:
-        """Ask for loss and metrics of a model on the clients' own split, ``[K]`` each."""
-
-    def ask(
-        self,
-        question: str,
-        *args: Any,
-        model: Tree | None = None,
-        split: str = "train",
-        each: Mapping[str, Tensor] | None = None,
-    ) -> Any:
-        """Ask every client a question and stack the answers.
-
-        A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
-        batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
-        client's split batch by batch and adds the answers up.
-
-        Parameters
-        ----------
-        question : str
-            The method's name.
-        *args
-            Sent to all clients: tensors, numbers, text, and trees of them.
-        model : Tree, optional
-            The model to ask about. Without one, ``client.params`` holds the client's kept parts only.
-        split : {"train", "val", "test"}
-            The samples to look at.
-        each : mapping of Tensor, optional
-            Row k is sent to client k, which finds it in ``client.each``.
-
-        Returns
-        -------
-        object
-            What the question returns, with a leading axis of clients.
-        """
-
-
-@dataclass(frozen=True)
-class State:
-    """What the server knows between rounds.
-
-    Attributes
-    ----------
-    round : int
-        Rounds finished.
-    model : Tree
-        The global model.
-    server : dict of Tree
-        What the server's parts keep between rounds, by name (a momentum, a control variate). A tree with
-        ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
-    notes : dict
-        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters. Tensors
-        are written as lists; one with a row a client follows the order of the cohort. Notes last for one
-        round.
-
-    Examples
-    --------
-    >>> state = State(0, {"w": torch.zeros(1)}).with_notes(weights=torch.tensor([0.25, 0.75]))
-    >>> state.notes
-    {'weights': tensor([0.2500, 0.7500])}
-    """
-
-    round: int
-    model: Tree
-    server: dict[str, Tree] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def with_global(self, model: Tree) -> State:
-        """Replace tensors of the global model; those not named stay."""
-        return replace(self, model={**self.model, **model})
-
-    def with_server(self, **trees: Tree) -> State:
-        """Replace what the server keeps, by name."""
-        return replace(self, server={**self.server, **trees})
-
-    def with_notes(self, **notes: Any) -> State:
-        """Add notes to the round's record."""
-        return replace(self, notes={**self.notes, **notes})
-
-
-def mix(updates: Updates, weights: Tensor) -> Tree:
-    """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
-
-    Parameters
-    ----------
-    updates : Updates
-        What the cohort sent.
-    weights : Tensor
-        One weight a client, ``[K]``, normally summing to one.
-
-    Returns
-    -------
-    Tree
-        In the dtype of the updates.
-
-    Examples
-    --------
-    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
-    >>> mix(two, torch.tensor([0.5, 0.5]))
-    {'w': tensor([2.])}
-    """
-    return {**mix_tree(updates.params, weights), **mix_tree(updates.buffers, weights)}
-
-
-def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
-    """Do what :func:`mix` does, for one stacked tree.
-
-    Examples
-    --------
-    >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
-    {'w': tensor([2.5000])}
-    """
-    mixed = {}
-    # Skip zero-weight clients: 0 · inf is NaN, and a mask may hold infinities.
-    counted = weights.nonzero().flatten()
-    weights = weights[counted]
-    for name, stack in stacked.items():
-        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
-        weights = weights.to(rows.device, torch.float64)
-        sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
-        mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
-    return mixed
-
-
-def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:
-    """Move the global parameters along the clients' differences from them: w + Σ a_k (w_k − w).
-
-    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm buffers are no
-    directions but statistics, so they are averaged.
-
-    Parameters
-    ----------
-    state : State
-        Holds w.
-    updates : Updates
-        What the cohort sent.
-    weights : Tensor
-        a, one number a client.
-    simplex : Tensor
-        The weights of the buffers, summing to one.
-
-    Returns
-    -------
-    Tree
-        The shared parameters and buffers.
-
-    Examples
-    --------
-    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
-    >>> shift(State(0, {"w": torch.tensor([2.0])}), two, torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.5]))
-    {'w': tensor([2.5000])}
-    """
-    moved = {}
-    for name, rows in updates.params.items():
-        step = mix_tree({name: rows - state.model[name]}, weights)
-        moved[name] = state.model[name] + step[name]
-    return {**moved, **mix_tree(updates.buffers, simplex)}
-
-
-def locate(clients: Tree, cohort: Cohort) -> Tensor:
-    """Return the positions of a cohort among all registered clients.
-
-    Parameters
-    ----------
-    clients : Tree
-        What the server keeps of every registered client, ``[N, ...]`` each, and their ``ids``.
-    cohort : Cohort
-        Whom to find.
-
-    Returns
-    -------
-    Tensor
-        The cohort's positions in the tensors of ``clients``.
-
-    Examples
-    --------
-    >>> from types import SimpleNamespace
-    >>> locate({"ids": torch.tensor([0, 2, 5])}, SimpleNamespace(ids=np.array([2, 5])))
-    tensor([1, 2])
-    """
-    return torch.searchsorted(clients["ids"], torch.from_numpy(cohort.ids))
-
-
-Loss = Callable[[Client], Tensor]
-
-
-def task_loss(client: Client) -> Tensor:
-    """Return the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
-    return client.task_loss()
-
-
-def personal_loss(client: Client) -> Tensor:
-    """Return the task's own loss of the client's personal model, sample by sample."""
-    return client.personal().task_loss()
-
-
-Value = Callable[[list[Tensor]], Tensor]
-
-
-def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Take the gradient where the parameters are.
-
-    Parameters
-    ----------
-    value : callable
-        Gives every client's loss, ``[K]``, for a list of stacked parameters.
-    params : list of Tensor
-        The stacked parameters that move.
-
-    Returns
-    -------
-    tuple
-        The losses, and one gradient a parameter.
-    """
-    leaves = [tensor.detach().requires_grad_() for tensor in params]
-    losses = value(leaves)
-    gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-    pairs = zip(gradients, leaves, strict=True)
-    return losses.detach(), [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
-
-
-class Gradient(Protocol):
-    """How a step's gradient is taken.
-
-    A rule that makes steps of its own may follow the learning rate of the training settings; see :class:`FollowsRate`.
-    """
-
-    @property
-    def batches(self) -> int:
-        """How many batches a step looks at; see :func:`equipoise.engine.batches.draw_batches`."""
-
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient.
-
-        Parameters
-        ----------
-        values : sequence of callable
-            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked parameters. BatchNorm
-            statistics follow the first call of a step and no other.
-        params : list of Tensor
-            The stacked parameters that move; with a single client they are not stacked and a loss is a scalar, so only
-            operations that do not mind are portable.
-
-        Returns
-        -------
-        tuple
-            The losses to report, and one gradient a parameter.
-        """
-
-
-@runtime_checkable
-class FollowsRate(Protocol):
-    """A gradient rule that depends on the learning rate of the step."""
-
-    def at_rate(self, lr: Column) -> Gradient:
-        """Return the rule for a learning rate: one number, or a column over the stacked clients."""
-
-
-@dataclass(frozen=True)
-class PlainGradient:
-    """The gradient where the parameters are, batch by batch.
-
-    Examples
-    --------
-    >>> PlainGradient()([lambda params: params[0].square()], [torch.tensor(3.0)])
-    (tensor(9.), [tensor(6.)])
-    """
-
-    batches = 1
-
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient; see :func:`plain_gradient`."""
-        return plain_gradient(values[0], params)
-
-
-_BATCHES = ("next", "same", "split")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One stretch of local training.
-
-    Parameters
-    ----------
-    move : str or tuple of str
-        The parts that move; the others stay bit for bit.
-    loss : callable or tuple of callable
-        Per-sample values of one client; the engine takes the mean over the samples that are not padding. Several losses
-        take turns, batch by batch: with two of them, the first is used for batches 1, 3, 5, ... and the second for
-        batches 2, 4, 6, ... So a gradient that looks at two batches has a loss for each of them. With a gradient that
-        looks at one, steps take turns, and all of them are made by one optimizer.
-    gradient : Gradient
-        How the gradient is taken, and how many batches a step looks at.
-    epochs, steps : int, optional
-        How long; by default what the training settings say. Where steps take turns, each loss lasts that long.
-    optimizer : Optimizer, optional
-        By default the one of the training settings.
-    batch : {"next", "same", "split"}
-        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
-        that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
-        :meth:`equipoise.engine.batches.Batches.split`.
-
-    Examples
-    --------
-    >>> Phase(loss=(task_loss, personal_loss)).turns
-    2
-    """
-
-    move: Parts = "all"
-    loss: Loss | tuple[Loss, ...] = task_loss
-    gradient: Gradient = PlainGradient()
-    epochs: int | None = None
-    steps: int | None = None
-    optimizer: Optimizer | None = None
-    batch: str = "next"
-
-    def __post_init__(self) -> None:
-        """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""
-        for name in ("epochs", "steps"):
-            if (length := getattr(self, name)) is not None and not length >= 1:
-                raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
-        if self.batch not in _BATCHES:
-            raise unknown("batch", self.batch, _BATCHES, where="Phase")
-        if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
-            raise InputError(
-                f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of its gradient; "
-                "valid: one loss, or a multiple of that number"
-            )
-        if self.batch == "same" and (self.epochs is not None or self.steps is not None):
-            raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
-
-    @property
-    def losses(self) -> tuple[Loss, ...]:
-        """The losses that take turns."""
-        return self.loss if isinstance(self.loss, tuple) else (self.loss,)
-
-    @property
-    def turns(self) -> int:
-        """How many steps it takes until the same losses are used again."""
-        return max(1, len(self.losses) // self.gradient.batches)
-
-    def losses_in(self, step: int) -> tuple[Loss, ...]:
-        """Return the loss of each batch that a step looks at; steps are counted from 0."""
-        batches, losses = self.gradient.batches, self.losses
-        return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
-
-
-FACT_MODELS = ("first", "received", "trained")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fact:
-    """What a client works out from its own training samples without training: label counts, a mean image.
-
-    The engine goes through the samples batch by batch, so a fact takes little memory however many samples
-    a client holds. The client's memory keeps it under its name; a fact that the rule names in ``uploads``
-    is sent with the training reply too.
-
-    Parameters
-    ----------
-    sums : callable
-        Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its samples.
-        Padding must not count; see :meth:`equipoise.client.Client.sum`.
-    then : callable, optional
-        Makes the fact, a tree, from the sums over all samples. By default the fact is the sums.
-    model : {"first", "received", "trained"}
-        The model the sums are computed with. ``first``: the model every client begins with, once, when the
-        client first takes part. ``received``: the received model, before training. ``trained``: the client's
-        own model after training. Losses find facts of the first two in ``client.memory`` in the same round,
-        and those of the trained model in the client's next one; before that, they are zero.
-
-    Examples
-    --------
-    >>> Fact(sums=lambda client: {"samples": client.sum(torch.ones_like(client.y))}, model="first").model
-    'first'
-    """
-
-    sums: Callable[[Client], Tree]
-    then: Callable[[Tree], Tree] | None = None
-    model: str = "received"
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown model."""
-        if self.model not in FACT_MODELS:
-            raise unknown("model", self.model, FACT_MODELS, where="Fact")
 
 
 class Part:

@@ -1,0 +1,275 @@
+"""What the server and the clients exchange in a round, and sums over clients.
+
+Import these from :mod:`equipoise.method`, the interface of methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.tree import Tree, flat_rows, pieces
+
+if TYPE_CHECKING:
+    from equipoise.method import LocalRule
+
+Reports = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What a cohort sends back, stacked on a leading axis in the order of its ids.
+
+    Attributes
+    ----------
+    params, buffers : Tree
+        The parameters and the buffers the clients share, ``[K, ...]`` each.
+    uploads : dict of Tree
+        What the local rule sends besides (see ``LocalRule.uploads``).
+    reports : dict of Tensor
+        Per-client numbers, float64 ``[K]``: ``train_loss``, ``steps``, and those the aggregation ``needs``.
+    """
+
+    params: Tree
+    buffers: Tree
+    uploads: dict[str, Tree]
+    reports: Reports
+
+    def of(self, which: NDArray[np.bool_]) -> Updates:
+        """Return the updates of some of the clients.
+
+        Examples
+        --------
+        >>> Updates({"w": torch.arange(3)}, {}, {}, {}).of(np.array([True, False, True])).params
+        {'w': tensor([0, 2])}
+        """
+        chosen = torch.from_numpy(np.flatnonzero(which))
+
+        def of_chosen(tree: Mapping[str, Tensor]) -> Tree:
+            return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
+
+        uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
+        return Updates(of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports))
+
+
+class Cohort(Protocol):
+    """The clients taking part in this round. A method's server half reaches its clients through it alone.
+
+    Attributes
+    ----------
+    ids : int array
+        Who is here, ascending.
+    sizes, groups : int array
+        How many training samples each of them holds, and its group's position among the federation's group names.
+        Both are public: a client tells the server when it registers.
+    prior : Tensor
+        The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
+    key : int
+        Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
+    rounds : int
+        How many rounds the run lasts.
+    score : str
+        The metric of :meth:`evaluate` that tables lead with, such as ``accuracy``.
+    higher_is_better : bool
+        Whether a higher score is better.
+    """
+
+    ids: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    prior: Tensor
+    key: int
+    rounds: int
+    score: str
+    higher_is_better: bool
+
+    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+        """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
+
+    def evaluate(self, params: Tree, split: str) -> Reports:
+        """Ask for loss and metrics of a model on the clients' own split, ``[K]`` each."""
+
+    def ask(
+        self,
+        question: str,
+        *args: Any,
+        model: Tree | None = None,
+        split: str = "train",
+        each: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Ask every client a question and stack the answers.
+
+        A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
+        batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
+        client's split batch by batch and adds the answers up.
+
+        Parameters
+        ----------
+        question : str
+            The method's name.
+        *args
+            Sent to all clients: tensors, numbers, text, and trees of them.
+        model : Tree, optional
+            The model to ask about. Without one, ``client.params`` holds the client's kept parts only.
+        split : {"train", "val", "test"}
+            The samples to look at.
+        each : mapping of Tensor, optional
+            Row k is sent to client k, which finds it in ``client.each``.
+
+        Returns
+        -------
+        object
+            What the question returns, with a leading axis of clients.
+        """
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server knows between rounds.
+
+    Attributes
+    ----------
+    round : int
+        Rounds finished.
+    model : Tree
+        The global model.
+    server : dict of Tree
+        What the server's parts keep between rounds, by name (a momentum, a control variate). A tree with
+        ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
+    notes : dict
+        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters. Tensors
+        are written as lists; one with a row a client follows the order of the cohort. Notes last for one
+        round.
+
+    Examples
+    --------
+    >>> state = State(0, {"w": torch.zeros(1)}).with_notes(weights=torch.tensor([0.25, 0.75]))
+    >>> state.notes
+    {'weights': tensor([0.2500, 0.7500])}
+    """
+
+    round: int
+    model: Tree
+    server: dict[str, Tree] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def with_global(self, model: Tree) -> State:
+        """Replace tensors of the global model; those not named stay."""
+        return replace(self, model={**self.model, **model})
+
+    def with_server(self, **trees: Tree) -> State:
+        """Replace what the server keeps, by name."""
+        return replace(self, server={**self.server, **trees})
+
+    def with_notes(self, **notes: Any) -> State:
+        """Add notes to the round's record."""
+        return replace(self, notes={**self.notes, **notes})
+
+
+def mix(updates: Updates, weights: Tensor) -> Tree:
+    """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
+
+    Parameters
+    ----------
+    updates : Updates
+        What the cohort sent.
+    weights : Tensor
+        One weight a client, ``[K]``, normally summing to one.
+
+    Returns
+    -------
+    Tree
+        In the dtype of the updates.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
+    >>> mix(two, torch.tensor([0.5, 0.5]))
+    {'w': tensor([2.])}
+    """
+    return {**mix_tree(updates.params, weights), **mix_tree(updates.buffers, weights)}
+
+
+def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
+    """Do what :func:`mix` does, for one stacked tree.
+
+    Examples
+    --------
+    >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
+    {'w': tensor([2.5000])}
+    """
+    mixed = {}
+    # Skip zero-weight clients: 0 · inf is NaN, and a mask may hold infinities.
+    counted = weights.nonzero().flatten()
+    weights = weights[counted]
+    for name, stack in stacked.items():
+        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
+        weights = weights.to(rows.device, torch.float64)
+        sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
+        mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
+    return mixed
+
+
+def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:
+    """Move the global parameters along the clients' differences from them: w + Σ a_k (w_k − w).
+
+    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm buffers are no
+    directions but statistics, so they are averaged.
+
+    Parameters
+    ----------
+    state : State
+        Holds w.
+    updates : Updates
+        What the cohort sent.
+    weights : Tensor
+        a, one number a client.
+    simplex : Tensor
+        The weights of the buffers, summing to one.
+
+    Returns
+    -------
+    Tree
+        The shared parameters and buffers.
+
+    Examples
+    --------
+    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
+    >>> shift(State(0, {"w": torch.tensor([2.0])}), two, torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.5]))
+    {'w': tensor([2.5000])}
+    """
+    moved = {}
+    for name, rows in updates.params.items():
+        step = mix_tree({name: rows - state.model[name]}, weights)
+        moved[name] = state.model[name] + step[name]
+    return {**moved, **mix_tree(updates.buffers, simplex)}
+
+
+def locate(clients: Tree, cohort: Cohort) -> Tensor:
+    """Return the positions of a cohort among all registered clients.
+
+    Parameters
+    ----------
+    clients : Tree
+        What the server keeps of every registered client, ``[N, ...]`` each, and their ``ids``.
+    cohort : Cohort
+        Whom to find.
+
+    Returns
+    -------
+    Tensor
+        The cohort's positions in the tensors of ``clients``.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> locate({"ids": torch.tensor([0, 2, 5])}, SimpleNamespace(ids=np.array([2, 5])))
+    tensor([1, 2])
+    """
+    return torch.searchsorted(clients["ids"], torch.from_numpy(cohort.ids))

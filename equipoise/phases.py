@@ -1,0 +1,223 @@
+"""What a client does in a round: phases of training with their losses and gradients, and facts.
+
+Import these from :mod:`equipoise.method`, the interface of methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from equipoise.client import Client
+from equipoise.errors import InputError, unknown
+from equipoise.tree import Parts, Tree
+
+if TYPE_CHECKING:
+    from equipoise.optimizers import Column, Optimizer
+
+Loss = Callable[[Client], Tensor]
+
+
+def task_loss(client: Client) -> Tensor:
+    """Return the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
+    return client.task_loss()
+
+
+def personal_loss(client: Client) -> Tensor:
+    """Return the task's own loss of the client's personal model, sample by sample."""
+    return client.personal().task_loss()
+
+
+Value = Callable[[list[Tensor]], Tensor]
+
+
+def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Take the gradient where the parameters are.
+
+    Parameters
+    ----------
+    value : callable
+        Gives every client's loss, ``[K]``, for a list of stacked parameters.
+    params : list of Tensor
+        The stacked parameters that move.
+
+    Returns
+    -------
+    tuple
+        The losses, and one gradient a parameter.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in params]
+    losses = value(leaves)
+    gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    pairs = zip(gradients, leaves, strict=True)
+    return losses.detach(), [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
+
+
+class Gradient(Protocol):
+    """How a step's gradient is taken.
+
+    A rule that makes steps of its own may follow the learning rate of the training settings; see :class:`FollowsRate`.
+    """
+
+    @property
+    def batches(self) -> int:
+        """How many batches a step looks at; see :func:`equipoise.engine.batches.draw_batches`."""
+
+    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient.
+
+        Parameters
+        ----------
+        values : sequence of callable
+            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked parameters. BatchNorm
+            statistics follow the first call of a step and no other.
+        params : list of Tensor
+            The stacked parameters that move; with a single client they are not stacked and a loss is a scalar, so only
+            operations that do not mind are portable.
+
+        Returns
+        -------
+        tuple
+            The losses to report, and one gradient a parameter.
+        """
+
+
+@runtime_checkable
+class FollowsRate(Protocol):
+    """A gradient rule that depends on the learning rate of the step."""
+
+    def at_rate(self, lr: Column) -> Gradient:
+        """Return the rule for a learning rate: one number, or a column over the stacked clients."""
+
+
+@dataclass(frozen=True)
+class PlainGradient:
+    """The gradient where the parameters are, batch by batch.
+
+    Examples
+    --------
+    >>> PlainGradient()([lambda params: params[0].square()], [torch.tensor(3.0)])
+    (tensor(9.), [tensor(6.)])
+    """
+
+    batches = 1
+
+    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient; see :func:`plain_gradient`."""
+        return plain_gradient(values[0], params)
+
+
+_BATCHES = ("next", "same", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One stretch of local training.
+
+    Parameters
+    ----------
+    move : str or tuple of str
+        The parts that move; the others stay bit for bit.
+    loss : callable or tuple of callable
+        Per-sample values of one client; the engine takes the mean over the samples that are not padding. Several losses
+        take turns, batch by batch: with two of them, the first is used for batches 1, 3, 5, ... and the second for
+        batches 2, 4, 6, ... So a gradient that looks at two batches has a loss for each of them. With a gradient that
+        looks at one, steps take turns, and all of them are made by one optimizer.
+    gradient : Gradient
+        How the gradient is taken, and how many batches a step looks at.
+    epochs, steps : int, optional
+        How long; by default what the training settings say. Where steps take turns, each loss lasts that long.
+    optimizer : Optimizer, optional
+        By default the one of the training settings.
+    batch : {"next", "same", "split"}
+        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
+        that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
+        :meth:`equipoise.engine.batches.Batches.split`.
+
+    Examples
+    --------
+    >>> Phase(loss=(task_loss, personal_loss)).turns
+    2
+    """
+
+    move: Parts = "all"
+    loss: Loss | tuple[Loss, ...] = task_loss
+    gradient: Gradient = PlainGradient()
+    epochs: int | None = None
+    steps: int | None = None
+    optimizer: Optimizer | None = None
+    batch: str = "next"
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""
+        for name in ("epochs", "steps"):
+            if (length := getattr(self, name)) is not None and not length >= 1:
+                raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
+        if self.batch not in _BATCHES:
+            raise unknown("batch", self.batch, _BATCHES, where="Phase")
+        if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
+            raise InputError(
+                f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of its gradient; "
+                "valid: one loss, or a multiple of that number"
+            )
+        if self.batch == "same" and (self.epochs is not None or self.steps is not None):
+            raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The losses that take turns."""
+        return self.loss if isinstance(self.loss, tuple) else (self.loss,)
+
+    @property
+    def turns(self) -> int:
+        """How many steps it takes until the same losses are used again."""
+        return max(1, len(self.losses) // self.gradient.batches)
+
+    def losses_in(self, step: int) -> tuple[Loss, ...]:
+        """Return the loss of each batch that a step looks at; steps are counted from 0."""
+        batches, losses = self.gradient.batches, self.losses
+        return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
+
+
+FACT_MODELS = ("first", "received", "trained")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """What a client works out from its own training samples without training: label counts, a mean image.
+
+    The engine goes through the samples batch by batch, so a fact takes little memory however many samples
+    a client holds. The client's memory keeps it under its name; a fact that the rule names in ``uploads``
+    is sent with the training reply too.
+
+    Parameters
+    ----------
+    sums : callable
+        Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its samples.
+        Padding must not count; see :meth:`equipoise.client.Client.sum`.
+    then : callable, optional
+        Makes the fact, a tree, from the sums over all samples. By default the fact is the sums.
+    model : {"first", "received", "trained"}
+        The model the sums are computed with. ``first``: the model every client begins with, once, when the
+        client first takes part. ``received``: the received model, before training. ``trained``: the client's
+        own model after training. Losses find facts of the first two in ``client.memory`` in the same round,
+        and those of the trained model in the client's next one; before that, they are zero.
+
+    Examples
+    --------
+    >>> Fact(sums=lambda client: {"samples": client.sum(torch.ones_like(client.y))}, model="first").model
+    'first'
+    """
+
+    sums: Callable[[Client], Tree]
+    then: Callable[[Tree], Tree] | None = None
+    model: str = "received"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown model."""
+        if self.model not in FACT_MODELS:
+            raise unknown("model", self.model, FACT_MODELS, where="Fact")
