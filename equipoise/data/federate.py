@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.checks import one_of
 from equipoise.data.draws import generator
 from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
@@ -89,8 +90,7 @@ def federate(
 
 
 def _check_test(whose: str) -> str:
-    if whose not in ("client", "group"):
-        raise unknown("value", whose, ("client", "group"), where="test")
+    one_of(whose, ("client", "group"), "test")
     return whose
 
 

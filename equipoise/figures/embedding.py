@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from equipoise.checks import count
+from equipoise.checks import count, one_of
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import samples_a_pass
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.figures.drawing import GRID, HUES, INK, checked_path, panels, save
 from equipoise.figures.opened import OpenedRun, open_run
@@ -173,8 +173,7 @@ def draw_embeddings(embeddings: Mapping[str, Embedding], path: str | Path, *, by
     equipoise.errors.InputError: unknown value 'colour' in by. Valid: domain, group, label
     """
     path = checked_path(path)
-    if by not in COLOURS:
-        raise unknown("value", by, COLOURS, where="by")
+    one_of(by, COLOURS, "by")
     figure, axes = panels(list(embeddings), height=4.9)
     shown: dict[str, str] = {}
     crossed = False

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from equipoise.checks import real
+from equipoise.checks import one_of, real
 from equipoise.client import Client
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 from equipoise.masked import CORAL_FORMS, coral
 from equipoise.method import LocalRule, Phase, task_loss
 from equipoise.methods import register
@@ -65,8 +65,7 @@ class BalancedTraining(LocalRule):
     def __post_init__(self) -> None:
         """Refuse values that cannot be carried out."""
         real(self.align, f"{self.name}.align", least=0)
-        if self.alignment not in CORAL_FORMS:
-            raise unknown("value", self.alignment, CORAL_FORMS, where=f"{self.name}.alignment")
+        one_of(self.alignment, CORAL_FORMS, f"{self.name}.alignment")
         if self.restore and not self.meta:
             raise InputError(f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes none")
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equipoise.checks import count, real
+from equipoise.checks import count, one_of, real
 from equipoise.client import Client
 from equipoise.client_index import COMPARED, ClientIndex, similarity_to
 from equipoise.errors import InputError, unknown
@@ -109,8 +109,7 @@ class Client2Vec(Wrapper):
             raise InputError(
                 f"client2vec.uses must name each use once, got {list(self.uses)!r}; valid: {', '.join(USES)}"
             )
-        if self.compare not in COMPARED:
-            raise unknown("value", self.compare, COMPARED, where="client2vec.compare")
+        one_of(self.compare, COMPARED, "client2vec.compare")
         real(self.tau, "client2vec.tau")
         real(self.lam, "client2vec.lam")
         real(self.weight, "client2vec.weight", least=0)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.checks import real
-from equipoise.errors import unknown
+from equipoise.checks import one_of, real
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, locate, mix
 from equipoise.methods import register
 
@@ -47,8 +46,7 @@ class GeneralizationAdjustment(Aggregation):
     def __post_init__(self) -> None:
         """Refuse a step that leads nowhere."""
         real(self.step, f"{self.name}.step")
-        if self.metric not in ("loss", "score"):
-            raise unknown("value", self.metric, ("loss", "score"), where=f"{self.name}.metric")
+        one_of(self.metric, ("loss", "score"), f"{self.name}.metric")
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]

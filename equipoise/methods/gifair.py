@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.checks import one_of
 from equipoise.client import Finished
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 from equipoise.method import (
     Aggregation,
     Cohort,
@@ -68,8 +69,7 @@ class Gifair(LocalRule, Aggregation):
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
-        if self.fairness not in ("group", "individual"):
-            raise unknown("value", self.fairness, ("group", "individual"), where="gifair.fairness")
+        one_of(self.fairness, ("group", "individual"), "gifair.fairness")
         if not 0 <= self.lam < (1 if self.relative else float("inf")):
             valid = "a fraction of λ_max in [0, 1), or absolute with relative=False" if self.relative else "at least 0"
             raise InputError(f"gifair.lam must be {valid}, got {self.lam!r}")

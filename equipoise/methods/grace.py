@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.checks import real
-from equipoise.errors import unknown
+from equipoise.checks import one_of, real
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
 from equipoise.methods import register
 from equipoise.methods.bgp import BalancedTraining
@@ -48,8 +47,7 @@ class Grace(BalancedTraining, Aggregation):
         """Refuse values that cannot be carried out."""
         super().__post_init__()
         real(self.server_lr, f"{self.name}.server_lr")
-        if self.similarity not in SIMILARITIES:
-            raise unknown("value", self.similarity, SIMILARITIES, where=f"{self.name}.similarity")
+        one_of(self.similarity, SIMILARITIES, f"{self.name}.similarity")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the updates, weighted by their agreement."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.errors import InputError, unknown
+from equipoise.checks import one_of
+from equipoise.errors import InputError
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
 
@@ -39,8 +40,7 @@ class Term(Aggregation):
 
     def __post_init__(self) -> None:
         """Refuse tilts that are no numbers, or would be ignored."""
-        if self.tilts not in ("clients", "groups"):
-            raise unknown("value", self.tilts, ("clients", "groups"), where="term.tilts")
+        one_of(self.tilts, ("clients", "groups"), "term.tilts")
         for name in ("t", "tau"):
             if not math.isfinite(getattr(self, name)):
                 raise InputError(f"term.{name} must be finite, got {getattr(self, name)!r}")

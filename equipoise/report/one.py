@@ -190,8 +190,15 @@ def strip(
         means = {hue: fmean(values[c] for c in members) for hue, members in colours.split(order, record.groups).items()}
         order.sort(key=lambda client: sign * means[colours.hues[record.groups[client]]])
         axis = "clients, worst group first"
+    series = ranked(record, order, values, colours)
+    name = f"clients-{part.model}-{part.who}"
+    return Chart(name, capital(part.words), says, axis, record.score, series, y_range=scale)
+
+
+def ranked(record: RunRecord, order: Sequence[int], values: Mapping[int, float], colours: Palette) -> list[Series]:
+    """Return a mark for the value of each client, clients in the given order, a series for each colour."""
     rank = {client: position for position, client in enumerate(order, start=1)}
-    series = [
+    return [
         Series(
             colours.labels[hue],
             [rank[client] for client in members],
@@ -202,8 +209,6 @@ def strip(
         )
         for hue, members in colours.split(order, record.groups).items()
     ]
-    name = f"clients-{part.model}-{part.who}"
-    return Chart(name, capital(part.words), says, axis, record.score, series, y_range=scale)
 
 
 def gained(record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette) -> Chart:
@@ -425,18 +430,7 @@ def sampling(record: RunRecord) -> Section:
         return Section("sampling", title, paragraph(every))
     colours = palette(record)
     order = sorted(counts, key=counts.__getitem__)
-    rank = {client: position for position, client in enumerate(order, start=1)}
-    series = [
-        Series(
-            colours.labels[hue],
-            [rank[client] for client in members],
-            [counts[client] for client in members],
-            hue=hue,
-            line=False,
-            names=[f"{record.client_name(client)}, {record.groups[client]}" for client in members],
-        )
-        for hue, members in colours.split(order, record.groups).items()
-    ]
+    series = ranked(record, order, counts, colours)
     says = f"From {counts[order[0]]} to {counts[order[-1]]} of {plural(rounds, 'round')}."
     chart = Chart(
         "sampled", "Rounds of each client", says, "clients, fewest rounds first", "rounds", series, y_range=(0, 0)

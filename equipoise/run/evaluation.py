@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.checks import count
+from equipoise.checks import count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.contract import Engine, Personal, RoundCohort
 from equipoise.engine.layout import Layout
@@ -75,8 +75,7 @@ class Evaluation:
         """Look metrics up by name, and refuse settings that contradict each other."""
         object.__setattr__(self, "metrics", several_from(self.metrics, "evaluation.metrics"))
         count(self.every, "evaluation.every", least=0)
-        if self.select not in ("last", "best"):
-            raise unknown("value", self.select, ("last", "best"), where="evaluation.select")
+        one_of(self.select, ("last", "best"), "evaluation.select")
         if self.patience is not None:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):

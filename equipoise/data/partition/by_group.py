@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.checks import count, flag, real
+from equipoise.checks import count, flag, one_of, real
 from equipoise.data.draws import generator
 from equipoise.data.partition.base import (
     Assignment,
@@ -19,7 +19,7 @@ from equipoise.data.partition.base import (
     require_samples,
 )
 from equipoise.data.source import Source
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 
 WITHIN = ("ratio", "imbalance")
 
@@ -115,8 +115,7 @@ class ByGroup:
 
     def _step(self, ratio: float, clients: int) -> float:
         """Return how many times more samples a client holds than the one before it in its group."""
-        if self.within not in WITHIN:
-            raise unknown("value", self.within, WITHIN, where="within of the group partition")
+        one_of(self.within, WITHIN, "within of the group partition")
         if self.imbalance > 1 and self.within == "ratio":
             return ratio
         return float((self.imbalance if self.imbalance > 1 else 3) ** (1 / max(1, clients - 1)))
