@@ -17,6 +17,7 @@ from torch import Tensor
 from equipoise.errors import InputError, unknown
 
 Column = float | Tensor
+Count = int | Tensor
 OptimizerState = dict[str, list[Tensor]]
 
 
@@ -33,15 +34,19 @@ class Optimizer(Protocol):
 
     @property
     def replays(self) -> bool:
-        """Whether every step is the same program, whatever its number."""
+        """Whether every step is the same program if ``count`` is a tensor."""
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
         """Make fresh state for stacked parameters."""
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
     ) -> None:
-        """Move parameters and state in place; ``lr`` is one number or a column over clients, ``count`` is from 1."""
+        """Move parameters and state in place.
+
+        ``lr`` is one number or a column over clients. ``count`` is the number of the step, from 1;
+        a recorded step reads it from a tensor in float64.
+        """
 
 
 def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
@@ -138,7 +143,7 @@ class Sgd:
         return {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
     ) -> None:
         """Make one step."""
         if self.weight_decay:
@@ -146,11 +151,15 @@ class Sgd:
         if self.momentum:
             velocity = state["momentum"]
             torch._foreach_mul_(velocity, self.momentum)
-            torch._foreach_add_(velocity, gradients, alpha=1 - (self.dampening if count > 1 else 0.0))
+            torch._foreach_add_(velocity, gradients, alpha=1 - self._dampening(count))
             gradients = (
                 list(torch._foreach_add(gradients, velocity, alpha=self.momentum)) if self.nesterov else velocity
             )
         _descend(params, gradients, lr)
+
+    def _dampening(self, count: Count) -> float:
+        # A recorded step cannot look at its number.
+        return self.dampening if self.dampening and count > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +181,7 @@ class Adam:
     weight_decay: float = 0.0
     decoupled: bool = False
     stacked = True
-    replays = False
+    replays = True
 
     def __post_init__(self) -> None:
         """Refuse values ``torch.optim.Adam`` would refuse."""
@@ -185,7 +194,7 @@ class Adam:
         return {moment: [torch.zeros_like(tensor) for tensor in params] for moment in ("first", "second")}
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
     ) -> None:
         """Make one step."""
         if self.weight_decay and self.decoupled:
@@ -198,7 +207,9 @@ class Adam:
         torch._foreach_mul_(second, self.betas[1])
         torch._foreach_addcmul_(second, gradients, gradients, 1 - self.betas[1])
         scales = torch._foreach_sqrt(second)
-        torch._foreach_div_(scales, math.sqrt(1 - self.betas[1] ** count))
+        unbiased = 1 - self.betas[1] ** count
+        root = unbiased.sqrt().to(scales[0].dtype) if isinstance(unbiased, Tensor) else math.sqrt(unbiased)
+        torch._foreach_div_(scales, root)
         torch._foreach_add_(scales, self.eps)
         _descend(params, list(torch._foreach_div(first, scales)), lr / (1 - self.betas[0] ** count))
 
@@ -237,7 +248,7 @@ class TorchOptimizer:
         return {"leaves": leaves, "optimizer": [self._make(leaves, self.lr)]}  # type: ignore[list-item]
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
+        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
     ) -> None:
         """Make one step."""
         optimizer: Any = state["optimizer"][0]

@@ -49,8 +49,8 @@ def by_torch(name, options, start, gradients, lr):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("rates", ["one number", "a column"])
-def test_stacked_steps_are_those_of_torch_optim(name, options, rates):
+@pytest.mark.parametrize(("rates", "recorded"), [("one number", False), ("a column", False), ("a column", True)])
+def test_stacked_steps_are_those_of_torch_optim(name, options, rates, recorded):
     clients = 4
     optimizer = optimizer_named(name, lr=0.05, **options)
     params = stack(clients, 0)
@@ -59,7 +59,8 @@ def test_stacked_steps_are_those_of_torch_optim(name, options, rates):
     lr = 0.05 if rates == "one number" else torch.tensor([0.05, 0.1, 0.0, 0.2], dtype=torch.float64)
     state = optimizer.begin(params)
     for count, step in enumerate(gradients, start=1):
-        optimizer.step(params, [g.clone() for g in step], state, lr, count)
+        number = torch.tensor(count, dtype=torch.float64) if recorded else count
+        optimizer.step(params, [g.clone() for g in step], state, lr, number)
     for client in range(clients):
         rate = lr if isinstance(lr, float) else lr[client].item()
         own = [[tensor[client] for tensor in step] for step in gradients]

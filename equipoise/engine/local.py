@@ -33,7 +33,7 @@ from equipoise.errors import InputError
 from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
 from equipoise.models.layers import Forward
-from equipoise.optimizers import Column, Optimizer, OptimizerState
+from equipoise.optimizers import Column, Count, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
@@ -77,18 +77,20 @@ class Pace:
 class StepInput:
     """What changes from step to step: everything else stays where it is in memory.
 
-    Tensors have a leading axis of clients, then one of batches if a step looks at several.
+    Tensors have a leading axis of clients, then one of batches if a step looks at several. ``number`` is that of the
+    step, from 1: a tensor if the step is recorded.
     """
 
     positions: Tensor
     keys: Tensor
     mask: Tensor | None
     counts: Tensor
+    number: Count
 
     def batch(self, index: int) -> StepInput:
         """Return one of several batches."""
         mask = None if self.mask is None else self.mask[:, index]
-        return StepInput(self.positions[:, index], self.keys[:, index], mask, self.counts[:, index])
+        return StepInput(self.positions[:, index], self.keys[:, index], mask, self.counts[:, index], self.number)
 
 
 class PhaseRun:
@@ -133,6 +135,7 @@ class PhaseRun:
         self.batches = batches if frozen is None else replace(batches, positions=batches.index)
         self._frozen = frozen
         self._counts = torch.from_numpy(batches.counts).to(self.losses)
+        self._numbers = torch.arange(1, int(batches.steps[0]) + 1).to(self.losses)
         self.losses.zero_()
         if self.pace.optimizer.stacked:
             for tensors in self.state.values():
@@ -162,12 +165,12 @@ class PhaseRun:
             self._narrow(active)
         inputs = self._inputs(step, active)
         if self.replay is None:
-            self._advance(inputs, step + 1)
+            self._advance(inputs, step)
         else:
             moves = None if self._frozen is None else self._frozen.moves
             turn = step % self.phase.turns
             where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves, turn)
-            self.replay.carry_out(where, lambda given: self._advance(given, step + 1), inputs)
+            self.replay.carry_out(where, lambda given: self._advance(given, step), inputs)
 
     def _inputs(self, step: int, active: int) -> StepInput:
         here = self.batches.of_step(step)
@@ -180,14 +183,15 @@ class PhaseRun:
         if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():
             width = torch.arange(positions.shape[-1], device=positions.device)
             mask = (width < self._counts[:active, here].unsqueeze(-1)).to(self.chunk.network.dtype)
-        return StepInput(positions, self.batches.keys[:active, here], mask, self._counts[:active, here])
+        number = step + 1 if self.replay is None else self._numbers[step]
+        return StepInput(positions, self.batches.keys[:active, here], mask, self._counts[:active, here], number)
 
-    def _advance(self, inputs: StepInput, count: int) -> None:
+    def _advance(self, inputs: StepInput, step: int) -> None:
         """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
-        losses_used = self.phase.losses_in(count - 1)
+        losses_used = self.phase.losses_in(step)
         values = [self._value(batch, loss, recorded) for batch, loss in zip(each_batch, losses_used, strict=True)]
         gradient = self.phase.gradient
         if isinstance(gradient, FollowsRate):
@@ -196,7 +200,7 @@ class PhaseRun:
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
-            self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, count)
+            self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, inputs.number)
             for name, new in recorded.items():
                 self._fixed_rows[name].copy_(new.detach())
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)

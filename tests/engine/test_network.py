@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -253,3 +255,29 @@ def test_lowering_needs_frozen_modules():
 def test_other_types_of_frozen_modules_are_refused(value):
     with pytest.raises(InputError, match="machine.frozen"):
         Machine(frozen=value)
+
+
+class Leaning(nn.Module):
+    """Adds a share of the batch's mean to every sample."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+        self.encoder = Frozen(nn.Linear(6, 5))
+
+    def forward(self, x):
+        z = self.encoder(x)
+        return z + self.share * z.mean(0)
+
+
+@pytest.mark.parametrize(("lowered", "share", "refused"), [
+    (None, 0.0, False), (None, 0.04, True), (torch.bfloat16, 0.04, False), (torch.bfloat16, 1.0, True),
+])  # fmt: skip
+def test_frozen_modules_in_bfloat16_may_round_more(lowered, share, refused):
+    """On a GPU products of one row and of several may be rounded differently, in each frozen layer."""
+    torch.manual_seed(0)
+    model = Model(Leaning(share), nn.Linear(5, 3))
+    network = Network(model, tasks.build("classification"), torch.device("cpu"), torch.float32, None, lowered)
+    x, y = torch.randn(7, 6), torch.zeros(7, dtype=torch.int64)
+    with pytest.raises(InputError, match="depends on the others") if refused else nullcontext():
+        network.try_out(x, y, 3)
