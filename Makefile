@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo docs test test-slow lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -43,8 +43,13 @@ format: $(READY)  ## put the code into its usual form
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(READY)  ## build the documentation as a site, in docs/_build
+	$(PYTHON) docs/pages.py
+	$(PYTHON) -m sphinx -q -W -b html docs docs/_build
+	@echo docs/_build/index.html
+
 bench: $(READY)  ## measure the speed against other frameworks
 	$(PYTHON) -m benchmarks.speed
 
 clean:  ## remove the environment and the caches; runs stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build docs/_build docs/methods *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,6 +60,7 @@ SOURCES: Registry = {
     "cifar": "equipoise.data.cifar:recipe",
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",
+    "arrays": "equipoise.data.arrays:recipe",
     "silos": "equipoise.data.silos:recipe",
     "imagefolder": "equipoise.data.imagefolder:recipe",
     "ellipses": "equipoise.data.ellipses:recipe",

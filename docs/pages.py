@@ -1,0 +1,174 @@
+"""Make the pages and tables that list methods, from the registry and ``methods.yaml``.
+
+``python docs/pages.py`` fills in the tables of README and docs, between two comments each. Sphinx
+calls :func:`write_pages` for the page of each method; these are not kept in the repository.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from equipoise import methods
+from equipoise.method import Sees
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+
+KINDS = {
+    "sampler": ("Sampler", "Which clients take part?"),
+    "local": ("LocalRule", "What does each client do, and what does it keep?"),
+    "aggregation": ("Aggregation", "How do updates become the new global model?"),
+    "view": ("View", "On which view of the federation?"),
+    "guard": ("Guard", "Which updates are trusted, and how far?"),
+}
+
+SECURE_AGGREGATION = {
+    Sees.NOTHING: "nothing is sent",
+    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used (SCAFFOLD: two sums; "
+    "HarmoFL: one more before round 1, of amplitudes)",
+    Sees.SCALARS: "only if every client's loss is visible: weights are computed from the losses, the model from a "
+    "weighted sum. TERM needs all losses before it can compute weights",
+    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single numbers of all "
+    "updates are compared",
+    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: the server sends the "
+    "mean images and labels of single clients to all clients)",
+    Sees.DATA: "not available on Flower",
+}
+
+
+def read() -> dict[str, Any]:
+    """Read ``methods.yaml``, and refuse it if it does not describe exactly the methods of the library."""
+    described: dict[str, Any] = yaml.safe_load((DOCS / "methods.yaml").read_text(encoding="utf-8"))
+    listed = {name for group in described["purposes"].values() for name in group}
+    for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
+        if differing := found ^ set(own_methods()):
+            raise SystemExit(f"{what} of docs/methods.yaml and the registry differ by {', '.join(sorted(differing))}")
+    return described
+
+
+def own_methods() -> list[str]:
+    """List the methods of the library, without those that a user has registered."""
+    return [name for name in methods.names() if _is_own(name)]
+
+
+def _is_own(name: str) -> bool:
+    return methods.part_class(name).__module__.startswith("equipoise.")
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join([_row(*head), "|" + "---|" * len(head), *(_row(*cells) for cells in rows)])
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def purposes() -> str:
+    """Return the table of methods by purpose."""
+    return _table(("purpose", "methods"), [(purpose, _code(names)) for purpose, names in read()["purposes"].items()])
+
+
+def parts() -> str:
+    """Return the table of registered parts by kind."""
+    rows = [
+        (f"`{kind}`", question, _code(sorted(filter(_is_own, methods.fitting(slot)))))
+        for slot, (kind, question) in KINDS.items()
+    ]
+    return _table(("part", "question", "registered parts"), rows)
+
+
+def server_sees() -> str:
+    """Return the table of methods by what the server sees of clients."""
+    seen = {level: [n for n in own_methods() if methods.build(n).sees == level] for level in SECURE_AGGREGATION}
+    rows = [(level.words, _code(seen[level]), text) for level, text in SECURE_AGGREGATION.items()]
+    return _table(("server sees", "methods", "under secure aggregation"), rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"purposes": purposes, "parts": parts, "server sees": server_sees}
+
+
+def filled(text: str) -> str:
+    """Return a page with the tables between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
+
+    return re.sub(r"(<!-- table: ([a-z ]+) -->)\n.*?\n(<!-- end of table -->)", made, text, flags=re.DOTALL)
+
+
+def pages_with_tables() -> list[Path]:
+    """List README and the pages that have tables."""
+    pages = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [page for page in pages if "<!-- table: " in page.read_text(encoding="utf-8")]
+
+
+def page_of(name: str, described: Mapping[str, Any]) -> str:
+    """Return the page of a method."""
+    part = methods.part_class(name)
+    about = described["methods"][name]
+    results = ", ".join(f"[{page}](../results/{page}.md)" for page in about["results"]) or "none yet"
+    lines = [
+        f"# {about['title']}",
+        "",
+        f"`method: {name}`" + (f" · {part.paper}" if part.paper else ""),
+        "",
+        f"**When.** {about['when']}",
+        "",
+        f"**Cost.** {about['cost']}",
+        "",
+        f"**The server sees** {methods.build(name).sees.words}; see [what this means](../flower.md#what-the-server-sees).",
+        "",
+        f"**Results here.** {results}.",
+        "",
+        "```{eval-rst}",
+        f".. autoclass:: {part.__module__}.{part.__name__}",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write_pages(folder: Path) -> None:
+    """Write the page of each method, and their index, into a folder."""
+    described = read()
+    folder.mkdir(exist_ok=True)
+    for name in own_methods():
+        (folder / f"{name}.md").write_text(page_of(name, described), encoding="utf-8")
+    groups = [
+        f"## {purpose[0].upper()}{purpose[1:]}\n\n"
+        + "\n".join(
+            f"- [{described['methods'][name]['title']}]({name}.md): {described['methods'][name]['when']}"
+            for name in names
+        )
+        for purpose, names in described["purposes"].items()
+    ]
+    hidden = "\n".join(["```{toctree}", ":hidden:", "", *own_methods(), "```"])
+    (folder / "index.md").write_text("\n\n".join(["# Methods", *groups, hidden]) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Fill in all tables; with ``--check`` only say which pages are out of date."""
+    outdated = []
+    for page in pages_with_tables():
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            outdated.append(page.name)
+            if "--check" not in sys.argv[1:]:
+                page.write_text(new, encoding="utf-8")
+    if outdated:
+        print(f"tables made anew: {', '.join(outdated)}")
+    return int("--check" in sys.argv[1:] and bool(outdated))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""Samples, labels and clients in NumPy files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.data import load
+from equipoise.errors import InputError
+
+CLINICS = np.repeat(["north", "south", "west"], [5, 6, 7])
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(**arrays):
+        for name, array in arrays.items():
+            np.save(tmp_path / f"{name}.npy", array)
+        return {name: str(tmp_path / f"{name}.npy") for name in arrays}
+
+    return write
+
+
+def samples(rows=18):
+    return {"x": np.arange(2.0 * rows).reshape(rows, 2), "y": np.arange(rows) % 3}
+
+
+def test_every_client_holds_its_rows(files):
+    groups = np.where(CLINICS == "south", "rural", "urban")
+    federation = load("arrays", **files(**samples(), clients=CLINICS, groups=groups))
+    assert [federation.client_name(client) for client in range(3)] == ["north", "south", "west"]
+    assert [federation.group_names[group] for group in federation.groups] == ["urban", "rural", "urban"]
+    for client, name in enumerate(("north", "south", "west")):
+        held = np.concatenate([federation.split(split).of(client) for split in ("train", "val", "test")])
+        assert sorted(federation.x[held, 0].tolist()) == (2.0 * np.flatnonzero(name == CLINICS)).tolist()
+    assert federation.x.dtype == torch.float32
+    assert federation.classes == 3
+
+
+def test_without_clients_samples_are_divided(files):
+    federation = load("arrays", **files(**samples(200)))
+    assert federation.clients == 10
+    assert sum(federation.split(split).sizes.sum() for split in ("train", "val", "test")) == 200
+
+
+def test_other_byte_orders_and_whole_numbers(files):
+    given = samples()
+    federation = load("arrays", **files(x=given["x"].astype(">i2"), y=given["y"].astype(">f8"), clients=CLINICS))
+    assert federation.x.dtype == torch.int16
+    assert federation.x[:, 0].tolist() == given["x"][:, 0].tolist()
+    assert federation.y.tolist() == given["y"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"y": np.arange(17) % 3},
+            r"y.npy \(data.y\) has 17 rows and .*x.npy \(data.x\) has 18; valid: a row for each",
+        ),
+        ({"clients": CLINICS.reshape(9, 2)}, r"clients.npy \(data.clients\) has 9 rows"),
+        (
+            {"clients": np.stack([CLINICS] * 2, 1)},
+            r"clients.npy \(data.clients\) has shape \(18, 2\); valid: one value",
+        ),
+        ({"x": np.float64(1)}, r"x.npy \(data.x\) holds a single value; valid: a row for each sample"),
+        ({"x": CLINICS}, "samples and labels must be numbers, got an array of <U5"),
+        ({"y": np.arange(18) - 3}, "label"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(files, wrong, message):
+    with pytest.raises(InputError, match=message):
+        load("arrays", **files(**{**samples(), "clients": CLINICS, **wrong}))
+
+
+def test_files_of_another_kind_are_refused(tmp_path, files):
+    given = files(**samples())
+    np.savez(tmp_path / "both.npz", a=np.zeros(3), b=np.zeros(3))
+    (tmp_path / "text.npy").write_text("1 2 3")
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    for name, message in (
+        ("both.npz", "holds several arrays"),
+        ("text.npy", "valid: a file of numpy.save"),
+        ("objects.npy", "without Python objects"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load("arrays", x=str(tmp_path / name), y=given["y"])

@@ -1,0 +1,59 @@
+"""The documentation as a site: every method has a page, tables are those of the registry, links hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from equipoise import methods
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pages():
+    spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_those_of_the_registry(pages):
+    names = [page.name for page in pages.pages_with_tables()]
+    assert {"README.md", "architecture.md", "flower.md"} <= set(names)
+    for page in pages.pages_with_tables():
+        text = page.read_text(encoding="utf-8")
+        assert pages.filled(text) == text, f"{page.name}: run python docs/pages.py"
+
+
+def test_a_table_that_has_changed_is_made_anew(pages):
+    text = "before\n<!-- table: purposes -->\n| old |\n<!-- end of table -->\nafter"
+    made = pages.filled(text)
+    assert "| old |" not in made
+    assert made.startswith("before\n<!-- table: purposes -->\n| purpose |")
+    assert made.endswith("|\n<!-- end of table -->\nafter")
+    assert all(f"`{name}`" in made for name in pages.own_methods())
+
+
+def test_results_that_are_named_are_there(pages):
+    described = pages.read()["methods"]
+    for name, about in described.items():
+        for result in about["results"]:
+            text = (DOCS / "results" / f"{result}.md").read_text(encoding="utf-8").lower()
+            assert about["title"].lower() in text or name in text
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings(tmp_path):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for name in methods.names():
+        page = (tmp_path / "methods" / f"{name}.html").read_text(encoding="utf-8")
+        assert "When." in page
+        assert methods.part_class(name).__name__ in page
