@@ -68,7 +68,11 @@ def arrays(
             raise InputError(
                 f"{files[option]} (data.{option}) has shape {read[option].shape}; valid: one value for each sample"
             )
-    names, number = np.unique(read["groups"], return_inverse=True) if "groups" in read else ([], None)
+    names: list[str] = []
+    number = None
+    if "groups" in read:
+        found, number = np.unique(read["groups"], return_inverse=True)
+        names = [str(name) for name in found]
     return Source(
         x=_floating(samples),
         y=tasks.build(task).targets(_floating(labels)),
@@ -76,7 +80,7 @@ def arrays(
         classes=classes,
         name=Path(x).stem,
         groups=number,
-        group_names=tuple(map(str, names)),
+        group_names=tuple(names),
         ids=read.get("clients"),
     )
 
