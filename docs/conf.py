@@ -24,6 +24,7 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = "Equipoise"
+html_show_copyright = False
 
 
 def escape_bars(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:

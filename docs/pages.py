@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from equipoise import methods
-from equipoise.method import Sees
+from equipoise.method import Part, Sees
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -132,10 +132,22 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
         "",
         "```{eval-rst}",
         f".. autoclass:: {part.__module__}.{part.__name__}",
+        "",
+        *(f".. autoclass:: {base.__module__}.{base.__name__}\n   :no-index:\n" for base in _described_with(part)),
         "```",
         "",
     ]
     return "\n".join(lines)
+
+
+def _described_with(part: type[Part]) -> list[type[Any]]:
+    """List the classes that a part shares options with and that are no methods themselves."""
+    registered = {methods.part_class(name) for name in own_methods()}
+    return [
+        base
+        for base in part.__mro__[1:]
+        if base.__module__.startswith(("equipoise.methods.", "equipoise.grouping")) and base not in registered
+    ]
 
 
 def write_pages(folder: Path) -> None:
