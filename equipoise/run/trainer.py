@@ -479,7 +479,10 @@ class Trainer:
         task, metrics = self.engine.network.task, self.evaluator.metrics
         results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
-            for measured in (part, *part.get("metrics", {}).values()):
+            by_attribute = [
+                of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()
+            ]
+            for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
                 if "worst_client_id" in measured:
                     # A number says nothing to those who do not hold the data.
                     measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
