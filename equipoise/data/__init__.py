@@ -64,6 +64,7 @@ SOURCES: Registry = {
     "imagefolder": "equipoise.data.imagefolder:recipe",
     "ellipses": "equipoise.data.ellipses:recipe",
     "prostate": "equipoise.data.prostate:recipe",
+    "adult": "equipoise.data.adult:recipe",
 }
 """What makes each source."""
 
