@@ -150,7 +150,7 @@ def _trade_off(comparison: Comparison, who: str, name: str) -> Chart | None:
     score = comparison.first.score
     return Chart(
         f"attributes-{slug(name)}-{who}",
-        f"Mean {score} of {who} clients against demographic parity by {name}",
+        f"Mean against demographic parity by {name}, {who} clients",
         says,
         f"demographic parity difference by {name}",
         f"mean {score}",
