@@ -235,10 +235,12 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
                 table.add_row(value, label, str(rates["n"]), *numbers, style=worst)
         yield table
     if parts:
-        table = _table("\nbetween values", "attribute", "of", *FIGURES, "withheld", numbers=len(FIGURES) + 1)
-        for label, part in parts.items():
-            for name, found in part.items():
-                table.add_row(name, label, *(_number(found[figure]) for figure in FIGURES), str(found["withheld"]))
+        compared = {f"{name}: {label}": found for label, part in parts.items() for name, found in part.items()}
+        table = _table("\nbetween values", "figure", *compared, numbers=len(compared), last="what it is")
+        for figure, said in FIGURES.items():
+            table.add_row(figure, *(_number(found[figure]) for found in compared.values()), Text(said, style="dim"))
+        said = "samples whose counts do not leave their client, because they are few"
+        table.add_row("withheld", *(str(found["withheld"]) for found in compared.values()), Text(said, style="dim"))
         yield table
 
 
