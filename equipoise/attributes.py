@@ -20,8 +20,8 @@ __all__ = ["Attribute", "Counting", "attributes_from", "column_of", "counting_of
 Ints = NDArray[np.int64]
 Given = Mapping[str, "Attribute | Sequence[Any] | NDArray[Any]"]
 
-MOST_VALUES = 100
-"""How many values an attribute may have."""
+MOST_ATTRIBUTES, MOST_VALUES = 20, 100
+"""How many attributes samples may have, and how many values an attribute."""
 
 SCORED = ("scored", "score_sum")
 """How many samples the sum of scores is of, and this sum."""
@@ -125,6 +125,8 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
             f"attributes of {where} must be a mapping from names to one value a sample, such as "
             f"{{'sex': ['Female', 'Male', ...]}}, got {type(given).__name__}"
         )
+    if len(given) > MOST_ATTRIBUTES:
+        raise InputError(f"{where} has {len(given)} attributes; valid: at most {MOST_ATTRIBUTES}")
     made = {}
     for name, values in given.items():
         if not isinstance(name, str) or not name:

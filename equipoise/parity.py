@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from equipoise.attributes import BY_TARGET, COUNTS, SCORED, counts_in
+from equipoise.attributes import BY_TARGET, COUNTS, MOST_ATTRIBUTES, MOST_VALUES, SCORED, counts_in
 
 __all__ = ["FIGURES", "RATES", "compare", "pooled", "wrong_counts"]
 
@@ -222,7 +222,10 @@ def wrong_counts(numbers: Mapping[str, float], n: int) -> str | None:
     >>> wrong_counts({column_of("sex", "f", "n"): 12.0}, n=10)
     'answered with 12 samples by sex, but has 10'
     """
-    for attribute, values in counts_in(numbers).items():
+    found = counts_in(numbers)
+    if len(found) > MOST_ATTRIBUTES or any(len(values) > MOST_VALUES for values in found.values()):
+        return f"answered with counts of more than {MOST_ATTRIBUTES} attributes, or {MOST_VALUES} values of one"
+    for attribute, values in found.items():
         for value, of in values.items():
             where = f"for {attribute}: {value}"
             if "n" not in of or any(0 < len(set(part) & set(of)) < len(part) for part in (SCORED, BY_TARGET)):

@@ -9,7 +9,6 @@ from equipoise.attributes import column_of
 from equipoise.parity import FIGURES, compare, of_client, pooled, wrong_counts
 from tests.attributed import by_hand
 
-DRAWS = np.random.default_rng(3)
 CASES = [(200, 2, 0.5), (500, 4, 0.2), (60, 3, 0.7)]
 
 
@@ -157,3 +156,10 @@ def test_counts_that_cannot_be_right_are_refused(changed, reason):
     numbers = {column_of("sex", "f", name): number for name, number in (right | changed).items() if number is not None}
     assert wrong_counts({column_of("sex", "f", name): number for name, number in right.items()}, 10) is None
     assert wrong_counts({"loss": 0.5, **numbers}, 10) == reason
+
+
+def test_a_client_cannot_flood_the_server_with_counts():
+    reason = "answered with counts of more than 20 attributes, or 100 values of one"
+    assert wrong_counts({column_of(f"a{number}", "v", "n"): 1.0 for number in range(21)}, 10) == reason
+    assert wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(101)}, 10) == reason
+    assert wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(100)}, 10) is None

@@ -177,6 +177,7 @@ class Listeners:
         self, callbacks: Iterable[Callback] = (), config: dict[str, Any] | None = None, directory: Path | None = None
     ) -> None:
         self._callbacks, self._config, self._directory = checked(callbacks), config or {}, directory
+        self._begun: list[Callback] = []
         self._seen: Snapshot | None = None
 
     def __bool__(self) -> bool:
@@ -185,7 +186,10 @@ class Listeners:
     def begin(self, trainer: Trainer) -> None:
         """Tell callbacks that a run begins."""
         self._seen = Snapshot(trainer, self._config, self._directory)
-        self._tell("begin")
+        for callback in self._callbacks:
+            callback.begin(self._seen)
+            # A callback that could not begin has nothing to end.
+            self._begun.append(callback)
 
     def evaluated(self, rows: list[Row]) -> None:
         """Tell callbacks that models have been evaluated."""
@@ -201,13 +205,13 @@ class Listeners:
             self._tell("round")
 
     def end(self, summary: dict[str, Any] | None = None, error: BaseException | None = None) -> None:
-        """Tell callbacks that the run has ended, if it has begun."""
+        """Tell callbacks that have begun that the run has ended."""
         if self._seen:
             self._seen.summary, self._seen.error = summary, error
             self._tell("end")
 
     def _tell(self, event: str) -> None:
-        for callback in self._callbacks:
+        for callback in self._begun:
             getattr(callback, event)(self._seen)
 
 

@@ -10,6 +10,7 @@ from flwr.app import MetricRecord
 
 from equipoise.attributes import column_of, read_column
 from equipoise.config import load_experiment
+from equipoise.errors import RunError
 from equipoise.flower.wire import numbers_of
 from tests.attributed import people
 from tests.flower.loop import misbehaving, own_nodes, run_on_loop, write_experiment
@@ -108,5 +109,5 @@ def test_a_client_with_counts_that_cannot_be_right_is_not_evaluated(folder, tmp_
 def test_a_wrong_positive_class_is_refused_by_clients(folder):
     path = experiment(folder, evaluation={"positive": 5}, flower={"wait": 0.1})
     assert load_experiment(path).evaluation.positive == 5
-    with pytest.raises(Exception, match="evaluation.positive must be a class from 0 to 1, got 5"):
+    with pytest.raises(RunError, match="evaluation.positive must be a class from 0 to 1, got 5"):
         run_on_loop(path, own_nodes(folder))

@@ -150,6 +150,17 @@ def test_a_resumed_run_begins_at_its_checkpoint(tmp_path):
     assert second.events == [("begin", 2), ("evaluated", 3), ("round", 3), ("end", 3)]
 
 
+def test_a_callback_that_cannot_begin_is_not_told_of_the_end(tmp_path):
+    class Broken(Diary):
+        def begin(self, run):
+            raise Stop
+
+    first, broken, last = Diary(), Broken(), Diary()
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", training=SHORT, callbacks=[first, broken, last])
+    assert (first.events, broken.events, last.events) == ([("begin", 0), ("end", 0)], [], [])
+
+
 def test_a_run_without_rounds_is_evaluated():
     diary = Diary()
     train(federation(), rounds=0, callbacks=[diary])
