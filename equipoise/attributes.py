@@ -75,7 +75,8 @@ class Attribute:
         equipoise.errors.InputError: attribute 'age' of sample 1 is missing; give such samples a value of their own,
         such as 'unknown'
         """
-        listed = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+        # Arrays, tensors and columns of data frames.
+        listed = values.tolist() if hasattr(values, "tolist") else values
         if isinstance(listed, str) or not isinstance(listed, Sequence):
             raise InputError(f"attribute {name!r} must be a list with one value a sample, got {values!r}")
         for sample, value in enumerate(listed):
@@ -132,6 +133,10 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
         if not isinstance(name, str) or not name:
             raise InputError(f"an attribute of {where} must have a name, got {name!r}")
         attribute = values if isinstance(values, Attribute) else Attribute.of(values, name)
+        if ((attribute.codes < 0) | (attribute.codes >= len(attribute.names))).any():
+            raise InputError(
+                f"attribute {name!r} of {where} has codes that are no positions in its {len(attribute.names)} names"
+            )
         if len(attribute.codes) != samples:
             raise InputError(
                 f"attribute {name!r} of {where} has {len(attribute.codes)} values, but there are {samples} samples"

@@ -549,8 +549,7 @@ class _Reader:
         made = []
         for item in given if isinstance(given, list) else [given]:
             name, options = self.named(item, "tracking", "tracker", tracking.TRACKERS)
-            types = {key: kind for key, kind in _types(tracking.tracker_of(name)).items() if not key.startswith("_")}
-            made.append({"name": name, **self.fields(options, types, "tracking")})
+            made.append({"name": name, **self.fields(options, _types(tracking.tracker_of(name)), "tracking")})
         return tuple(made)
 
     def augmentations(self, given: Any, path: str) -> Any:

@@ -54,6 +54,9 @@ def test_attributes_must_fit_the_samples():
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes={"sex": ["f", "m"]})
     with pytest.raises(InputError, match="attributes of source 'custom' must be a mapping"):
         Source(x=torch.zeros(2, 1), y=torch.zeros(2).long(), attributes=["f", "m"])
+    wrong = {"sex": Attribute(np.array([0, 2, 1]), ("f", "m"))}
+    with pytest.raises(InputError, match="'sex' of federation 'custom' has codes that are no positions in its 2 names"):
+        Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes=wrong)
     many = {f"a{number}": ["f", "m", "m"] for number in range(21)}
     with pytest.raises(InputError, match="federation 'custom' has 21 attributes; valid: at most 20"):
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes=many)
