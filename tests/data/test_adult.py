@@ -7,6 +7,7 @@ import csv
 import numpy as np
 import pytest
 
+from equipoise.config import experiment_from
 from equipoise.data import load
 from equipoise.data.adult import CATEGORIES, COLUMNS
 from equipoise.errors import InputError
@@ -110,3 +111,11 @@ def test_wrong_options_are_named(root):
         load("adult", root=str(root), clients=())
     with pytest.raises(InputError, match="no client of data 'adult' has min_samples=99999 samples to train on"):
         load("adult", root=str(root), min_samples=99999)
+
+
+def test_an_attribute_may_define_clients_and_groups(root):
+    data = {"name": "adult", "root": str(root), "clients": ["sex", "occupation"]}
+    method = {"name": "gifair", "fairness": "group"}
+    made = experiment_from({"data": data, "method": method, "model": "logistic", "training": {"rounds": 1}})
+    groups = made.run().summary["results"]["global"]["seen"]["groups"]
+    assert set(groups) == {"Female", "Male"}
