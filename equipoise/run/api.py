@@ -95,7 +95,7 @@ class Run:
             In evaluation mode, on the CPU.
         """
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
-        return filled(blank, _local(self.trainer.local_models(), _number(client, federation.client_names)))
+        return _filled(blank, _local(self.trainer.local_models(), _number(client, federation.client_names)))
 
 
 def train(
@@ -319,7 +319,7 @@ def load(
     named = (directory / NAMES).exists()
     number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
     if local:
-        return filled(convert(module), _local(read_local(directory), number))
+        return _filled(convert(module), _local(read_local(directory), number))
     shared, note = load_tensors(directory / GLOBAL)
     own: Tree = {}
     clients: list[int] = []
@@ -404,10 +404,10 @@ def _module(module: nn.Module, chosen: Models, registered: int, client: int | No
         if client in chosen.clients:
             row = chosen.clients.index(client)
             tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
-    return filled(module, tensors)
+    return _filled(module, tensors)
 
 
-def filled(module: nn.Module, tensors: Tree) -> nn.Module:
+def _filled(module: nn.Module, tensors: Tree) -> nn.Module:
     """Copy tensors into a module, which must have the same ones."""
     # A model without trained tensors keeps its type.
     dtype = next((tensor.dtype for tensor in tensors.values()), None)

@@ -73,9 +73,9 @@ class Snapshot:
         if tensors is None:
             return None
         # The module there imports this one.
-        from equipoise.run.api import filled
+        from equipoise.run.api import _filled
 
-        return filled(self._trainer.engine.network.blank(), tensors)
+        return _filled(self._trainer.engine.network.blank(), tensors)
 
     def results(self, split: str = "test") -> dict[str, Any]:
         """Summarise this round's rows, as ``results`` in ``summary.json``.
