@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from equipoise.engine.settings import FineTune, Machine, Training
     from equipoise.federation import Federation
     from equipoise.run.api import Run, load, train
+    from equipoise.run.callbacks import Callback, Snapshot
     from equipoise.run.evaluation import Evaluation
 
 # GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the core, that slows the many
@@ -17,15 +18,29 @@ if TYPE_CHECKING:
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
-__all__ = ["Evaluation", "Federation", "FineTune", "Machine", "Run", "Training", "__version__", "load", "train"]
+__all__ = [
+    "Callback",
+    "Evaluation",
+    "Federation",
+    "FineTune",
+    "Machine",
+    "Run",
+    "Snapshot",
+    "Training",
+    "__version__",
+    "load",
+    "train",
+]
 
 # Imported when first used: PyTorch takes a second, and `equipoise --help` must not wait for it.
 _HOMES = {
+    "Callback": "equipoise.run.callbacks",
     "Evaluation": "equipoise.run.evaluation",
     "Federation": "equipoise.federation",
     "FineTune": "equipoise.engine.settings",
     "Machine": "equipoise.engine.settings",
     "Run": "equipoise.run.api",
+    "Snapshot": "equipoise.run.callbacks",
     "Training": "equipoise.engine.settings",
     "load": "equipoise.run.api",
     "train": "equipoise.run.api",

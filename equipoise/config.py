@@ -23,7 +23,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from equipoise import data, methods, models
+from equipoise import data, methods, models, tracking
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
@@ -35,6 +35,7 @@ from equipoise.method import Method
 from equipoise.metrics import Metric, several_from
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
+from equipoise.run.callbacks import Callback
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 from equipoise.run.trainer import MakeEngine, Progress
@@ -52,6 +53,7 @@ SECTIONS = (
     "seed",
     "checkpoint_every",
     "flower",
+    "tracking",
 )
 # The config.yaml of a run is an experiment file too; this section of it is not a setting.
 IGNORED = ("resolved",)
@@ -117,6 +119,8 @@ class Experiment:
         How a run on Flower treats clients; in one process it changes nothing.
     imports : tuple of str
         Code of one's own that must be imported first; see :func:`equipoise.imports.import_own`.
+    tracking : tuple of dict
+        The trackers that write the values of runs, each a name and options; see :mod:`equipoise.tracking`.
 
     Examples
     --------
@@ -135,6 +139,7 @@ class Experiment:
     checkpoint_every: int = 1
     flower: FlowerSettings = field(default_factory=FlowerSettings)
     imports: tuple[str, ...] = ()
+    tracking: tuple[dict[str, Any], ...] = ()
     origins: Origins = field(repr=False, compare=False)
 
     def federation(self) -> Federation:
@@ -156,6 +161,7 @@ class Experiment:
         *,
         resume: bool = False,
         on_round: Callable[[Progress], None] | None = None,
+        callbacks: Sequence[Callback] = (),
         federation: Federation | None = None,
         engine: MakeEngine = StackedEngine,
     ) -> Run:
@@ -169,6 +175,8 @@ class Experiment:
             Whether to resume the run in the directory.
         on_round : callable, optional
             Called with the progress after every round.
+        callbacks : sequence of Callback
+            What follows the run, besides the trackers of the experiment.
         federation : Federation, optional
             The clients, if they are not those of the experiment's data.
         engine : callable
@@ -189,6 +197,10 @@ class Experiment:
         # In one process nothing is sent that needs protection.
         if engine is not StackedEngine and self.flower.privacy is not None:
             sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
+        if self.tracking:
+            sections["tracking"] = [dict(tracker) for tracker in self.tracking]
+        with self.origins.named("tracking"):
+            trackers = [tracking.build(**tracker) for tracker in self.tracking]
         federation = self.federation() if federation is None else federation
         with self.origins.named():
             return train(
@@ -206,11 +218,12 @@ class Experiment:
                 sections=sections,
                 attached={file.name: file.read_bytes() for file in filter(None, map(file_of, self.imports))},
                 on_round=on_round,
+                callbacks=[*callbacks, *trackers],
                 engine=engine,
             )
 
     def plain(self) -> dict[str, Any]:
-        """Write the experiment as the mapping its run's ``config.yaml`` holds, ``resolved`` aside.
+        """Write the experiment as the mapping its run's ``config.yaml`` holds, ``resolved`` and ``tracking`` aside.
 
         Returns
         -------
@@ -424,6 +437,7 @@ class _Reader:
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
             flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
             imports=imports,
+            tracking=self.tracking(content.get("tracking", [])),
             origins=self.origins,
         )
 
@@ -530,6 +544,13 @@ class _Reader:
     def metrics(self, given: Any, path: str) -> tuple[Metric, ...]:
         with self.origins.named("evaluation"):
             return several_from(self.value(given, list[str], path), path)
+
+    def tracking(self, given: Any) -> tuple[dict[str, Any], ...]:
+        made = []
+        for item in given if isinstance(given, list) else [given]:
+            name, options = self.named(item, "tracking", "tracker", tracking.TRACKERS)
+            made.append({"name": name, **self.fields(options, _types(tracking.tracker_of(name)), "tracking")})
+        return tuple(made)
 
     def augmentations(self, given: Any, path: str) -> Any:
         made = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from equipoise import tasks
+from equipoise.attributes import Attribute, Given, attributes_from
 from equipoise.checks import count
 from equipoise.errors import InputError, unknown
 from equipoise.samples import Samples, blocks, kind_of
@@ -47,8 +48,8 @@ class Split:
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not describe rows."""
-        for field in ("indices", "offsets"):
-            object.__setattr__(self, field, _whole_numbers(getattr(self, field), f"Split.{field}"))
+        for part in ("indices", "offsets"):
+            object.__setattr__(self, part, _whole_numbers(getattr(self, part), f"Split.{part}"))
         if not len(self.offsets) or self.offsets[0] != 0 or self.offsets[-1] != len(self.indices):
             raise InputError(
                 f"Split.offsets must start at 0 and end at {len(self.indices)}, the number of indices; "
@@ -157,6 +158,9 @@ class Federation:
         Names of the clients.
     class_names : tuple of str, optional
         Names of the classes, for models that read them.
+    attributes : mapping of str to Attribute or array of shape [N], optional
+        Properties of samples, such as the sex of a person: the value of every sample, by the name of the
+        attribute. Models are evaluated by their values; see :mod:`equipoise.parity`. Training does not use them.
 
     Examples
     --------
@@ -182,6 +186,7 @@ class Federation:
     name: str = "custom"
     client_names: tuple[str, ...] | None = None
     class_names: tuple[str, ...] | None = None
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check everything that a run depends on."""
@@ -193,6 +198,8 @@ class Federation:
         self._check_class_names()
         self._check_clients()
         self._check_splits()
+        where = f"federation {self.name!r}"
+        object.__setattr__(self, "attributes", attributes_from(self.attributes, len(self.y), where))
 
     @classmethod
     def from_arrays(
@@ -209,6 +216,7 @@ class Federation:
         seed: int = 0,
         name: str = "custom",
         class_names: Sequence[str] | None = None,
+        attributes: Given | None = None,
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
@@ -239,6 +247,8 @@ class Federation:
             What to call this federation.
         class_names : sequence of str, optional
             Names of the classes.
+        attributes : mapping of str to sequence of length N, optional
+            Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``: models are evaluated by their values.
 
         Returns
         -------
@@ -278,6 +288,7 @@ class Federation:
             name=name,
             client_names=names,
             class_names=class_names,  # type: ignore[arg-type]
+            attributes=attributes_from(attributes, len(samples), f"federation {name!r}"),
         )
 
     @classmethod
@@ -455,8 +466,8 @@ class Federation:
         Returns
         -------
         str
-            16 hexadecimal digits, from data, splits, groups, unseen clients and task; names of clients do not count.
-            Samples on disk enter by their stored digest, so they have another fingerprint than the same samples in a
+            16 hexadecimal digits, from data, attributes, splits, groups, unseen clients and task; names of clients do
+            not count. Samples on disk enter by their stored digest, so they have another fingerprint than the same samples in a
             tensor.
 
         Examples
@@ -476,6 +487,8 @@ class Federation:
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if tensor.numel():  # torch cannot view an empty tensor as bytes
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for name, attribute in self.attributes.items():
+            digest.update(repr((name, attribute.names)).encode() + attribute.codes.tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> list[dict[str, Any]]:
@@ -518,7 +531,8 @@ class Federation:
         held = ", ".join(f"{len(self.split(name).indices)} {name}" for name in SPLITS)
         classes = f" with {self.classes} classes" if self.classes is not None else ""
         samples = f"{_counted(len(self.y), 'sample')} of shape {self.shape}: {held}"
-        return f"<Federation {self.name!r}: {self.task}{classes}; {', '.join(clients)}; {samples}>"
+        described = f"; attributes {', '.join(self.attributes)}" if self.attributes else ""
+        return f"<Federation {self.name!r}: {self.task}{classes}; {', '.join(clients)}; {samples}{described}>"
 
     def _seen_indices(self, name: str) -> Ints:
         split = self.split(name)

@@ -24,7 +24,9 @@ from equipoise.config import experiment_from
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.fairness import METRICS
+from equipoise.parity import FIGURES
 from equipoise.study import load_study
+from tests.data.small_adult import write_adult
 
 START = "from equipoise.cli import main; main()"
 
@@ -155,6 +157,22 @@ def test_local_models_have_a_column_and_do_not_say_who_is_left_behind(call):
     assert mean.split()[1:4] == [f"{results[model]['seen']['mean']:.3f}" for model in ("global", "personal", "local")]
     (worst,) = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
     assert worst.split()[0] == results["personal"]["seen"]["worst_group_name"]
+
+
+def test_the_tables_show_how_values_of_attributes_are_treated(call, tmp_path):
+    write_adult(tmp_path / "data" / "adult", train=500, test=300)
+    document = run_json(call, "--data", "adult", "--rounds", 1, "--set", "evaluation.min_cell=3", "--out", "json")
+    _, stdout, _ = call("run", "--data", "adult", "--rounds", 1, "--set", "evaluation.min_cell=3")
+    sex = document["results"]["global"]["seen"]["attributes"]["sex"]
+    lines = [line.split() for line in stdout.splitlines()]
+    for value, rates in sex["values"].items():
+        numbers = [f"{rates[name]:.3f}" for name in ("accuracy", "selection_rate", "tpr", "fpr")]
+        assert [value, "global,", "seen", str(rates["n"]), *numbers] in lines
+    shown = {line[0]: line[1:3] for line in lines if len(line) > 3 and line[0] in (*FIGURES, "withheld")}
+    for figure in FIGURES:
+        values = [document["results"]["global"]["seen"]["attributes"][name][figure] for name in ("sex", "race")]
+        assert shown[figure] == ["–" if value is None else f"{value:.3f}" for value in values]
+    assert shown["withheld"][0] == str(sex["withheld"])
 
 
 def test_nothing_evaluated(call):

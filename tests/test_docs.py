@@ -1,25 +1,29 @@
-"""The pages on architecture, Client2Vec and its indices, metrics and figures: their examples run, and the tables name what there is."""
+"""The pages on architecture, Client2Vec and its indices, metrics, figures and trackers: their examples run, and the tables name what there is."""
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import re
 from pathlib import Path
 
 import pytest
 
-from equipoise import methods, metrics, tasks
+from equipoise import methods, metrics, parity, tasks, tracking
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report"])
+@pytest.mark.parametrize(
+    "page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report", "tracking"]
+)
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
     monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
+    monkeypatch.setattr(tracking, "TRACKERS", dict(tracking.TRACKERS))
     failed, tried = doctest.testfile(
         str(DOCS / f"{page}.md"), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
     )
@@ -66,3 +70,20 @@ def test_the_page_on_metrics_lists_every_metric_of_outputs():
     listed = {name.strip("`"): (task, better) for name, task, _, better, _ in rows}
     own = [metric for metric in metrics._discover().values() if not metric._own]
     assert listed == {m.name: (m.tasks[0], "high" if m.higher_is_better else "low") for m in own}
+
+
+def test_the_page_on_metrics_has_every_figure_of_attributes():
+    text = (DOCS / "metrics.md").read_text().split("\n## Attributes of samples\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
+    assert listed == {*parity.RATES, *parity.FIGURES, "worst_value", "worst"}
+
+
+def test_the_page_on_tracking_has_every_tracker_and_its_options():
+    text = (DOCS / "tracking.md").read_text()
+    for name, place in tracking.TRACKERS.items():
+        if not isinstance(place, str):
+            continue
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        options = [field.name for field in dataclasses.fields(tracking.tracker_of(name)) if field.init]
+        assert set(options) <= set(re.findall("`([a-z]+)`", row.split("|")[3]))

@@ -23,6 +23,7 @@ from equipoise.data.picture import draw_similarity
 from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.federation import SPLITS, Federation
+from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
 from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Progress
@@ -138,6 +139,8 @@ def run(run: Run) -> None:
         if summary.get("metrics"):
             console.print(_further(summary))
         console.print(_groups(run))
+        for table in _by_attribute(summary):
+            console.print(table)
     else:
         console.print(_why_nothing(run.config))
     moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
@@ -215,6 +218,30 @@ def _groups(run: Run) -> Table:
         numbers = [_number(parts[part]["groups"].get(group)) for part in others]
         table.add_row(group, clients, *numbers, _number(score), bar, style=LEFT_BEHIND if worst else None)
     return table
+
+
+def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
+    """Show how the values of attributes of samples are treated: rates by value, then differences between values."""
+    parts = {label: part["attributes"] for label, part in _parts(summary).items() if "attributes" in part}
+    score = summary["score"]
+    for name in dict.fromkeys(name for part in parts.values() for name in part):
+        columns = ("samples", score, *RATES)
+        table = _table(f"\nby {name}: samples of all clients together", name, "of", *columns, numbers=len(columns))
+        for label, part in parts.items():
+            found = part.get(name, {"values": {}, "worst_value": None})
+            for value, rates in found["values"].items():
+                worst = LEFT_BEHIND if value == found["worst_value"] else None
+                numbers = (_number(rates[column]) for column in columns[1:])
+                table.add_row(value, label, str(rates["n"]), *numbers, style=worst)
+        yield table
+    if parts:
+        compared = {f"{name}: {label}": found for label, part in parts.items() for name, found in part.items()}
+        table = _table("\nbetween values", "figure", *compared, numbers=len(compared), last="what it is")
+        for figure, said in FIGURES.items():
+            table.add_row(figure, *(_number(found[figure]) for found in compared.values()), Text(said, style="dim"))
+        said = "samples whose counts do not leave their client, because they are few"
+        table.add_row("withheld", *(str(found["withheld"]) for found in compared.values()), Text(said, style="dim"))
+        yield table
 
 
 def _bytes(count: int) -> str:

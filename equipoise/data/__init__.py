@@ -65,6 +65,7 @@ SOURCES: Registry = {
     "imagefolder": "equipoise.data.imagefolder:recipe",
     "ellipses": "equipoise.data.ellipses:recipe",
     "prostate": "equipoise.data.prostate:recipe",
+    "adult": "equipoise.data.adult:recipe",
 }
 """What makes each source."""
 

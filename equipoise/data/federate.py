@@ -86,6 +86,7 @@ def federate(
         name=source.name,
         client_names=assignment.names,
         class_names=source.class_names,
+        attributes=source.attributes,
     )
 
 

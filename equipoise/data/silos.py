@@ -1,6 +1,7 @@
 """Silos: data that already lie apart, one directory a client.
 
-A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. It may
+A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. The file
+may also have attributes of samples, such as an array ``attribute.sex`` of text. The directory may
 hold ``test.npz`` with the samples that the client is tested on, if these are not to be drawn from
 ``data.npz``, and ``client.yaml`` with its ``group``. Clients of a group that share a test set each
 have a copy of it. Here all directories are read together; on Flower each client reads its own and
@@ -22,6 +23,7 @@ import yaml
 from numpy.typing import NDArray
 
 from equipoise import tasks
+from equipoise.attributes import Attribute
 from equipoise.data.federate import federate
 from equipoise.data.files import VARIABLE
 from equipoise.data.partition import Natural
@@ -30,6 +32,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 
 ARRAYS, TESTS, ABOUT = "data.npz", "test.npz", "client.yaml"
+ATTRIBUTE = "attribute."
 
 
 def silos(*, root: str | None = None, classes: int | None = None, task: str = "classification") -> Source:
@@ -130,13 +133,13 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
     read = [_read(directory / name, task) for directory, name in files]
     groups = [_group(directory) for directory, _ in files]
     names = tuple(dict.fromkeys(groups))
-    sizes = [len(x) for x, _ in read]
-    if len({x.shape[1:] for x, _ in read}) > 1:
-        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _), (path, _) in zip(read[:8], files, strict=False))
+    sizes = [len(x) for x, _, _ in read]
+    if len({x.shape[1:] for x, _, _ in read}) > 1:
+        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _, _), (path, _) in zip(read[:8], files, strict=False))
         raise InputError(f"samples of all silos must have one shape, got {shapes}")
     return Source(
-        x=torch.from_numpy(np.concatenate([x for x, _ in read])),
-        y=torch.from_numpy(np.concatenate([y for _, y in read])),
+        x=torch.from_numpy(np.concatenate([x for x, _, _ in read])),
+        y=torch.from_numpy(np.concatenate([y for _, y, _ in read])),
         task=task,
         classes=classes,
         name="silos",
@@ -144,23 +147,45 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
         group_names=names,
         ids=np.repeat([directory.resolve().name for directory, _ in files], sizes),
         test=np.repeat([name == TESTS for _, name in files], sizes) if tested else None,
+        attributes=_attributes([attributes for _, _, attributes in read], files),
     )
 
 
-def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _attributes(read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[Path, str]]) -> dict[str, Attribute]:
+    """Put the attributes of all files together; each file must have the same ones."""
+    for found, (directory, name) in zip(read, files, strict=True):
+        if set(found) != set(read[0]):
+            here, there = (", ".join(sorted(names)) or "none" for names in (found, read[0]))
+            raise InputError(
+                f"{directory / name} has the attributes {here}, {files[0][0] / files[0][1]} has {there}; all silos must "
+                "have the same"
+            )
+    together = {name: np.concatenate([found[name].astype(str) for found in read]) for name in sorted(read[0])}
+    return {name: Attribute.of(values, name) for name, values in together.items()}
+
+
+def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
     of = tasks.build(task)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = arrays["x"], arrays["y"]
+            attributes = {
+                name.removeprefix(ATTRIBUTE): arrays[name] for name in arrays.files if name.startswith(ATTRIBUTE)
+            }
     except (OSError, BadZipFile, ValueError, KeyError) as error:
         raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y, one row a sample") from error
     if len(x) != len(y) or not len(x):
         raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
+    for name, values in attributes.items():
+        if values.shape != (len(x),):
+            raise InputError(
+                f"{path} has {ATTRIBUTE}{name} of shape {values.shape}; an attribute needs one value a sample: ({len(x)},)"
+            )
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if of.floating:
-        return x, y.astype(np.float32)
+        return x, y.astype(np.float32), attributes
     labels = y if y.dtype == np.uint8 else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
-    return x, of.targets(torch.from_numpy(labels)).numpy()
+    return x, of.targets(torch.from_numpy(labels)).numpy(), attributes
 
 
 def _group(directory: Path) -> str:

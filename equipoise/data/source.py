@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise import tasks
+from equipoise.attributes import Attribute, attributes_from
 from equipoise.errors import InputError
 from equipoise.samples import Samples
 
@@ -46,6 +48,8 @@ class Source:
         Which samples were published for testing. Nobody trains on them, and no others are tested on.
     test_of : {"client", "group"}
         Whose test samples a client is evaluated on unless said otherwise; see `equipoise.data.federate`.
+    attributes : mapping of str to Attribute or array of shape [N], optional
+        Properties of samples by whose values models are evaluated.
 
     Examples
     --------
@@ -66,6 +70,7 @@ class Source:
     class_names: tuple[str, ...] | None = None
     test: NDArray[np.bool_] | None = None
     test_of: str = "client"
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
@@ -84,3 +89,5 @@ class Source:
             )
         if self.classes is None:
             object.__setattr__(self, "classes", tasks.build(self.task).classes_in(self.y))
+        where = f"source {self.name!r}"
+        object.__setattr__(self, "attributes", attributes_from(self.attributes, len(self.x), where))

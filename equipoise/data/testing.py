@@ -90,6 +90,7 @@ def assign_others(partition: Partition, source: Source, tests: Sequence[Ints], s
         ids=None if source.ids is None else source.ids[others],
         units=None if source.units is None else source.units[others],
         test=None,
+        attributes={},
     )
     assignment = partition.assign(some, seed)
     if assignment.group_names != groups_of(source)[1]:

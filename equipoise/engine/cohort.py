@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from equipoise.engine.questions import Asked, sums_over_samples
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
 from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
-from equipoise.metrics import Metric
 from equipoise.optimizers import Column, TorchOptimizer
 from equipoise.random import Purpose, choose, fold, fold_tensor
 from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
@@ -400,7 +399,7 @@ class StackedCohort:
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
         """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
         evaluated = {
-            split: self._measure(chunk, self.engine.view.split(split), self.ids[members], self.engine.metrics)
+            split: self._measure(chunk, self.engine.view.split(split), self.ids[members], evaluation=True)
             for split in ("val", "test")
         }
         for split, measured in evaluated.items():
@@ -410,12 +409,16 @@ class StackedCohort:
         return evaluated
 
     def _measure(
-        self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], metrics: Sequence[Metric] = ()
+        self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
     ) -> Measured:
-        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``)."""
+        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``).
+
+        Only for ``evaluation`` there is more than the loss and the task's own metrics.
+        """
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
-        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients), metrics)
+        more = (self.engine.metrics, self.engine.counting) if evaluation else ((), None)
+        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients), *more)
 
     def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
         """Return the samples that clients' reports look at, and the clients' numbers in that split."""

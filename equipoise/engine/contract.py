@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.attributes import Counting
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
@@ -130,6 +131,9 @@ class Engine(Protocol):
     metrics : tuple of Metric
         What clients measure besides the loss and the task's own metrics when models are evaluated.
         Set by the round loop.
+    counting : Counting or None
+        Counts clients' samples by their attributes when models are evaluated. Set by the round loop
+        where it has the data.
     """
 
     network: Network
@@ -137,6 +141,7 @@ class Engine(Protocol):
     chunk: int
     absent: dict[int, str]
     metrics: tuple[Metric, ...]
+    counting: Counting | None
 
     def newcomers(self) -> Sequence[int]:
         """Return the clients that have registered since the last call, and add them to the federation."""

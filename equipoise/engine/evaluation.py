@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
+from equipoise.attributes import Counting
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
@@ -35,6 +36,7 @@ def evaluate_shared(
     split: Split,
     clients: NDArray[np.int64],
     metrics: Sequence[Metric] = (),
+    counting: Counting | None = None,
 ) -> Measured:
     """Evaluate one model on every client's own samples.
 
@@ -54,33 +56,36 @@ def evaluate_shared(
         Which clients.
     metrics : sequence of Metric
         Metrics of each client's outputs besides the loss and the task's own.
+    counting : Counting, optional
+        Counts each client's samples by their attributes.
 
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample.
+        One value a client, NaN where a client holds no sample. Counts by attributes that a client
+        withholds are NaN, too.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     if network.batchwise:
         together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
-        return evaluate_stacked(network, data, {}, params, split, clients, together, metrics)
+        return evaluate_stacked(network, data, {}, params, split, clients, together, metrics, counting)
     positions, where = _gather(split, clients, sizes), None
     if split.repeats:
         positions, where = np.unique(positions, return_inverse=True)
     pieces: dict[str, list[Tensor]] = {}
-    wanted = _Collected(metrics, clients, sizes)
+    wanted = _Collected(metrics, counting, split, clients)
     for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, Forward(train=False)).output
-        if metrics and where is None:
+        if wanted.any and where is None:
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
     if not pieces:
         return {"loss": np.full(len(clients), np.nan)}
     measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
-    if metrics and where is not None:
-        _collect_repeated(network, data, params, split, wanted)
+    if wanted.any and where is not None:
+        _collect_repeated(network, data, params, wanted)
     means = {
         name: _mean_by_client(values if where is None else values[where], sizes) for name, values in measured.items()
     }
@@ -94,21 +99,33 @@ class _Collected:
     ----------
     metrics : sequence of Metric
         What to measure.
-    clients, sizes : int array
-        Which clients, and how many samples they hold.
+    counting : Counting or None
+        What to count by attributes.
+    split : Split
+        Whose samples.
+    clients : int array
+        Which clients.
 
     Attributes
     ----------
+    any : bool
+        Whether outputs are needed at all.
+    sizes : int array
+        How many samples each client holds.
     values : dict of float64 arrays
         One value a client, NaN where a client holds no sample or the metric is undefined.
     """
 
-    def __init__(self, metrics: Sequence[Metric], clients: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        self.metrics, self.clients, self.sizes = metrics, clients, sizes
+    def __init__(
+        self, metrics: Sequence[Metric], counting: Counting | None, split: Split, clients: NDArray[np.int64]
+    ) -> None:
+        self.metrics, self.counting, self.split, self.clients = metrics, counting, split, clients
+        self.any = bool(metrics) or counting is not None
+        self.sizes = split.offsets[clients + 1] - split.offsets[clients]
         self.values: Measured = {metric.name: np.full(len(clients), np.nan) for metric in metrics}
         self._outputs: list[Tensor] = []
         self._targets: list[Tensor] = []
-        self._waiting = iter(np.flatnonzero(sizes).tolist() if metrics else ())
+        self._waiting = iter(np.flatnonzero(self.sizes).tolist() if self.any else ())
         self._next()
 
     def _next(self) -> None:
@@ -134,12 +151,15 @@ class _Collected:
 
     def measure(self, position: int, outputs: list[Tensor], targets: list[Tensor]) -> None:
         """Measure the client at a position of ``clients``."""
-        found = measure(self.metrics, torch.cat(outputs), torch.cat(targets), int(self.clients[position]))
+        output, y, client = torch.cat(outputs), torch.cat(targets), int(self.clients[position])
+        found = measure(self.metrics, output, y, client)
+        if self.counting is not None:
+            found |= self.counting(output, y, self.split.of(client))
         for name, value in found.items():
-            self.values[name][position] = value
+            self.values.setdefault(name, np.full(len(self.clients), np.nan))[position] = value
 
 
-def _collect_repeated(network: Network, data: DeviceData, params: Tree, split: Split, wanted: _Collected) -> None:
+def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: _Collected) -> None:
     """Measure clients that hold samples of others too: the outputs are computed again, for one client at a time.
 
     Clients that hold the same samples in the same order, such as the test samples of a group, are
@@ -147,7 +167,7 @@ def _collect_repeated(network: Network, data: DeviceData, params: Tree, split: S
     """
     first: dict[bytes, int] = {}
     for position in np.flatnonzero(wanted.sizes).tolist():
-        held = split.of(int(wanted.clients[position]))
+        held = wanted.split.of(int(wanted.clients[position]))
         same = first.setdefault(held.tobytes(), position)
         if same != position:
             for values in wanted.values.values():
@@ -188,12 +208,13 @@ def evaluate_stacked(
     clients: NDArray[np.int64],
     chunk: int,
     metrics: Sequence[Metric] = (),
+    counting: Counting | None = None,
 ) -> Measured:
     """Evaluate every client's own model on its own samples.
 
     Parameters
     ----------
-    network, data, split, clients, metrics
+    network, data, split, clients, metrics, counting
         As in :func:`evaluate_shared`.
     params : Tree
         What differs between clients, stacked in the order of ``clients``.
@@ -215,8 +236,8 @@ def evaluate_stacked(
         members = order[start : start + chunk]
         where = torch.from_numpy(members).to(network.device)
         own = {name: stack[where] for name, stack in params.items()}
-        wanted = _Collected(metrics, clients[members], sizes[members])
-        for name, sums in _sums_of_chunk(network, data, own, still, split, wanted).items():
+        wanted = _Collected(metrics, counting, split, clients[members])
+        for name, sums in _sums_of_chunk(network, data, own, still, wanted).items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = sums.cpu().numpy() / sizes[members]
         for name, values in wanted.values.items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = values
@@ -224,20 +245,20 @@ def evaluate_stacked(
 
 
 def _sums_of_chunk(
-    network: Network, data: DeviceData, params: Tree, still: Tree, split: Split, wanted: _Collected
+    network: Network, data: DeviceData, params: Tree, still: Tree, wanted: _Collected
 ) -> dict[str, Tensor]:
     """Sum the task's metrics of each client's samples, for clients ordered by falling number of samples.
 
     Metrics of all outputs of a client are measured on the way.
     """
-    clients, sizes = wanted.clients, wanted.sizes
+    split, clients, sizes = wanted.split, wanted.clients, wanted.sizes
     active = len(clients)
     together = active * int(sizes[0]) if network.batchwise else samples_a_pass(network, active)
 
     def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
         forward = Forward(train=False, mask=kept, stacked=active > 1)
         output = network.apply({**still, **own}, x, forward).output
-        return network.task.metrics(output, y), [output] if wanted.metrics else []
+        return network.task.metrics(output, y), [output] if wanted.any else []
 
     sums: dict[str, Tensor] = {}
     outputs: list[list[Tensor]] = [[] for _ in clients]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from equipoise import tasks
+from equipoise.attributes import Counting
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.chunking import chunk_by_rule
 from equipoise.engine.cohort import StackedCohort, repeated
@@ -81,6 +82,7 @@ class StackedEngine:
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
         self.metrics: tuple[Metric, ...] = ()
+        self.counting: Counting | None = None
         self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
@@ -111,12 +113,14 @@ class StackedEngine:
         splits = {name: self.federation.split(name) for name in ("val", "test")}
         if personal is None:
             return {
-                name: evaluate_shared(self.network, self.data, model, split, clients, self.metrics)
+                name: evaluate_shared(self.network, self.data, model, split, clients, self.metrics, self.counting)
                 for name, split in splits.items()
             }
         still, own = self.personal_models(model, personal, clients)
         return {
-            name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk, self.metrics)
+            name: evaluate_stacked(
+                self.network, self.data, own, still, split, clients, self.chunk, self.metrics, self.counting
+            )
             for name, split in splits.items()
         }
 

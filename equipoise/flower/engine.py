@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equipoise import tasks
+from equipoise.attributes import Counting
 from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
 from equipoise.engine.contract import LOST, ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
@@ -43,6 +44,7 @@ from equipoise.flower.wire import (
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.methods import describe_part
 from equipoise.metrics import COLUMNS, Metric
+from equipoise.parity import wrong_counts
 from equipoise.random import Purpose, fold
 from equipoise.tree import PERSONAL, Tree, digest, unusable
 
@@ -137,6 +139,7 @@ class FlowerEngine:
         self._finished = 0
         self.absent: dict[int, str] = {}
         self.metrics: tuple[Metric, ...] = ()
+        self.counting: Counting | None = None
         self._measured: tuple[Tree, Answers] | None = None
         self._averaged: tuple[dict[int, int], Tree] | None = None
 
@@ -609,6 +612,8 @@ def _wrong_metrics(content: RecordDict, kind: str, sizes: Mapping[str, int], sco
         for name in ("loss", score):
             if sizes[split] and not np.isfinite(numbers.get(name, np.nan)):
                 return f"answered with {numbers.get(name, 'nothing')} as {split} {name} of the {kind} model"
+        if wrong := wrong_counts(numbers, sizes[split]):
+            return f"{wrong} in {split} of the {kind} model"
     return None
 
 

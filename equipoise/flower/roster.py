@@ -204,6 +204,11 @@ class Roster:
         return self._any.class_names
 
     @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Always empty: attributes of samples stay with the clients, which send counts."""
+        return {}
+
+    @property
     def _any(self) -> Description:
         return self.known[min(self.known)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from equipoise.flower.nodes import Nodes, reasons
 from equipoise.flower.roster import Roster, read_roster
 from equipoise.flower.silo import read_experiment
 from equipoise.run.api import CONFIG, Run
+from equipoise.run.callbacks import Callback
 from equipoise.run.trainer import Progress
 
 log = logging.getLogger("flwr.equipoise")
@@ -27,7 +28,7 @@ log = logging.getLogger("flwr.equipoise")
 CLIENTS = "clients.json"
 
 
-def server_app(experiment: str | Path) -> ServerApp:
+def server_app(experiment: str | Path, *, callbacks: Sequence[Callback] = ()) -> ServerApp:
     """Make the ``ServerApp`` of an experiment.
 
     Parameters
@@ -35,6 +36,9 @@ def server_app(experiment: str | Path) -> ServerApp:
     experiment : path
         The experiment's file. The run configuration may override values (``set``) and name the run
         directory (``out``). If the directory already contains this run, the run is resumed.
+    callbacks : sequence of Callback
+        What follows the run on the server, besides the trackers of the experiment; see
+        :class:`equipoise.Callback`.
 
     Returns
     -------
@@ -50,12 +54,12 @@ def server_app(experiment: str | Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(grid, read_experiment(path, context.run_config), context.run_config.get("out"))
+        serve(grid, read_experiment(path, context.run_config), context.run_config.get("out"), callbacks)
 
     return app
 
 
-def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
+def serve(grid: Grid, experiment: Experiment, out: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Run an experiment with the clients behind a grid.
 
     Parameters
@@ -66,6 +70,8 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
         What to train.
     out : path, optional
         The run directory.
+    callbacks : sequence of Callback
+        What follows the run, besides the trackers of the experiment.
 
     Returns
     -------
@@ -98,7 +104,9 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None) -> Run:
         )
 
     roster: Any = identity.roster
-    run = experiment.run(directory, resume=resume, on_round=_tell, federation=roster, engine=engine)
+    run = experiment.run(
+        directory, resume=resume, on_round=_tell, callbacks=callbacks, federation=roster, engine=engine
+    )
     trainer: Any = run.trainer
     chosen = trainer.selected()
     if untold := trainer.engine.hand_out(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from equipoise import models
+from equipoise.attributes import counting_of
+from equipoise.checks import count
 from equipoise.config import Experiment, load_experiment
 from equipoise.data.encode import encode_federation
 from equipoise.data.silos import silo_federation
@@ -113,7 +115,7 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
         The experiment's file.
     run_config, node : mapping
         Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of its own), ``memory``,
-        ``device`` and ``unseen``.
+        ``device``, ``unseen`` and ``min-cell``, a smallest cell above that of the experiment.
     own : callable, optional
         Makes the client's own federation, of one client, from the node's configuration.
 
@@ -128,6 +130,10 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
     if "device" in node:
         settings += f"; machine.device={node['device']}"
     asked = Asked(experiment, experiment.stat().st_mtime_ns, settings)
+    least = count(node.get("min-cell", 1), "min-cell in the node's configuration")
+    if least > _experiment(asked).evaluation.min_cell:
+        # A client may withhold more than the experiment asks for, and never less.
+        asked = asked._replace(settings=f"{settings}; evaluation.min_cell={least}")
     if own is not None or "data" in node:
         engine = _own_engine(asked, client, own, tuple(sorted(node.items())))
     else:
@@ -180,6 +186,14 @@ def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
     # Only clients try the model out, and so know all that the task measures.
     check_metrics(wanted, engine.network.task, engine.network.measures)
     engine.metrics = computed(wanted, engine.network.task)
+    engine.counting = counting_of(
+        federation.attributes,
+        engine.network.task,
+        federation.classes,
+        federation.class_names,
+        positive=experiment.evaluation.positive,
+        min_cell=experiment.evaluation.min_cell,
+    )
     return engine
 
 

@@ -26,7 +26,7 @@ __all__ = ["Metric", "build", "check_metrics", "computed", "measure", "names", "
 Function = Callable[[Tensor, Tensor], Any]
 F = TypeVar("F", bound=Function)
 
-COLUMNS = ("round", "model", "split", "client", "group", "unseen", "n", "loss", "gap", "left_out")
+COLUMNS = ("round", "model", "split", "client", "group", "unseen", "n", "loss", "gap", "left_out", "attributes")
 """The columns that every row of ``metrics.jsonl`` may have."""
 
 # Words that have a meaning in the names of a study's metrics, such as ``val.global.unseen.auroc.mean``.

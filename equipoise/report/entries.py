@@ -13,7 +13,7 @@ from equipoise.report.reading import RunRecord, is_run, read_run
 from equipoise.study.runs import flat
 
 # Keys in which runs of the same experiment may differ: seeds and machines.
-_NOT_COMPARED = ("seed", "data.seed", "machine.", "resolved.", "checkpoint_every", "flower.", "imports")
+_NOT_COMPARED = ("seed", "data.seed", "machine.", "resolved.", "checkpoint_every", "flower.", "imports", "tracking")
 
 
 @dataclass(frozen=True)

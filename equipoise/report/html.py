@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -152,3 +154,28 @@ def plural(count: int, what: str) -> str:
     ('1 round', '3 rounds')
     """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write mean ± sample standard deviation.
+
+    Examples
+    --------
+    >>> spread([0.5, 0.7]), spread([0.5]), spread([])
+    ('0.600 ± 0.141', '0.500', '–')
+    """
+    if not values:
+        return "–"
+    mean = number(statistics.fmean(values))
+    return f"{mean} ± {number(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def slug(text: str) -> str:
+    """Write a label as an anchor and a file name.
+
+    Examples
+    --------
+    >>> slug("qffl, q=0.5")
+    'qffl-q-0-5'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "run"

@@ -13,6 +13,7 @@ import yaml
 
 from equipoise.data import SOURCES
 from equipoise.fairness import METRICS
+from equipoise.report import attributes
 from equipoise.report.charts import Chart, Series
 from equipoise.report.html import Cell, Section, details, number, paragraph, plural, size, table
 from equipoise.report.reading import Part, RunRecord, Weighed
@@ -37,6 +38,7 @@ def sections(record: RunRecord) -> list[Section]:
         clients(record),
         progress(record),
         groups(record),
+        *attributes.of_run(record),
         weights(record),
         sampling(record),
         clusters(record),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 
-from equipoise.report import one
+from equipoise.report import attributes, one
 from equipoise.report.charts import Chart, Series
 from equipoise.report.entries import Entry
-from equipoise.report.html import Cell, Section, number, paragraph, plural, size, table
+from equipoise.report.html import Cell, Section, number, paragraph, plural, size, slug, spread, table
 from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
 from equipoise.study.metrics import should_be_high
@@ -141,6 +140,7 @@ def sections(compared: Sequence[Comparison]) -> list[Section]:
             clients(comparison),
             progress(comparison),
             groups(comparison),
+            *attributes.compared(comparison),
             weights(comparison),
             sampling(comparison),
             clusters(comparison),
@@ -499,28 +499,3 @@ def costs(comparison: Comparison) -> Section:
     header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds a round"]
     body = paragraph("Means over seeds. Bytes are without evaluation for this report, seconds with it.")
     return Section("costs", title, body + table(comparison.title("Cost of a run"), header, rows))
-
-
-def spread(values: Sequence[float]) -> str:
-    """Write mean ± sample standard deviation.
-
-    Examples
-    --------
-    >>> spread([0.5, 0.7]), spread([0.5]), spread([])
-    ('0.600 ± 0.141', '0.500', '–')
-    """
-    if not values:
-        return "–"
-    mean = number(statistics.fmean(values))
-    return f"{mean} ± {number(statistics.stdev(values))}" if len(values) > 1 else mean
-
-
-def slug(text: str) -> str:
-    """Write a label as an anchor and a file name.
-
-    Examples
-    --------
-    >>> slug("qffl, q=0.5")
-    'qffl-q-0-5'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "run"

@@ -29,6 +29,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
+from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
@@ -114,6 +115,7 @@ def train(
     attached: Mapping[str, bytes] | None = None,
     engine: MakeEngine = StackedEngine,
     on_round: Callable[[Progress], None] | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Run:
     """Train a federation.
@@ -151,6 +153,9 @@ def train(
         Makes the engine; by default the one that runs in this process.
     on_round : callable, optional
         Called with the :class:`~equipoise.run.trainer.Progress` after every round.
+    callbacks : sequence of Callback
+        Objects that follow the run, see its models and may stop it; see :class:`equipoise.Callback`. They are not called
+        if the run in the directory is finished.
     **settings
         Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``. With
         ``rounds=0`` the initial model is evaluated and nothing is trained.
@@ -174,6 +179,7 @@ def train(
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
+    callbacks = checked(callbacks)
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
         # Copied, because the method's parts may be added to it.
@@ -225,8 +231,15 @@ def train(
                     write_atomically(directory / name, content)
         if finished and directory:
             return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
-        trainer.run(on_round)
-        return _finished(trainer, config, directory)
+        listeners = Listeners(callbacks, json.loads(json.dumps(config)), directory)
+        try:
+            trainer.run(on_round, listeners)
+            run = _finished(trainer, config, directory)
+        except BaseException as error:
+            listeners.end(error=error)
+            raise
+        listeners.end(run.summary)
+        return run
 
 
 def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) -> Run:
@@ -445,7 +458,9 @@ def _open(
         # Runs of older versions do not record their module; their checkpoints are refused by version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
-        if difference := first_difference(found, json.loads(json.dumps(config))):
+        # Another tracker does not make another experiment.
+        there, here = ({**given, "tracking": None} for given in (found, json.loads(json.dumps(config))))
+        if difference := first_difference(there, here):
             # An older version differs in settings it did not have, which say less than its number.
             refuse_another_version(directory)
             same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.attributes import counting_of
 from equipoise.checks import count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.contract import Engine, Personal, RoundCohort
@@ -52,6 +53,12 @@ class Evaluation:
     average_kept : bool
         For a method whose clients keep parts of the shared model for themselves: whether to evaluate a global model
         in which those parts are the mean of the clients' own. Without it there is no global model to evaluate.
+    positive : int or str, optional
+        For data with attributes: the class, by number or name, that counts as a positive prediction in selection
+        rates, TPR and FPR. By default class 1 if there are two classes; with more there are no rates.
+    min_cell : int
+        For data with attributes: the smallest number of samples of a client that is counted by itself. Counts of smaller
+        cells do not leave the client; see :class:`equipoise.attributes.Counting`. With 1 nothing is withheld.
 
     Examples
     --------
@@ -70,11 +77,16 @@ class Evaluation:
     keep_local: bool = False
     metrics: Sequence[str | Metric] = field(default=(), metadata={UNLESS_DEFAULT: True})
     select_by: str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    positive: int | str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    min_cell: int = field(default=5, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Look metrics up by name, and refuse settings that contradict each other."""
         object.__setattr__(self, "metrics", several_from(self.metrics, "evaluation.metrics"))
         count(self.every, "evaluation.every", least=0)
+        count(self.min_cell, "evaluation.min_cell")
+        if isinstance(self.positive, bool) or not isinstance(self.positive, int | str | None):
+            raise InputError(f"evaluation.positive must be a class, by number or name, got {self.positive!r}")
         one_of(self.select, ("last", "best"), "evaluation.select")
         if self.patience is not None:
             count(self.patience, "evaluation.patience")
@@ -180,6 +192,16 @@ class Evaluator:
         task, self.metrics = engine.network.task, several_from(evaluation.metrics, "evaluation.metrics")
         check_metrics(self.metrics, task, engine.network.measures)
         engine.metrics = computed(self.metrics, task)
+        # On Flower clients have the attributes, and count by themselves.
+        if federation.attributes:
+            engine.counting = counting_of(
+                federation.attributes,
+                task,
+                federation.classes,
+                federation.class_names,
+                positive=evaluation.positive,
+                min_cell=evaluation.min_cell,
+            )
         higher = {"loss": False, task.score: task.higher_is_better}
         higher |= {metric.name: metric.higher_is_better for metric in self.metrics}
         self._by = evaluation.select_by or "loss"
@@ -199,6 +221,7 @@ class Evaluator:
                 "split": split,
                 "gaps": gaps,
                 "metrics": self.engine.metrics,
+                "task": self.engine.network.task,
             }
             rows.extend(client_rows(self.federation, clients, measured[split], **named))
 

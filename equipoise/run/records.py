@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise import fairness, tasks
+from equipoise import fairness, parity, tasks
+from equipoise.attributes import read_column
 from equipoise.engine.evaluation import Measured
 from equipoise.federation import Federation
 from equipoise.metrics import Metric
@@ -28,6 +29,7 @@ def client_rows(
     split: str,
     gaps: Mapping[int, float] | None = None,
     metrics: Sequence[Metric] = (),
+    task: Task | None = None,
 ) -> list[Row]:
     """Make the rows of ``metrics.jsonl``: one a client with samples in the split.
 
@@ -50,6 +52,8 @@ def client_rows(
     metrics : sequence of Metric
         Which of the values are of these metrics. One that is undefined or outside of its range is not in the row;
         ``left_out`` gives the reason by the metric's name.
+    task : Task, optional
+        Says what the score is, for rows with counts by attributes; by default that of the federation.
 
     Returns
     -------
@@ -57,6 +61,9 @@ def client_rows(
         In the order of ``clients``.
     """
     sizes = federation.split(split).sizes
+    task = task or tasks.build(federation.task)
+    counts = {name: values for name, values in measured.items() if read_column(name)}
+    measured = {name: values for name, values in measured.items() if name not in counts}
     rows = []
     for position, client in enumerate(clients.tolist()):
         if sizes[client] == 0:
@@ -78,6 +85,10 @@ def client_rows(
             row["gap"] = gaps[client]
         if left_out:
             row["left_out"] = left_out
+        own = {name: float(values[position]) for name, values in counts.items()}
+        higher = task.higher_is_better
+        if by_attribute := parity.of_client(own, row["n"], score=task.score, higher_is_better=higher):
+            row["attributes"] = by_attribute
         rows.append(row)
     return rows
 
@@ -117,6 +128,7 @@ def summarize_rows(
         dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
         every group), ``loss`` (the mean loss over clients), and the names of the worst client and group. ``metrics``
         has the same for each of ``metrics``, and in ``left_out_clients`` the reason for each client without a value.
+        For data with attributes, ``attributes`` has what :func:`equipoise.parity.pooled` returns.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
@@ -130,6 +142,8 @@ def summarize_rows(
                 part = _summary(chosen, task.score, names, higher_is_better=higher, gaps=own_gaps)
                 if metrics:
                     part["metrics"] = {metric.name: _metric_summary(chosen, metric) for metric in metrics}
+                if by_attribute := parity.pooled(chosen, score=task.score, higher_is_better=higher):
+                    part["attributes"] = by_attribute
                 result.setdefault(model, {})[who] = part
     return result
 

@@ -28,6 +28,7 @@ from equipoise.federation import Federation
 from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
+from equipoise.run.callbacks import Listeners
 from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
@@ -105,6 +106,11 @@ class Trainer:
         Rounds between checkpoints.
     engine : callable
         Makes the engine that carries the method out.
+
+    Attributes
+    ----------
+    stopped : str or None
+        Why a callback has stopped the run.
     """
 
     def __init__(
@@ -145,6 +151,8 @@ class Trainer:
             Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
         )
         self.bytes = dict.fromkeys(BYTES, 0)
+        self.stopped: str | None = None
+        self._listeners = Listeners()
         self._saved_round = 0
         self._best_models: Models | None = None
         self._local_models: Models | None = None
@@ -176,16 +184,25 @@ class Trainer:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self, on_round: Callable[[Progress], None] | None = None) -> None:
-        """Train until the last round, or until validation says to stop; with 0 rounds, evaluate the initial model."""
+    def run(self, on_round: Callable[[Progress], None] | None = None, listeners: Listeners | None = None) -> None:
+        """Train until the last round, or until validation or a callback says to stop.
+
+        With 0 rounds, evaluate the initial model.
+        """
         self.begin()
+        self._listeners = listeners or Listeners()
         with exact_arithmetic(self.engine.machine):
+            self._listeners.begin(self)
             if not self.training.rounds:
                 self._only_evaluate()
-            while self.state.round < self.training.rounds and not self.evaluator.out_of_patience:
+            while self.state.round < self.training.rounds and not self._ends_early:
                 progress = self._round()
                 if on_round:
                     on_round(progress)
+
+    @property
+    def _ends_early(self) -> bool:
+        return self.evaluator.out_of_patience or self.stopped is not None
 
     @property
     def _that_need_everyone(self) -> list[Sampler | Aggregation]:
@@ -273,13 +290,20 @@ class Trainer:
         if due:
             self._evaluate(updates, cohort)
             clock.lap("evaluate")
-            if self.engine.absent:
-                row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+            row |= self._absent()
         row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
         everyone = len(cohort.ids) == len(self._registered)
-        self.rounds.append([row | _counted(moved) | _written(self.state, cohort, everyone=everyone)])
+        row |= _counted(moved) | _written(self.state, cohort, everyone=everyone)
+        self._listeners.round(dict(row), evaluated=due)
+        if self.stopped is not None and not due and self.evaluation.every:
+            # The last round is always evaluated.
+            self._evaluate(updates, cohort)
+            row |= self._absent()
+        if self._listeners:
+            clock.lap("callbacks")
+        self.rounds.append([row])
         self.timings.append([{"round": number, **clock.laps}])
-        ends = last or self.evaluator.out_of_patience
+        ends = last or self._ends_early
         if ends and self.evaluation.keep_local:
             # As trained, and not as a guard has changed them.
             own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
@@ -290,6 +314,11 @@ class Trainer:
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
         return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
+
+    def _absent(self) -> Row:
+        """Return the clients that did not answer when models were evaluated, for the row of a round."""
+        absent = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
+        return {"not_evaluated": absent} if absent else {}
 
     def _only_evaluate(self) -> None:
         # A run that was interrupted after its checkpoint has its metrics already.
@@ -417,6 +446,7 @@ class Trainer:
             self.engine.keep()
             if self.directory:
                 save_models(self.directory / BEST, self._best_models)
+        self._listeners.evaluated(rows)
 
     @property
     def has_global(self) -> bool:
@@ -479,7 +509,10 @@ class Trainer:
         task, metrics = self.engine.network.task, self.evaluator.metrics
         results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
-            for measured in (part, *part.get("metrics", {}).values()):
+            by_attribute = [
+                of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()
+            ]
+            for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
                 if "worst_client_id" in measured:
                     # A number says nothing to those who do not hold the data.
                     measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
@@ -491,6 +524,7 @@ class Trainer:
             "round": number,
             "select": self.evaluation.select,
             **({"select_by": self.evaluation.select_by} if self.evaluation.select_by else {}),
+            **({"stopped": self.stopped} if self.stopped else {}),
             "task": task.name,
             "score": task.score,
             **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
@@ -515,6 +549,7 @@ class Trainer:
             "best_round": standing.best_round,
             "best_loss": standing.best_loss if standing.best_round else None,
             "stale": standing.stale,
+            **({"stopped": self.stopped} if self.stopped else {}),
             "marks": {name: journal.mark() for name, journal in self._journals.items()},
         }
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
@@ -542,6 +577,7 @@ class Trainer:
             self.engine.restore(found.memory)
             note, standing = found.note, self.evaluator.standing
             self.bytes = {name: note["bytes"][name] for name in BYTES}
+            self.stopped = note.get("stopped")
             standing.best_round, standing.stale = note["best_round"], note["stale"]
             standing.best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
             self._saved_round = self.state.round

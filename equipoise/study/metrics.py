@@ -1,7 +1,8 @@
 """Metrics by name, as studies ask for them, looked up in a run's summary.
 
 A name is ``[val.][model.][who.]name`` for the task's score, and ``[val.][model.][who.]metric.name``
-for one of ``evaluation.metrics``; without ``.name`` its mean is meant.
+for one of ``evaluation.metrics``; without ``.name`` its mean is meant. Figures of an attribute of
+samples are called ``[val.][model.][who.]attributes.ATTRIBUTE.figure``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from equipoise import metrics as of_clients
 from equipoise.errors import InputError, unknown
 from equipoise.fairness import METRICS, Better
+from equipoise.parity import FIGURES
 from equipoise.run.records import MODELS
 
 WHO = ("seen", "unseen")
@@ -20,6 +22,8 @@ BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
     "loss": "low",
     "groups.NAME": "as v_k",
+    "attributes.NAME.worst": "as v_k",
+    **{f"attributes.NAME.{figure}": "high" if figure.endswith("ratio") else "low" for figure in FIGURES},
     "bytes_up": "low",
     "bytes_down": "low",
 }
@@ -56,6 +60,8 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     (_, name), part, group = own_of(metric), _part(summary, metric, model), group_of(metric)
     # Runs of earlier releases do not have all metrics; a metric may be undefined for all clients.
     found = part.get("groups", {}).get(group) if group else part.get(name)
+    if attribute := attribute_of(metric):
+        found = part.get("attributes", {}).get(attribute, {}).get(name.rpartition(".")[2])
     return None if found is None else float(found)
 
 
@@ -147,7 +153,7 @@ def own_of(metric: str) -> tuple[str, str]:
     """
     name = apart(metric)[2]
     first, _, rest = name.partition(".")
-    if first == "groups" or first in BETTER:
+    if first in ("groups", "attributes") or first in BETTER:
         return "", name
     return first, rest or "mean"
 
@@ -164,8 +170,22 @@ def group_of(metric: str) -> str:
     return group if before == "groups" else ""
 
 
+def attribute_of(metric: str) -> str:
+    """Return the attribute of samples a metric is of, if it is of one.
+
+    Examples
+    --------
+    >>> attribute_of("global.attributes.sex.equalized_odds_ratio"), attribute_of("mean")
+    ('sex', '')
+    """
+    before, _, rest = own_of(metric)[1].partition(".")
+    return rest.rpartition(".")[0] if before == "attributes" else ""
+
+
 def kind_of(metric: str) -> str:
     """Return what a metric is called in ``BETTER``, if it is one."""
+    if attribute_of(metric):
+        return f"attributes.NAME.{own_of(metric)[1].rpartition('.')[2]}"
     return "groups.NAME" if group_of(metric) else own_of(metric)[1]
 
 

@@ -39,6 +39,8 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
         wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
         # Runs in one process have no Flower settings in their configuration.
         wanted.pop("flower", None)
+        # Results do not depend on trackers.
+        found.pop("tracking", None)
         if difference := first_difference(found, wanted):
             raise InputError(f"{directory} holds another experiment: {difference}; choose another directory with --out")
 

@@ -36,3 +36,7 @@ def test_every_option_of_image_folders_is_named():
 
 def test_every_option_of_prostate_volumes_is_named():
     assert first_column("## Prostate volumes") == set(signature(recipe_of("prostate")).parameters) - {"seed"}
+
+
+def test_every_option_of_adult_is_named():
+    assert first_column("## Adult") == set(signature(recipe_of("adult")).parameters) - {"seed"}

@@ -91,6 +91,7 @@ def test_every_registered_name_resolves() -> None:
         "imagefolder",
         "prostate",
         "ellipses",
+        "adult",
     }
     assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
     assert all(callable(recipe_of(name)) for name in SOURCES)

@@ -136,3 +136,28 @@ def test_mistakes_are_named(spoil, says, tmp_path):
     spoil(write(tmp_path, "c1", 4))
     with pytest.raises(InputError, match=says):
         silos(root=str(tmp_path))
+
+
+def test_attributes_lie_in_the_same_file(tmp_path):
+    for number, values in enumerate((["f", "m", "m", "f", "x", "m"], ["m", "m", "f", "f", "f", "m"])):
+        folder = write(tmp_path, f"c{number}", 6, first=100 * number)
+        with np.load(folder / "data.npz") as arrays:
+            np.savez(folder / "data.npz", **arrays, **{"attribute.sex": np.array(values)})
+    together = load("silos", root=str(tmp_path), classes=3, splits=HOW["splits"])
+    sex = together.attributes["sex"]
+    assert sex.names == ("f", "m", "x")
+    assert [sex.names[code] for code in sex.codes[6:]] == ["m", "m", "f", "f", "f", "m"]
+    # A client that reads its own directory knows its own values only.
+    assert silo_federation(folder, **HOW).attributes["sex"].names == ("f", "m")
+
+
+def test_all_silos_have_the_same_attributes(tmp_path):
+    first, second = (write(tmp_path, f"c{number}", 4, first=100 * number) for number in range(2))
+    with np.load(second / "data.npz") as arrays:
+        np.savez(second / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 4)})
+    with pytest.raises(InputError, match=r"c1/data.npz has the attributes sex, .*c0/data.npz has none; all silos must"):
+        silos(root=str(tmp_path))
+    with np.load(first / "data.npz") as arrays:
+        np.savez(first / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 3)})
+    with pytest.raises(InputError, match=r"has attribute.sex of shape \(3,\); an attribute needs one value a sample"):
+        silos(root=str(tmp_path))

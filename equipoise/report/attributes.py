@@ -1,0 +1,159 @@
+"""The section on attributes of samples: rates by value, demographic parity and equalised odds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from equipoise.parity import FIGURES, RATES
+from equipoise.report.charts import Chart, Series
+from equipoise.report.html import Section, number, paragraph, plural, slug, spread, table
+from equipoise.report.reading import Part, RunRecord
+
+if TYPE_CHECKING:
+    from equipoise.report.several import Comparison
+
+_TITLE = "Attributes of samples: how their values are treated"
+_HEADERS = {"selection_rate": "selection rate", "tpr": "TPR", "fpr": "FPR"}
+_OVER_ROUNDS = {
+    "score_difference": "difference of the score",
+    "demographic_parity_difference": "demographic parity difference",
+    "equalized_odds_difference": "equalised odds difference",
+}
+_INTRO = (
+    "All samples of the clients together, by the values of their attributes. The selection rate is the share of "
+    "positive predictions. TPR and FPR are the shares of positive predictions among samples with a positive and with a "
+    "negative target. Differences should be 0, ratios 1."
+)
+
+
+def of_run(record: RunRecord) -> list[Section]:
+    """Return the section of one run; none if its data have no attributes."""
+    body, charts = "", []
+    for who in ("seen", "unseen"):
+        part = record.leading(who)
+        found = record.parts[part].get("attributes", {}) if part else {}
+        if part is None or not found:
+            continue
+        for name, of in found.items():
+            body += _rates_table(record, part, name, of)
+            charts.append(_over_rounds(record, part, name))
+        body += _figures_table(part, found) + _withheld(found)
+    if not body:
+        return []
+    return [Section("attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart])]
+
+
+def _rates_table(record: RunRecord, part: Part, name: str, of: Mapping[str, Any]) -> str:
+    rates = (record.score, *(rate for rate in RATES if any(value[rate] is not None for value in of["values"].values())))
+    rows = [
+        [value, f"{rate['n']:,}", *(number(rate[column]) for column in rates)] for value, rate in of["values"].items()
+    ]
+    header = [name, "samples", *(_HEADERS.get(rate, rate) for rate in rates)]
+    return table(f"By {name}: {part.words}", header, rows)
+
+
+def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
+    rows = [
+        [figure, *(number(of[figure]) for of in found.values()), said]
+        for figure, said in FIGURES.items()
+        if any(of[figure] is not None for of in found.values())
+    ]
+    rows.append(
+        ["worst value", *(str(of["worst_value"] or "–") for of in found.values()), "the value with the worst score"]
+    )
+    return table(f"Between values: {part.words}", ["figure", *found, "what it is"], rows, texts=[len(found) + 1])
+
+
+def _withheld(found: Mapping[str, Any]) -> str:
+    """Say whose counts are missing."""
+    said = [
+        f"{name}: {plural(of['withheld'], 'sample')} of {plural(of['withheld_clients'], 'client')} not counted, "
+        f"{of['without_targets']:,} more without score, TPR and FPR"
+        for name, of in found.items()
+        if of["withheld"] or of["without_targets"]
+    ]
+    return paragraph(f"Counts of small cells are withheld by clients. {'; '.join(said)}.") if said else ""
+
+
+def _over_rounds(record: RunRecord, part: Part, name: str) -> Chart | None:
+    """Return the differences between values over rounds."""
+    history = {
+        round_: summary["attributes"][name]
+        for round_, summary in record.history.get(part, {}).items()
+        if name in summary.get("attributes", {})
+    }
+    series = []
+    for hue, (figure, label) in enumerate(_OVER_ROUNDS.items()):
+        points = {round_: of[figure] for round_, of in history.items() if of[figure] is not None}
+        if points:
+            series.append(Series(label, list(points), list(points.values()), hue=hue, dashed=not hue))
+    if not series:
+        return None
+    says = ". ".join(f"At round {line.x[-1]:g} the {line.label} is {number(line.y[-1])}" for line in series) + "."
+    chart = f"attributes-{slug(name)}-{part.model}-{part.who}"
+    return Chart(chart, f"Differences by {name}: {part.words}", says, "round", "difference", series, y_range=(0.0, 0.0))
+
+
+def compared(comparison: Comparison) -> list[Section]:
+    """Return the section of several methods; none if their data have no attributes."""
+    body, charts = "", []
+    for who in comparison.whose:
+        for name in _names(comparison, who):
+            rows = [
+                [label, *(spread(_values(comparison, label, who, name, figure)) for figure in ("worst", *FIGURES))]
+                for label in comparison.runs
+            ]
+            header = [f"{name}, {who}", "score of the worst value", *FIGURES]
+            body += table(f"Between values of {name}: {who} clients", header, rows)
+            charts.append(_trade_off(comparison, who, name))
+    if not body:
+        return []
+    return [Section("attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart])]
+
+
+def _names(comparison: Comparison, who: str) -> list[str]:
+    found: dict[str, None] = {}
+    for records in comparison.runs.values():
+        for record in records:
+            if part := record.leading(who):
+                found |= dict.fromkeys(record.parts[part].get("attributes", {}))
+    return list(found)
+
+
+def _values(comparison: Comparison, label: str, who: str, name: str, figure: str) -> list[float]:
+    """Return a figure of the models that clients end up with, one value a seed."""
+    found = []
+    for record in comparison.runs[label]:
+        part = record.leading(who)
+        of = record.parts[part].get("attributes", {}).get(name, {}) if part else {}
+        if of.get(figure) is not None:
+            found.append(float(of[figure]))
+    return found
+
+
+def _trade_off(comparison: Comparison, who: str, name: str) -> Chart | None:
+    """Return the mean over clients against the difference in demographic parity, a point for each method."""
+    figure = "demographic_parity_difference"
+    points = {}
+    for label in comparison.runs:
+        mean, parity = comparison.mean(label, who, "mean"), _values(comparison, label, who, name, figure)
+        if mean is not None and parity:
+            points[label] = (fmean(parity), mean)
+    if not points:
+        return None
+    x, y = zip(*points.values(), strict=True)
+    series = [Series("methods", x, y, line=False, names=list(points), named=True)]
+    least, best = min(points, key=lambda label: points[label][0]), max(points, key=lambda label: points[label][1])
+    says = f"{least} has the smallest difference ({number(points[least][0])}), {best} the highest mean ({number(points[best][1])})."
+    score = comparison.first.score
+    return Chart(
+        f"attributes-{slug(name)}-{who}",
+        f"Mean against demographic parity by {name}, {who} clients",
+        says,
+        f"demographic parity difference by {name}",
+        f"mean {score}",
+        series,
+        whole=False,
+    )

@@ -1,0 +1,80 @@
+"""The section of a report on attributes of samples."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from equipoise import Evaluation, Training
+from equipoise.parity import FIGURES
+from equipoise.report import write_report
+from tests.attributed import attributed
+from tests.report.pages import Page
+from tests.run.small import small_run
+
+TITLE = (2, "Attributes of samples: how their values are treated")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("fedavg", "ditto"):
+        small_run(
+            folder / method,
+            method,
+            federation=attributed(unseen=[3]),
+            model="logistic",
+            training=Training(rounds=2),
+            evaluation=Evaluation(min_cell=3),
+        )
+    return folder
+
+
+def page_of(*paths):
+    return Page(write_report(paths).read_text(encoding="utf-8"))
+
+
+def test_one_run_has_rates_by_value(runs):
+    page = page_of(runs / "ditto")
+    summary = json.loads((runs / "ditto" / "summary.json").read_text())
+    assert TITLE in page.headings
+    for who in ("seen", "unseen"):
+        # Clients that were not part of training adapt the model, too.
+        found = summary["results"]["personal"][who]["attributes"]
+        words = f"personal models, {who} clients, test data"
+        for name, of in found.items():
+            shown = page.table(f"By {name}: {words}")
+            assert set(shown) == set(of["values"])
+            for value, rates in of["values"].items():
+                assert shown[value]["samples"] == str(rates["n"])
+                expected = "–" if rates["selection_rate"] is None else f"{rates['selection_rate']:.3f}"
+                assert shown[value]["selection rate"] == expected
+        between = page.table(f"Between values: {words}")
+        for figure in FIGURES:
+            if figure in between:
+                value = found["sex"][figure]
+                assert between[figure]["sex"] == ("–" if value is None else f"{value:.3f}")
+        assert between["worst value"]["sex"] == str(found["sex"]["worst_value"] or "–")
+        assert "demographic_parity_difference" in between
+    withheld = summary["results"]["personal"]["seen"]["attributes"]["origin"]
+    assert withheld["withheld"] > 0
+    assert f"origin: {withheld['withheld']} samples of {withheld['withheld_clients']} clients not counted" in page.text
+    assert {"attributes-sex-personal-seen", "attributes-sex-personal-unseen"} <= set(page.figures)
+
+
+def test_several_runs_have_their_figures_side_by_side(runs):
+    page = page_of(runs / "fedavg", runs / "ditto")
+    shown = page.table("Between values of sex: seen clients")
+    for method, model in (("fedavg", "global"), ("ditto", "personal")):
+        summary = json.loads((runs / method / "summary.json").read_text())
+        found = summary["results"][model]["seen"]["attributes"]["sex"]
+        for figure in FIGURES:
+            assert shown[method][figure] == ("–" if found[figure] is None else f"{found[figure]:.3f}")
+        assert shown[method]["score of the worst value"] == f"{found['worst']:.3f}"
+    assert page.figures["attributes-sex-seen"]["marks"] == 2
+
+
+def test_data_without_attributes_have_no_section(tmp_path):
+    small_run(tmp_path / "run", training=Training(rounds=1))
+    assert TITLE not in page_of(tmp_path / "run").headings
