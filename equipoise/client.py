@@ -283,8 +283,9 @@ class Client:
     def _check_composed(self) -> None:
         if not self.network.composed:
             raise InputError(
-                f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
-                "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
+                f"the loss looks at features and head apart, but {self.network.name} has a forward or hooks of its own; valid: "
+                "models that answer head(features(x)), as equipoise.models.base.Model does and "
+                "equipoise.models.headed.with_head makes them of most others"
             )
 
     def _from_batch(self, part: str | None = None) -> Pass:

@@ -59,3 +59,26 @@ def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArr
         inside = slots < sizes[:active, None]
         yield active, np.where(inside, slots, 0), inside
         begin += len(slots)
+
+
+def why_not_stacked(error: Exception) -> str:
+    """Say in plain words why code cannot be called for many clients at once.
+
+    Parameters
+    ----------
+    error : Exception
+        What PyTorch raised inside ``torch.func.vmap``.
+
+    Examples
+    --------
+    >>> why_not_stacked(RuntimeError("vmap: It looks like you're calling .item() on a Tensor."))
+    'it calls .item(), float() or the like, and every client has a value of its own'
+    """
+    said = " ".join(str(error).split())
+    if "data-dependent control flow" in said:
+        return "it has an if or a loop that depends on values, and every client has values of its own"
+    if ".item()" in said:
+        return "it calls .item(), float() or the like, and every client has a value of its own"
+    if "inplace arithmetic" in said or "in-place" in said:
+        return "it changes a tensor in place that all clients share"
+    return f"{type(error).__name__}: {said[:300]}"

@@ -38,7 +38,7 @@ class StackedEngine:
     federation : Federation
         The clients and their data; evaluation is always on these.
     model : nn.Module
-        With ``features`` and ``head``.
+        The model; methods that name parts need one with ``features`` and ``head``.
     training : Training
         How clients train.
     machine : Machine
@@ -85,6 +85,11 @@ class StackedEngine:
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
+            if self.chunk > 1 and self.network.unstackable:
+                raise InputError(
+                    f"machine.chunk is {self.chunk}, but the model cannot be called for many clients at once: "
+                    f"{self.network.unstackable}; valid: chunk 1 or auto, which trains them one by one"
+                )
         else:
             largest = int(self.view.train.sizes.max(initial=1))
             self.chunk = chunk_by_rule(self.network, min(training.batch_size, largest))
