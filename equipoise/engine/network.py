@@ -172,6 +172,8 @@ class Network:
     ----------
     encoded : bool
         Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
+    classes : int or None
+        The number of classes of the federation, if its task has any; set by the engine.
     activations, fixed_activations, stem_activations : int
         How many numbers all layers together put out for each sample, how many for a batch whatever its size (prompts in
         words), and those of the stem for each sample; :meth:`try_out` counts.
@@ -205,6 +207,7 @@ class Network:
         self.autocast = autocast
         self.lowered = lowered
         self.encoded = False
+        self.classes: int | None = None
         self.activations = self.fixed_activations = self.stem_activations = 0
         # What the task measures; known once the model was tried out.
         self.measures: tuple[str, ...] = ()
@@ -629,17 +632,26 @@ class Network:
             )
 
     def _check_metrics(self, output: Tensor, y: Tensor) -> None:
-        measured = self.task.metrics(output, y)
+        try:
+            measured = self.task.metrics(output, y)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the loss or a metric of task {self.task.name!r} fails for outputs of shape {tuple(output.shape)} and "
+                f"targets of shape {tuple(y.shape)}: {error}"
+            ) from error
         self.measures = tuple(measured)
         if missing := {"loss", self.task.score} - set(measured):
             raise InputError(
                 f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
             )
         for name, values in measured.items():
-            if values.shape != y.shape[:1]:
+            if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+                what = f"has shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"is {values!r}"
                 raise InputError(
-                    f"{name} of task {self.task.name!r} has shape {tuple(values.shape)} for {len(y)} samples; valid: one "
-                    f"value a sample, of shape ({len(y)},)"
+                    f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one value a sample, of shape "
+                    f"({len(y)},), so that padding can be left out"
                 )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ from equipoise.engine.encoding import open_data
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Workshop
-from equipoise.engine.memory import Memory, MemoryStore
+from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
+from equipoise.losses import check_loss
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.metrics import Metric
 from equipoise.random import Purpose
@@ -73,8 +74,15 @@ class StackedEngine:
         self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
         self.view = view or federation
         device = machine.torch_device
+        task = tasks.build(federation.task)
+        check_loss(training.loss, task)
         self.network = Network(
-            model, tasks.build(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
+            model,
+            task.with_loss(training.loss),
+            device,
+            machine.dtype,
+            machine.autocast,
+            machine.frozen_dtype,
         )
         self.data = open_data(self.network, self.view, training, machine)
         self.memory = MemoryStore()
@@ -107,7 +115,7 @@ class StackedEngine:
         """Return the memory of a client that has never taken part, its facts aside."""
         layout = Layout(local, model)
         kept = {KEPT: layout.kept_parts(model)} if layout.kept else {}
-        return {**kept, **local.first_memory(model)}
+        return {**kept, **checked_memory(local.first_memory(model), f"first_memory of {type(local).__name__}")}
 
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
