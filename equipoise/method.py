@@ -139,7 +139,7 @@ class Part:
         Parameters
         ----------
         model : nn.Module
-            With ``features`` and ``head``; it may be changed.
+            It may be changed. A model without ``features`` and ``head`` is refused if the method needs them.
         shape : tuple of int
             The shape of one sample; :func:`equipoise.models.base.width_of` gives that of z.
         """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from torch import Tensor
 from equipoise.client import Client
 from equipoise.errors import InputError, unknown
 from equipoise.masked import label_sums
+from equipoise.optimizers import Column, Optimizer, check_optimizer
 from equipoise.tree import Parts, Tree
-
-if TYPE_CHECKING:
-    from equipoise.optimizers import Column, Optimizer
 
 Loss = Callable[[Client], Tensor]
 
@@ -164,9 +162,6 @@ class Phase:
             if not callable(loss):
                 raise InputError(f"the loss of a Phase must be a function of a client, got {loss!r}")
         if self.optimizer is not None:
-            # Imported here, because optimizers are of the engine and phases are imported by every method.
-            from equipoise.optimizers import check_optimizer
-
             check_optimizer(self.optimizer, "the optimizer of a Phase")
         if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
             raise InputError(

@@ -179,6 +179,29 @@ def test_a_head_that_is_never_called_or_of_a_named_model_is_refused():
         train(images(), model="mlp", head="fc2", rounds=1)
 
 
+class WithMask(nn.Module):
+    """A BERT that leaves tokens of padding out, by a mask of two or four dimensions."""
+
+    def __init__(self, axes):
+        super().__init__()
+        self.bert, self.axes = text_classifier(), axes
+
+    def forward(self, ids):
+        mask = ids.ne(0)
+        return self.bert(ids, attention_mask=mask[:, None, None] if self.axes == 4 else mask).logits
+
+
+def test_a_mask_of_four_dimensions_lets_clients_with_padded_texts_be_stacked():
+    runs = []
+    for axes, stacks in ((2, False), (4, True)):
+        torch.manual_seed(0)
+        how = {"head": "bert.classifier", "method": "fedper", "rounds": 1, "machine": FLOAT64}
+        run = train(text(), model=WithMask(axes).double(), **how)
+        assert (run.trainer.engine.chunk > 1) == stacks
+        runs.append(run.trainer.selected().shared)
+    assert distance(runs[1], runs[0], without_gradient(runs[0])) <= 1e-9
+
+
 class Several(nn.Module):
     def __init__(self, output):
         super().__init__()

@@ -192,7 +192,7 @@ def test_a_mistake_in_the_settings_leaves_no_directory_behind(tmp_path):
     with pytest.raises(InputError):
         small_run(tmp_path / "run", cohort=100)
     with pytest.raises(InputError):
-        small_run(tmp_path / "run", model=nn.Linear(5, 3))
+        small_run(tmp_path / "run", "fedper", model=nn.Linear(5, 3))
     assert list(tmp_path.iterdir()) == []
 
 
