@@ -551,11 +551,18 @@ class Network:
     def _check_composition(self, params: Tree, x: Tensor) -> None:
         """Find out whether a model that was divided at its head does anything after it."""
         if isinstance(self.module, Headed) and self.composed:
-            apart = self.apply(params, x, Forward(train=False)).output
-            # The cached property gets another value.
+            # The cached property gets another value; which tensors a pass needs depends on it.
             self.__dict__["composed"] = False
+            whole = self.apply(params, x, Forward(train=False)).output
+            self.__dict__["composed"] = True
             self._slots_of_part.clear()
-            self.__dict__["composed"] = not _far(apart, self.apply(params, x, Forward(train=False)).output)
+            try:
+                apart = self.apply(params, x, Forward(train=False)).output
+            except InputError:
+                # The head takes more than z.
+                self.__dict__["composed"] = False
+            else:
+                self.__dict__["composed"] = not _far(apart, whole)
             self._slots_of_part.clear()
 
     def _drawn_since(self, before: list[Tensor]) -> bool:

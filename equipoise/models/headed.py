@@ -20,8 +20,8 @@ def with_head(module: nn.Module, head: str) -> Headed:
     module : nn.Module
         Any model, such as a ``ViTForImageClassification`` of Hugging Face.
     head : str
-        The dotted name of the layer that is the head, such as ``"classifier"``. The forward pass of the module must call it
-        once, with one tensor.
+        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that compute with z need a module
+        that calls it once, with one tensor, and returns what it returns.
 
     Returns
     -------
@@ -129,20 +129,26 @@ class Body(nn.Module):
             self.body(x)
         except _Reached as reached:
             return reached.z
-        raise InputError(
-            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to be the head; valid: a layer "
-            "that the forward pass calls, or a model without a head"
-        )
+        raise self._never_called()
 
     def through(self, head: nn.Module, x: Tensor) -> Tensor:
         """Return what the module returns if its head is ``head``."""
         place: Any = self.body.get_submodule(self.path)
         # In a list, so that it is not a layer of this module, too.
-        place.calls = [head]
+        place.calls, place.called = [head], False
         try:
-            return tensor_of(self.body(x))
+            output = tensor_of(self.body(x))
         finally:
             place.calls = []
+        if not place.called:
+            raise self._never_called()
+        return output
+
+    def _never_called(self) -> InputError:
+        return InputError(
+            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to be the head; valid: a layer "
+            "that the forward pass calls, or a model without a head"
+        )
 
 
 class _Reached(Exception):
@@ -159,15 +165,18 @@ class _Place(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[nn.Module] = []
+        self.called = False
 
     def forward(self, *given: Any, **named: Any) -> Any:
         if self.calls:
+            self.called = True
             return self.calls[0](*given, **named)
-        if len(given) != 1 or named or not isinstance(given[0], Tensor):
+        arguments = [*given, *named.values()]
+        if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
             raise InputError(
-                f"the head is called with {len(given) + len(named)} arguments; valid: a layer that takes one tensor, z"
+                f"the head is called with {len(arguments)} arguments; valid: a layer that takes one tensor, z"
             )
-        raise _Reached(given[0])
+        raise _Reached(arguments[0])
 
 
 def tensor_of(output: Any) -> Tensor:
