@@ -534,7 +534,8 @@ class Network:
                 "what dropout does to a sample depends on how many others are in its batch; valid: dropout of tensors whose "
                 "first dimension is that of the samples (batch_first=True)"
             )
-        self.unstackable = self._why_not_stacked(seen[:2], key)
+        if functions.seen or not all(map(_known_to_stack, self.module.modules())):
+            self.unstackable = self._why_not_stacked(seen[:2], key)
         self._functions = Carried() if functions.seen else None
         # Nothing of what was tried stays in the module.
         self._filled(self._initial, _EVERY_PART)
@@ -715,6 +716,30 @@ def _refuse_unusual(module: nn.Module) -> None:
             raise InputError(f"{name} of the model has no shape yet; call the model with a sample once before")
         if tensor.is_complex():
             raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
+
+
+# Layers of these modules of torch.nn can be stacked. Trying it would cost convolutions seconds on a CPU.
+_STACKABLE = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in (
+        "activation",
+        "batchnorm",
+        "container",
+        "conv",
+        "dropout",
+        "flatten",
+        "instancenorm",
+        "linear",
+        "normalization",
+        "padding",
+        "pooling",
+    )
+)
+
+
+def _known_to_stack(layer: nn.Module) -> bool:
+    place = type(layer).__module__
+    return place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding
 
 
 def _far(found: Tensor, wanted: Tensor) -> bool:
