@@ -616,8 +616,9 @@ def convert(module: nn.Module) -> nn.Module:
             dropouts += 1
             return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
         if Recurrent.replaces(layer):
-            dropouts += 1
-            return Recurrent(cast(nn.RNNBase, layer), dropouts)
+            recurrent = cast(nn.RNNBase, layer)
+            dropouts += bool(recurrent.dropout)
+            return Recurrent(recurrent, dropouts)
         for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
