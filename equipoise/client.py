@@ -310,8 +310,8 @@ class Client:
         if not self.network.composed:
             raise InputError(
                 f"the loss looks at features and head apart, but {self.network.name} has a forward or hooks of its own; valid: "
-                "models that answer head(features(x)), as equipoise.models.base.Model does and "
-                "equipoise.models.headed.with_head makes them of most others"
+                "models that answer head(features(x)), as equipoise.models.base.Model does, or the name of the layer that is "
+                'the head, such as train(..., head="classifier")'
             )
 
     def _from_batch(self, part: str | None = None) -> Pass:

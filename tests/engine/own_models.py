@@ -74,18 +74,18 @@ class Attending(nn.Module):
         return self.classifier(made.mean(1)) + weights.mean()
 
 
-def image_classifier(attention="sdpa"):
-    """A tiny ViT of Hugging Face for images of shape (2, 5, 5) and four classes."""
+def image_classifier(attention="sdpa", *, shape=(2, 5, 5), classes=4, patch=2):
+    """A tiny ViT of Hugging Face."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
     config = transformers.ViTConfig(
         hidden_size=8,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=12,
-        image_size=5,
-        patch_size=2,
-        num_channels=2,
-        num_labels=4,
+        image_size=shape[1],
+        patch_size=patch,
+        num_channels=shape[0],
+        num_labels=classes,
         hidden_dropout_prob=0.2,
         attention_probs_dropout_prob=0.3,
         attn_implementation=attention,

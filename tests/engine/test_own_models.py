@@ -110,6 +110,25 @@ def test_methods_that_name_parts_need_to_know_the_head(method):
         torch.testing.assert_close(model.fc2.weight.detach(), own["head.weight"][3])
 
 
+@pytest.mark.parametrize("method", ["bgp", "client2vec", "fedcrc", "fediir", "grace", "harmofl"])
+def test_methods_that_compute_with_z_train_a_divided_module(method):
+    module, federation = made("cnn")
+    with pytest.raises(InputError, match='head="classifier"'):
+        train(federation, model=module, method=method, rounds=1)
+    one, other = (
+        train(
+            federation,
+            model=module,
+            method=method,
+            head="fc2",
+            rounds=1,
+            machine=Machine(device="cpu", precision="float64", chunk=chunk),
+        ).trainer.selected()
+        for chunk in (1, 10)
+    )
+    assert distance(one.shared, other.shared) <= 1e-9
+
+
 def test_a_divided_module_trains_like_one_written_in_two_parts():
     """FedRep with named parts, against the same network written as features and head."""
     from equipoise.models.base import Model

@@ -9,6 +9,7 @@ from torch import nn
 
 from equipoise import models
 from equipoise.models.headed import with_head
+from tests.engine.own_models import image_classifier
 from tests.flower.loop import write_experiment, write_silos
 from tests.flower.parity import compare
 
@@ -67,9 +68,16 @@ def patches(shape, classes):
     return with_head(Patches(classes), "classifier")
 
 
+@models.register
+def tiny_vit(shape, classes):
+    """Build a ViT of Hugging Face."""
+    return with_head(image_classifier(shape=shape, classes=classes, patch=4), "classifier")
+
+
 @pytest.mark.parametrize(
     ("model", "method", "loss"),
     [
+        ("tiny_vit", "fedper", None),
         ("plain_dense", "fedavg", "focal"),
         ("rows", "qffl", None),
         ("patches", "fedrep", {"name": "focal", "gamma": 1.0}),
@@ -77,7 +85,7 @@ def patches(shape, classes):
 )
 def test_results_are_those_of_one_process(tmp_path, model, method, loss):
     write_silos(tmp_path / "silos")
-    training = {"rounds": 2, "batch_size": 16, **({"loss": loss} if loss else {})}
+    training = {"rounds": 2, "batch_size": 64, **({"loss": loss} if loss else {})}
     path = write_experiment(tmp_path, model=model, method=method, training=training)
     alone, run, _ = compare(path, tmp_path)
     assert run.config["training"] == alone.config["training"]
