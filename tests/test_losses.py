@@ -13,6 +13,7 @@ import yaml
 
 from equipoise import Federation, Machine, Training, losses, tasks, train
 from equipoise.config import experiment_from, load_experiment
+from equipoise.engine.cohort import StackedCohort
 from equipoise.errors import InputError
 from equipoise.run.plain import to_plain
 from tests.rounds import random_regression
@@ -109,8 +110,6 @@ def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
 @pytest.mark.parametrize("method", ["qffl", "afl", "gifair"])
 def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
     """The reports of a round are the loss of the run on the clients' own samples, computed here by hand."""
-    from equipoise.engine.cohort import StackedCohort
-
     seen = []
     original = StackedCohort.train
 

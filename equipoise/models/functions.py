@@ -39,7 +39,7 @@ class Carried(TorchFunctionMode):
     >>> with Carried() as carried:
     ...     y = F.dropout(torch.ones(2), 0.5, training=False)
     >>> y, carried.seen
-    (tensor([1., 1.]), {'torch.nn.functional.dropout'})
+    (tensor([1., 1.]), {'dropout'})
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Carried(TorchFunctionMode):
         """Call what replaces a function, or the function."""
         replacement = None if inside_frozen() else _REPLACED.get(func)
         if replacement is not None:
-            self.seen.add(resolve_name(func) or str(func))
+            self.seen.add(func.__name__)
         return (replacement or func)(*args, **(kwargs or {}))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from equipoise import Machine, load, train
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.models.base import Model
 from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import Forward
 from tests.engine.comparison import distance
@@ -64,7 +65,7 @@ def test_stacked_clients_equal_clients_one_by_one(name):
         for rate in ("p", "dropout", "dropout_prob", "attention_dropout"):
             if isinstance(getattr(layer, rate, None), float):
                 setattr(layer, rate, 0.0)
-    if name != "cnn":
+    if name != "cnn":  # its rates are in its code
         plain = play(build("fedavg"), federation, module, cohorts, chunk=1, batch_size=8).model
         assert distance(plain, wanted.model, without_gradient(plain)) > 1e-3
 
@@ -131,8 +132,6 @@ def test_methods_that_compute_with_z_train_a_divided_module(method):
 
 def test_a_divided_module_trains_like_one_written_in_two_parts():
     """FedRep with named parts, against the same network written as features and head."""
-    from equipoise.models.base import Model
-
     torch.manual_seed(0)
     layers = [nn.Flatten(), nn.Linear(50, 6), nn.Tanh(), nn.Linear(6, 4)]
     whole, parts = nn.Sequential(*layers), Model(nn.Sequential(*layers[:3]), layers[3])

@@ -18,10 +18,9 @@ from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from tests.engine.comparison import distance
-from tests.engine.federations import THREE_COHORTS, images
+from tests.engine.federations import THREE_COHORTS, images, several_labels
 from tests.engine.small_models import mlp
 from tests.rounds import play, random_regression
-from tests.tasks.test_multilabel import federation as several_labels
 
 
 def averaged(rule):

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from sklearn import metrics as reference
 
-from equipoise import Evaluation, Federation, Machine, Training, metrics, tasks, train
+from equipoise import Evaluation, Machine, Training, metrics, tasks, train
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.models import build as build_model
+from tests.engine.federations import several_labels
 
 TASK = tasks.build("multilabel")
 
@@ -23,14 +24,6 @@ def targets(samples=40, classes=4, seed=0):
 
 def outputs(samples=40, classes=4, seed=1):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(samples, classes)))
-
-
-def federation(y=None):
-    """Four clients of unequal sizes whose labels are linear in x."""
-    clients = np.repeat(np.arange(4), [6, 10, 17, 27])
-    x = np.random.default_rng(0).normal(size=(60, 5))
-    y = (x @ np.random.default_rng(1).normal(size=(5, 3)) > 0.5) if y is None else y
-    return Federation.from_arrays(x, y, clients=clients, splits=(0.6, 0.2, 0.2), task="multilabel")
 
 
 def test_loss_and_score_are_those_of_pytorch_and_scikit_learn():
@@ -68,7 +61,7 @@ def test_metrics_without_any_label_are_undefined():
 
 def test_a_run_learns_and_records_its_score():
     run = train(
-        federation(),
+        several_labels(),
         model="logistic",
         rounds=20,
         optimizer={"name": "sgd", "lr": 1.0},
@@ -83,7 +76,7 @@ def test_a_run_learns_and_records_its_score():
 def test_stacked_clients_equal_clients_one_by_one(method):
     runs = [
         train(
-            federation(),
+            several_labels(),
             method=method,
             rounds=2,
             batch_size=4,
@@ -96,10 +89,10 @@ def test_stacked_clients_equal_clients_one_by_one(method):
 
 
 def test_zeros_and_ones_of_any_type_are_taken():
-    wanted = federation().y
+    wanted = several_labels().y
     assert wanted.dtype == torch.float32
     for kind in (bool, np.uint8, np.int64, np.float64):
-        assert torch.equal(federation(wanted.numpy().astype(kind)).y.float(), wanted)
+        assert torch.equal(several_labels(wanted.numpy().astype(kind)).y.float(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +106,14 @@ def test_zeros_and_ones_of_any_type_are_taken():
 )
 def test_other_targets_are_refused(y, says):
     with pytest.raises(InputError, match=says):
-        federation(y)
+        several_labels(y)
 
 
 def test_what_needs_one_label_a_sample_is_refused():
     with pytest.raises(InputError, match="the task of this federation is multilabel"):
-        train(federation(), method="fedlc", rounds=1)
+        train(several_labels(), method="fedlc", rounds=1)
     module = build_model("logistic", shape=(5,), classes=4)
     with pytest.raises(InputError, match="but the federation has 3 classes"):
-        StackedEngine(federation(), module, Training(), Machine(device="cpu")).cohort(build("fedavg"), np.arange(2), 0)
+        StackedEngine(several_labels(), module, Training(), Machine(device="cpu")).cohort(
+            build("fedavg"), np.arange(2), 0
+        )
