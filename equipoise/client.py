@@ -240,9 +240,35 @@ class Client:
             client._computed["encoded"] = known["encoded"]
         return client
 
-    def task_loss(self) -> Tensor:
-        """Return the task's loss, sample by sample."""
-        return self.network.task.loss(self.output(), self.y)
+    def task_loss(self, output: Tensor | None = None) -> Tensor:
+        """Return the task's loss, sample by sample: its own, or that of ``training.loss``.
+
+        Parameters
+        ----------
+        output : Tensor, optional
+            Outputs for the batch, such as shifted scores; by default those of the model.
+
+        Returns
+        -------
+        Tensor
+            ``[samples]``.
+        """
+        return self.network.task.loss(self.output() if output is None else output, self.y)
+
+    @property
+    def classes(self) -> int:
+        """The number of classes of the federation.
+
+        Raises
+        ------
+        InputError
+            If the task has no classes.
+        """
+        if self.network.classes is None:
+            raise InputError(
+                f"the method asks for the number of classes, which a {self.network.task.name} does not have"
+            )
+        return self.network.classes
 
     def personal(self) -> Client:
         """Return the same client with its personal parts in place of the shared ones."""
@@ -283,8 +309,9 @@ class Client:
     def _check_composed(self) -> None:
         if not self.network.composed:
             raise InputError(
-                f"the loss looks at features and head apart, but {type(self.network.module).__name__} has a forward or hooks "
-                "of its own; valid: models that answer head(features(x)), as equipoise.models.base.Model does"
+                f"the loss looks at features and head apart, but {self.network.name} has a forward or hooks of its own; valid: "
+                "models that answer head(features(x)), as equipoise.models.base.Model does, or the name of the layer that is "
+                'the head, such as train(..., head="classifier")'
             )
 
     def _from_batch(self, part: str | None = None) -> Pass:

@@ -31,6 +31,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.imports import file_of, import_own
+from equipoise.losses import LOSSES, loss_from
 from equipoise.method import Method
 from equipoise.metrics import Metric, several_from
 from equipoise.optimizers import Adam, Schedule, Sgd
@@ -430,6 +431,7 @@ class _Reader:
                 optimizer=self.optimizer,
                 schedule=self.schedule,
                 augment=self.augmentations,
+                loss=self.loss,
             ),
             machine=self.settings(Machine, content, "machine"),
             evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
@@ -518,6 +520,15 @@ class _Reader:
             options = self.fields(options, types, path)
         with self.origins.named("training"):
             return optimizer_from({"name": name, **_read_scientific(options)})
+
+    def loss(self, given: Any, path: str) -> Any:
+        if given is None:
+            return None
+        name, options = self.named(given, path, "loss", LOSSES)
+        make: Any = LOSSES[name].make
+        checked = self.fields(options, _types(make) if isinstance(make, type) else {}, path)
+        with self.origins.named("training"):
+            return loss_from({"name": name, **checked})
 
     def privacy(self, given: Any, path: str) -> Any:
         if given is None:

@@ -33,6 +33,7 @@ from equipoise.phases import (
     Phase,
     PlainGradient,
     Value,
+    class_counts,
     personal_loss,
     plain_gradient,
     task_loss,
@@ -68,6 +69,7 @@ __all__ = [
     "View",
     "carried_over",
     "check_state",
+    "class_counts",
     "combine_checked",
     "held_by",
     "locate",
@@ -137,7 +139,7 @@ class Part:
         Parameters
         ----------
         model : nn.Module
-            With ``features`` and ``head``; it may be changed.
+            It may be changed. A model without ``features`` and ``head`` is refused if the method needs them.
         shape : tuple of int
             The shape of one sample; :func:`equipoise.models.base.width_of` gives that of z.
         """

@@ -49,6 +49,31 @@ class Optimizer(Protocol):
         """
 
 
+def check_optimizer(optimizer: Any, what: str) -> None:
+    """Refuse what is no optimizer's settings, such as a class or an optimizer of ``torch.optim``.
+
+    Parameters
+    ----------
+    optimizer : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Examples
+    --------
+    >>> check_optimizer(torch.optim.SGD, "training.optimizer")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: training.optimizer must be settings such as Sgd(lr=0.1) or {"name": "adam", "lr": 0.001},
+    got the class SGD; every client has an optimizer of its own, which is made of them
+    """
+    if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("lr", "stacked", "begin", "step")):
+        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise InputError(
+            f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got {kind}; every client has '
+            "an optimizer of its own, which is made of them"
+        )
+
+
 def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
     for name, (low, high) in limits.items():
         _check_number(f"optimizer.{name}", getattr(optimizer, name), low, high)

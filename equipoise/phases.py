@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from equipoise.client import Client
 from equipoise.errors import InputError, unknown
+from equipoise.masked import label_sums
+from equipoise.optimizers import Column, Optimizer, check_optimizer
 from equipoise.tree import Parts, Tree
-
-if TYPE_CHECKING:
-    from equipoise.optimizers import Column, Optimizer
 
 Loss = Callable[[Client], Tensor]
 
@@ -159,6 +158,11 @@ class Phase:
                 raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
         if self.batch not in _BATCHES:
             raise unknown("batch", self.batch, _BATCHES, where="Phase")
+        for loss in self.losses:
+            if not callable(loss):
+                raise InputError(f"the loss of a Phase must be a function of a client, got {loss!r}")
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer, "the optimizer of a Phase")
         if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
             raise InputError(
                 f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of its gradient; "
@@ -181,6 +185,41 @@ class Phase:
         """Return the loss of each batch that a step looks at; steps are counted from 0."""
         batches, losses = self.gradient.batches, self.losses
         return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
+
+
+def class_counts(then: Callable[[Tree], Tree] | None = None) -> Fact:
+    """Return the fact how many training samples of each class a client has, ``{"count": [classes]}``.
+
+    In multi-label classification a sample counts for all of its classes.
+
+    Parameters
+    ----------
+    then : callable, optional
+        Makes the fact of the counts, such as ``lambda sums: {"log": (sums["count"] + 1).log()}``.
+
+    Returns
+    -------
+    Fact
+        To be returned by :meth:`equipoise.method.LocalRule.facts` under a name. The client keeps it to itself unless the
+        rule names it in ``uploads``.
+
+    Examples
+    --------
+    >>> class_counts().model
+    'first'
+    """
+    return Fact(sums=_class_counts, then=then, model="first")
+
+
+def _class_counts(client: Client) -> Tree:
+    if client.y.is_floating_point() and client.classes == client.y.shape[-1]:
+        return {"count": client.sum(client.y)}
+    client.network.task.require_labels("class counts need labels")
+    return {
+        "count": label_sums(
+            torch.ones_like(client.y, dtype=client.network.dtype), client.y, client.classes, client.mask
+        )
+    }
 
 
 FACT_MODELS = ("first", "received", "trained")

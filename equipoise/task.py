@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -69,6 +70,33 @@ class Task:
     def metrics(self, output: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the loss and all other metrics of each sample by name, ``[samples]`` each."""
         return {"loss": self.loss(output, y)}
+
+    def with_loss(self, loss: Callable[[Tensor, Tensor], Tensor] | None) -> Task:
+        """Return the task with another loss, which its metric ``loss`` is, too.
+
+        Parameters
+        ----------
+        loss : callable or None
+            A function of outputs and targets that returns one value a sample; ``None`` for the task's own.
+
+        Returns
+        -------
+        Task
+            A copy, or the task itself.
+
+        Examples
+        --------
+        >>> from equipoise import tasks
+        >>> zero = tasks.build("classification").with_loss(lambda output, y: 0 * output[:, 0])
+        >>> zero.metrics(torch.tensor([[2.0, 1.0]]), torch.tensor([0]))
+        {'loss': tensor([0.]), 'accuracy': tensor([1.])}
+        """
+        if loss is None:
+            return self
+        made = copy.copy(self)
+        made.loss = loss  # type: ignore[method-assign, assignment]
+        made.metrics = lambda output, y: {**self.metrics(output, y), "loss": loss(output, y)}  # type: ignore[method-assign]
+        return made
 
     def targets(self, y: Tensor) -> Tensor:
         """Convert given targets to the type in which a federation holds them."""

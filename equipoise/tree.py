@@ -59,7 +59,8 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
         if not found and part in ("features", "head"):
             raise InputError(
                 f"the method names the part {part!r}, but the model has nothing there that can be trained; "
-                "valid: a model that has, such as mlp or cnn2"
+                "valid: a model that has, such as mlp or cnn2, or the name of the layer that is the head of a model of your "
+                'own, such as train(..., head="classifier")'
             )
         if not found and part != "all":
             roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}

@@ -647,7 +647,7 @@ def test_the_examples_of_the_front_page(monkeypatch):
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
-    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
+    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
     monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
     failed, tried = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried >= 10

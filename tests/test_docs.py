@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from equipoise import methods, metrics, parity, tasks, tracking
+from equipoise import losses, methods, metrics, parity, tasks, tracking
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize(
-    "page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report", "tracking"]
+    "page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report", "own_models", "tracking"]
 )
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
@@ -24,6 +24,7 @@ def test_the_examples_run(page, monkeypatch):
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
     monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
     monkeypatch.setattr(tracking, "TRACKERS", dict(tracking.TRACKERS))
+    monkeypatch.setattr(losses, "LOSSES", dict(losses.LOSSES))
     failed, tried = doctest.testfile(
         str(DOCS / f"{page}.md"), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
     )
@@ -62,6 +63,14 @@ def test_the_architecture_names_every_task():
         assert f"`{tasks.build(name).score}`" in next(
             line for line in table.splitlines() if line.startswith(f"| `{name}`")
         )
+
+
+def test_the_page_on_own_models_lists_every_loss_with_its_tasks_and_options():
+    table = (DOCS / "own_models.md").read_text().split("\n## A loss for the whole task\n")[1].split("\n```python")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
+    listed = {name.strip("`"): (task, re.findall("`([a-z]+)`", options)) for name, task, options, _ in rows}
+    own = {name: entry for name, entry in losses.LOSSES.items() if entry.make.__module__ == "equipoise.losses"}
+    assert listed == {name: (", ".join(entry.tasks), losses.options_of(name)) for name, entry in own.items()}
 
 
 def test_the_page_on_metrics_lists_every_metric_of_outputs():

@@ -54,8 +54,7 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
     """
     parameters = max(1, sum(tensor.numel() for tensor in network.initial().values()))
     activations = max(1, batch_size * network.activations + network.fixed_activations)
-    if any(isinstance(layer, nn.RNNBase) for layer in network.module.modules()):
-        # PyTorch's recurrent layers cannot be stacked; equipoise.models.recurrent.Lstm can.
+    if network.unstackable:
         return 1
     if network.device.type == "cpu":
         # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.

@@ -35,6 +35,7 @@ def open_data(network: Network, federation: Federation, training: Training, mach
         What ``network`` takes as x.
     """
     device, dtype = network.device, network.dtype
+    network.classes = federation.classes
     changed = bool(training.augment) or network.inputs is not None
     network.encoded = network.stem is not None and machine.encode and not changed
     data = DeviceData(federation, device, dtype)

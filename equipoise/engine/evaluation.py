@@ -74,6 +74,9 @@ def evaluate_shared(
         positions, where = np.unique(positions, return_inverse=True)
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
+    if not len(positions):
+        # Not every model takes a batch without samples.
+        return {name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)} | wanted.values
     for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, Forward(train=False)).output
@@ -81,8 +84,6 @@ def evaluate_shared(
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
-    if not pieces:
-        return {"loss": np.full(len(clients), np.nan)}
     measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
     if wanted.any and where is not None:
         _collect_repeated(network, data, params, wanted)

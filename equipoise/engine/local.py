@@ -26,9 +26,10 @@ from equipoise.data.augment import Augmentation, moves_pixels
 from equipoise.engine.batches import Batches
 from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
+from equipoise.engine.memory import checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
-from equipoise.engine.stack import first_rows, tree_first_rows
+from equipoise.engine.stack import first_rows, in_plain_words, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
@@ -220,7 +221,8 @@ class PhaseRun:
 
         def value(moving: list[Tensor]) -> Tensor:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
-            losses, buffers = of_all(moving, *given)
+            with in_plain_words(f"the loss {_named(loss)}"):
+                losses, buffers = of_all(moving, *given)
             # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
             if not recorded:
                 recorded.update(buffers)
@@ -258,11 +260,11 @@ class PhaseRun:
         )
         recorded: Tree = {}
         values = loss(client.recording(recorded))
-        if values.shape != y.shape[:1]:
+        if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+            what = f"values of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
             raise InputError(
-                f"the loss {getattr(loss, '__qualname__', loss)} returned values of shape "
-                f"{tuple(values.shape)} for {len(y)} samples; valid: one value a sample, of shape ({len(y)},), so that "
-                "padding can be left out"
+                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a sample, of shape "
+                f"({len(y)},), so that padding can be left out"
             )
         return masked_mean(values, mask), {n: value for n, value in recorded.items() if n in self.moving_buffers}
 
@@ -276,6 +278,10 @@ class PhaseRun:
             if self.chunk.network.task.spatial and moves_pixels(augmentation):
                 targets = augmentation(targets.unsqueeze(1), own_keys).squeeze(1)
         return images.view_as(x), targets.view_as(y)
+
+
+def _named(loss: Loss) -> str:
+    return str(getattr(loss, "__qualname__", loss))
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
@@ -419,9 +425,16 @@ def finish_chunk(chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column) -> tu
     def of_one_client(
         params: Tree, each: Tree, memory: dict[str, Tree], seen: Tensor, steps: Tensor, lr: Tensor
     ) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        return rule.finish(Finished({**chunk.still, **params}, chunk.sent, each, memory, seen, steps, lr))
+        finished = rule.finish(Finished({**chunk.still, **params}, chunk.sent, each, memory, seen, steps, lr))
+        where = f"finish of {type(rule).__name__}"
+        if not isinstance(finished, tuple) or len(finished) != 2:
+            raise InputError(
+                f"{where} returned {finished!r}; valid: the client's memory and its uploads, two dictionaries"
+            )
+        return checked_memory(finished[0], where, memory), checked_memory(finished[1], where)
 
-    finished: tuple[dict[str, Tree], dict[str, Tree]] = vmap(of_one_client)(
-        chunk.params, chunk.each, chunk.memory, chunk.seen, count, rates
-    )
+    with in_plain_words(f"finish of {type(rule).__name__}"):
+        finished: tuple[dict[str, Tree], dict[str, Tree]] = vmap(of_one_client)(
+            chunk.params, chunk.each, chunk.memory, chunk.seen, count, rates
+        )
     return finished

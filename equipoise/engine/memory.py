@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise.errors import InputError
+from equipoise.samples import kind_of
 from equipoise.tree import Tree
 
 Memory = dict[str, Tree]
+
+
+def checked_memory(given: Any, where: str, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> Memory:
+    """Refuse a memory, or uploads, that are not dictionaries of dictionaries of tensors.
+
+    Parameters
+    ----------
+    given : object
+        What a local rule returned.
+    where : str
+        By what it was returned, for messages.
+    like : mapping, optional
+        The memory it replaces. Tensors must keep their types and shapes.
+
+    Returns
+    -------
+    dict
+        The same.
+
+    Examples
+    --------
+    >>> checked_memory({"counter": {"rounds": 1}}, "finish of Mine")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: finish of Mine returned 1 for counter.rounds; valid: a tensor, such as torch.tensor(1.0)
+    """
+    if not isinstance(given, Mapping):
+        raise InputError(f'{where} returned {given!r}; valid: a dictionary such as {{"counter": {{"rounds": tensor}}}}')
+    for name, tree in given.items():
+        if not isinstance(tree, Mapping):
+            raise InputError(
+                f"{where} returned {_shown(tree)} for {name}; valid: a dictionary of tensors, such as "
+                f'{{"{name}": {{"value": tensor}}}}'
+            )
+        for leaf, tensor in tree.items():
+            if not isinstance(tensor, Tensor):
+                number = float(tensor) if isinstance(tensor, int | float) else 0.0
+                raise InputError(
+                    f"{where} returned {_shown(tensor)} for {name}.{leaf}; valid: a tensor, such as torch.tensor({number})"
+                )
+            before = (like or {}).get(name, {}).get(leaf)
+            if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+                raise InputError(
+                    f"{where} returned {kind_of(tensor)} for {name}.{leaf}, which was {kind_of(before)} before; valid: the "
+                    "same type and shape in every round"
+                )
+    return dict(given)
+
+
+def _shown(given: Any) -> str:
+    return kind_of(given) if isinstance(given, Tensor) else repr(given)
 
 
 class MemoryStore:

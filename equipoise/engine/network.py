@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn.parameter import is_lazy
 
+from equipoise.engine.stack import why_not_stacked
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
-from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, forward_pass, has_hooks
+from equipoise.models.functions import Carried, Watched, advice
+from equipoise.models.headed import Headed, tensor_of
+from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, enter_part, forward_pass, has_hooks
+from equipoise.models.sequences import Recurrent
 from equipoise.task import Task
 from equipoise.tree import Parts, Tree, digest, in_parts
 
@@ -134,7 +140,10 @@ class Pass(NamedTuple):
 
 
 class Network:
-    """An ``nn.Module`` with ``features`` and ``head`` whose parameters and buffers are given with every call.
+    """An ``nn.Module`` whose parameters and buffers are given with every call.
+
+    Methods that treat features and head differently need a module with the two submodules ``features`` and ``head``; see
+    :func:`equipoise.models.headed.with_head`.
 
     Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of the architecture:
     all clients share one copy, and they are not trained, sent or averaged.
@@ -146,7 +155,7 @@ class Network:
     Parameters
     ----------
     module : nn.Module
-        The model; it is copied, and the copy's BatchNorm and Dropout layers are converted.
+        The model; it is copied, and layers of the copy are converted (:func:`equipoise.models.layers.convert`).
     task : Task
         What is learned.
     device : torch.device
@@ -163,9 +172,13 @@ class Network:
     ----------
     encoded : bool
         Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
+    classes : int or None
+        The number of classes of the federation, if its task has any; set by the engine.
     activations, fixed_activations, stem_activations : int
         How many numbers all layers together put out for each sample, how many for a batch whatever its size (prompts in
         words), and those of the stem for each sample; :meth:`try_out` counts.
+    unstackable : str
+        Why the model cannot be called for many clients at once; empty if it can. :meth:`try_out` finds out.
 
     Examples
     --------
@@ -185,11 +198,6 @@ class Network:
         autocast: torch.dtype | None = None,
         lowered: torch.dtype | None = None,
     ) -> None:
-        if missing := [part for part in ("features", "head") if not isinstance(getattr(module, part, None), nn.Module)]:
-            raise InputError(
-                f"the model {type(module).__name__} has no {' and no '.join(missing)}; "
-                "a model needs two submodules, features and head (equipoise.models.base.Model takes any two)"
-            )
         _refuse_unusual(module)
         self._given = module
         self.module = convert(copy.deepcopy(module)).to(device=device, dtype=dtype).train()
@@ -199,6 +207,7 @@ class Network:
         self.autocast = autocast
         self.lowered = lowered
         self.encoded = False
+        self.classes: int | None = None
         self.activations = self.fixed_activations = self.stem_activations = 0
         # What the task measures; known once the model was tried out.
         self.measures: tuple[str, ...] = ()
@@ -211,10 +220,18 @@ class Network:
         owners = dict(self.module.named_modules())
         self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
         self._dropouts = [
-            ([slot.name for slot in every_slot if in_parts(slot.path, path.partition(".")[0])], layer)
-            for path, layer in owners.items()
-            if isinstance(layer, Dropout)
+            (path.partition(".")[0], layer) for path, layer in owners.items() if isinstance(layer, Dropout | Recurrent)
         ]
+        # Of each part, the tensors that may move; None if it holds no tensors at all.
+        self._tensors_of: dict[str, list[str] | None] = {}
+        for part, _ in self.module.named_children():
+            inside = [slot for slot in every_slot if slot.path == part or slot.path.startswith(f"{part}.")]
+            self._tensors_of[part] = [slot.name for slot in inside if not slot.frozen] if inside else None
+        self._moving_parts: dict[str, bool] = {}
+        self._training_parts = dict.fromkeys(["", *self._tensors_of], True)
+        # Whether the model's own code calls functions that must be carried out; known once the model was tried out.
+        self._functions: Carried | None = None
+        self.unstackable = ""
         self._slots_of_part: dict[str | None, list[Slot]] = {}
         # Frozen layers rest in every call, also where no phase says what moves.
         self.rest_unless(self._initial.__contains__)
@@ -222,6 +239,12 @@ class Network:
     def initial(self) -> Tree:
         """Return the parameters and buffers the module came with."""
         return dict(self._initial)
+
+    @property
+    def name(self) -> str:
+        """The class of the model, as its author knows it."""
+        given: Any = self._given
+        return type(given.features.body if isinstance(given, Headed) else given).__name__
 
     @cached_property
     def frozen_digest(self) -> str | None:
@@ -257,7 +280,8 @@ class Network:
     @cached_property
     def composed(self) -> bool:
         """Whether an output is head(features(x)); a model with a ``forward`` or hooks of its own may do anything."""
-        return getattr(self.module.forward, "__func__", None) is Model.forward and not has_hooks(self.module)
+        usual = getattr(self.module.forward, "__func__", None) in (Model.forward, Headed.forward)
+        return usual and not has_hooks(self.module)
 
     @cached_property
     def batchwise(self) -> bool:
@@ -299,14 +323,16 @@ class Network:
             Its output, z and the buffers.
         """
         slots = self._filled(params, part)
-        with forward_pass(forward), self._arithmetic():
+        self._set_training(forward.train)
+        with self._pass(forward, part or ""):
             if part is None and self.composed:
                 z = self._features(x, encoded)
-                output = self._part("head")(z)
-            elif part == "features":
+                enter_part("head")
+                output = tensor_of(self._part("head")(z))
+            elif part == "features" and self.composed:
                 output = z = self._features(x, encoded)
             else:
-                output = z = (self.module if part is None else self._part(part))(x)
+                output = z = tensor_of((self.module if part is None else self._part(part))(x))
         buffers = {slot.name: slot.owner[slot.leaf] for slot in slots if not slot.is_parameter}
         return Pass(output.to(self.dtype), z, buffers)
 
@@ -328,7 +354,8 @@ class Network:
             ``[rows, d]``.
         """
         self._filled(params, _EVERY_PART)
-        with forward_pass(forward), self._arithmetic():
+        self._set_training(forward.train)
+        with self._pass(forward, "aligned"):
             rows: Tensor = getattr(self.module, "aligned", pooled)(z)
         return rows.to(self.dtype)
 
@@ -364,11 +391,29 @@ class Network:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
+    @contextmanager
+    def _pass(self, forward: Forward, part: str) -> Iterator[None]:
+        """Set everything that layers and functions must know while a part of the model is applied."""
+        with forward_pass(forward, part), self._arithmetic(), self._functions or nullcontext():
+            yield
+
+    def _set_training(self, train: bool) -> None:
+        """Put parts that move into training mode if the pass is one, and all others into evaluation mode."""
+        for part, before in self._training_parts.items():
+            trains = train and self._moving_parts[part]
+            if trains != before:
+                self._training_parts[part] = trains
+                if part:
+                    self.module.get_submodule(part).train(trains)
+                else:
+                    self.module.training = trains
+
     def stemmed(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> Tensor:
         """Return what the stem makes of a batch of samples; only for models that have a stem and data not yet encoded."""
         if self.inputs is not None:
             self._filled(params, "inputs")
-        with forward_pass(forward), self._arithmetic():
+        self._set_training(forward.train)
+        with self._pass(forward, "features"):
             return self._encoded(x)
 
     def _encoded(self, x: Tensor) -> Tensor:
@@ -378,6 +423,7 @@ class Network:
         return x if self.encoded or self.stem is None else self.stem(x)
 
     def _features(self, x: Tensor, encoded: bool) -> Tensor:
+        enter_part("features")
         z: Tensor = self._part("features")(x if encoded else self._encoded(x))
         return z
 
@@ -395,7 +441,7 @@ class Network:
         stem = self.stem
         if stem is None:
             raise InputError(f"the model {type(self.module).__name__} has no stem to encode samples with")
-        with forward_pass(Forward(train=False)), self._arithmetic():
+        with self._pass(Forward(train=False), "features"):
             encoded: Tensor = stem(x)
         return encoded.to(self.dtype) if encoded.is_floating_point() else encoded
 
@@ -406,6 +452,9 @@ class Network:
         It must take samples and answer each with a number a class, or a target; the same with or without others beside it,
         BatchNorm aside; without changing its tensors in place or drawing random numbers of its own; and as the module it was
         made from does. Tensors are moved a little first, so that those a call does not reach show.
+
+        Afterwards it is known whether clients can be stacked, and whether functions that the model calls, such as
+        ``torch.nn.functional.dropout``, must be carried out by :mod:`equipoise.models.functions`.
 
         Parameters
         ----------
@@ -419,25 +468,24 @@ class Network:
         InputError
             If it does not.
         """
-        draws = torch.Generator().manual_seed(0)
-        params = {}
-        for name, tensor in self._initial.items():
-            noise = torch.rand(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
-            params[name] = tensor * (1 + 0.2 * noise) + 0.01 * noise
+        params = self._moved_a_little(0)
         versions = {name: tensor._version for name, tensor in params.items()}
         # Kernels of normalisation change statistics without saying so.
         statistics = {name: params[name].clone() for name in self.buffers}
         lowered, self.autocast = self.autocast, None
+        key = torch.zeros((), dtype=torch.int64, device=x.device)
         before = self._random_states()
+        self._functions = functions = Carried()
         try:
             seen = self._encode_counted(x) if self.encoded else x
+            self._check_composition(params, seen)
             output = self.apply(params, seen, Forward(train=False)).output
             self._check_outputs(output, y, outputs)
             self._check_metrics(output, y)
             # Not in the first call: counting adds hooks, and ``composed`` is determined there.
             with self._counting() as together:
-                self.apply(params, seen, Forward(train=True, key=torch.zeros((), dtype=torch.int64, device=x.device)))
-            drawn = any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
+                self.apply(params, seen, Forward(train=True, key=key))
+            drawn = self._drawn_since(before)
             changed = [
                 name
                 for name, tensor in params.items()
@@ -451,33 +499,116 @@ class Network:
             self.activations = (together[0] - counted[0]) // others if others else counted[0]
             self.fixed_activations = counted[0] - self.activations
             itself = self._by_itself(params, x)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            drawing = self._drawing(params, seen, key) if drawn else []
+        except InputError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
-            advice = "" if x.is_floating_point() else "; most models need floating point, such as x / 255 for images"
-            raise InputError(f"the model cannot take a sample: {taken}{advice} ({error})") from error
+            advised = "" if x.is_floating_point() else "; most models need floating point, such as x / 255 for images"
+            raise InputError(f"the model cannot take a sample: {taken}{advised} ({error})") from error
         finally:
             self.autocast = lowered
         if drawn:
+            named = f" by {drawing[0]}" if drawing else ""
             raise InputError(
-                "the model draws random numbers of its own, which nobody could draw again; valid: layers of nn.Dropout, "
-                "and no dropout inside nn.LSTM, nn.MultiheadAttention and the like, or by torch.nn.functional"
+                f"the model draws random numbers of its own{named}, which nobody could draw again; {advice(drawing)}"
             )
         if changed:
             raise InputError(
                 f"the model changes {changed[0]} in place while it is called, for all clients alike; valid: layers of "
                 "nn.BatchNorm, and buffers that are assigned anew (self.mean = ...)"
             )
-        rounding = _ROUNDING[self.lowered]
-        if not self.batchwise and _far(output, alone, rounding):
+        if not self.batchwise and self._far(output, alone):
             raise InputError(
                 "what the model answers to a sample depends on the others in its batch, or on their order; valid: models "
                 "that take a batch as their first dimension (batch_first=True) and mix samples by nn.BatchNorm alone"
             )
-        if _far(output, itself, rounding):
+        if self._far(output, itself):
             raise InputError(
                 "taken apart and put together again the model is another one: it has parameters that are no attributes of "
                 "a module, layers that behave otherwise in evaluation, or classes derived from nn.BatchNorm that do more"
             )
+        random = bool(self._dropouts or functions.seen)
+        if random and not self.batchwise and self._draws_by_batch(params, seen, key):
+            raise InputError(
+                "what dropout does to a sample depends on how many others are in its batch; valid: dropout of tensors whose "
+                "first dimension is that of the samples (batch_first=True)"
+            )
+        if functions.seen or not all(map(_known_to_stack, self.module.modules())):
+            self.unstackable = self._why_not_stacked(seen[:2], key)
+        self._functions = Carried() if functions.seen else None
+        # Nothing of what was tried stays in the module.
+        self._filled(self._initial, _EVERY_PART)
+
+    def _moved_a_little(self, seed: int) -> Tree:
+        """Return the first parameters with a little noise, so that those a call does not reach show."""
+        draws = torch.Generator().manual_seed(seed)
+        params = {}
+        for name, tensor in self._initial.items():
+            noise = torch.rand(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
+            params[name] = tensor * (1 + 0.2 * noise) + 0.01 * noise
+        return params
+
+    def _check_composition(self, params: Tree, x: Tensor) -> None:
+        """Find out whether a model that was divided at its head does anything after it."""
+        if isinstance(self.module, Headed) and self.composed:
+            # The cached property gets another value; which tensors a pass needs depends on it.
+            self.__dict__["composed"] = False
+            whole = self.apply(params, x, Forward(train=False)).output
+            self.__dict__["composed"] = True
+            self._slots_of_part.clear()
+            try:
+                apart = self.apply(params, x, Forward(train=False)).output
+            except InputError:
+                # The head takes more than z.
+                self.__dict__["composed"] = False
+            else:
+                self.__dict__["composed"] = not self._far(apart, whole)
+            self._slots_of_part.clear()
+
+    def _drawn_since(self, before: list[Tensor]) -> bool:
+        """Say whether PyTorch's generators have been used."""
+        return any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
+
+    def _drawing(self, params: Tree, x: Tensor, key: Tensor) -> list[str]:
+        """List the functions that draw from PyTorch's generators, in evaluation or in training."""
+        self._functions = watched = Watched(self._random_states)
+        for forward in (Forward(train=False), Forward(train=True, key=key)):
+            self.apply(params, x, forward)
+        return watched.drawing
+
+    def _draws_by_batch(self, params: Tree, x: Tensor, key: Tensor) -> bool:
+        """Say whether a sample gets other random numbers if another one is left out of its batch."""
+        for _, layer in self._norms:
+            layer.moves = False
+        forward = Forward(train=True, key=key)
+        fewer = self.apply(params, x[:-1], forward).output if len(x) > 1 else None
+        differs = fewer is not None and self._far(fewer, self.apply(params, x, forward).output[:-1])
+        self.rest_unless(self._initial.__contains__)
+        return differs
+
+    def _why_not_stacked(self, x: Tensor, key: Tensor) -> str:
+        """Return why the model cannot be called for two clients at once, with gradients; empty if it can."""
+        clients = [self._moved_a_little(seed) for seed in (0, 1)]
+        if not clients[0]:
+            return ""
+        keys = [key, key + 1]
+
+        def output_of(params: Tree, x: Tensor, key: Tensor, stacked: bool = True) -> Tensor:
+            return self.apply(params, x, Forward(train=True, key=key, stacked=stacked)).output
+
+        leaves = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+        trained = [leaf.requires_grad_() for name, leaf in leaves.items() if name not in self.buffers]
+        try:
+            with torch.enable_grad(), warnings.catch_warnings():
+                # PyTorch warns of operations that it repeats for every client.
+                warnings.simplefilter("ignore")
+                found = vmap(output_of)(leaves, torch.stack([x, x]), torch.stack(keys))
+                torch.autograd.grad(found.sum(), trained, allow_unused=True)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            return why_not_stacked(error)
+        wanted = torch.stack([output_of(*given, False) for given in zip(clients, (x, x), keys, strict=True)])
+        return "stacked clients get other outputs than one by one" if self._far(found, wanted) else ""
 
     @contextmanager
     def _counting(self) -> Iterator[list[int]]:
@@ -509,17 +640,26 @@ class Network:
             )
 
     def _check_metrics(self, output: Tensor, y: Tensor) -> None:
-        measured = self.task.metrics(output, y)
+        try:
+            measured = self.task.metrics(output, y)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the loss or a metric of task {self.task.name!r} fails for outputs of shape {tuple(output.shape)} and "
+                f"targets of shape {tuple(y.shape)}: {error}"
+            ) from error
         self.measures = tuple(measured)
         if missing := {"loss", self.task.score} - set(measured):
             raise InputError(
                 f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
             )
         for name, values in measured.items():
-            if values.shape != y.shape[:1]:
+            if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+                what = f"has shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"is {values!r}"
                 raise InputError(
-                    f"{name} of task {self.task.name!r} has shape {tuple(values.shape)} for {len(y)} samples; valid: one "
-                    f"value a sample, of shape ({len(y)},)"
+                    f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one value a sample, of shape "
+                    f"({len(y)},), so that padding can be left out"
                 )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -530,8 +670,12 @@ class Network:
         for slot in slots_of(module):
             if slot.name in params:
                 slot.tensor.copy_(params[slot.name])
-        answer: Tensor = module(x)
-        return answer
+        return tensor_of(module(x)).to(self.dtype)
+
+    def _far(self, found: Tensor, wanted: Tensor) -> bool:
+        """Say whether answers differ by more than rounding."""
+        allowed = _ROUNDING[self.lowered] * wanted.norm() + 1e-6
+        return found.shape != wanted.shape or bool((found - wanted).norm() > allowed)
 
     def _random_states(self) -> list[Tensor]:
         """Return the states of PyTorch's generators, from which layers may draw."""
@@ -550,8 +694,14 @@ class Network:
         """
         for name, layer in self._norms:
             layer.moves = any(moves(f"{name}.{leaf}") for leaf in ("weight", "running_mean"))
-        for around, dropout in self._dropouts:
-            dropout.moves = not around or any(moves(name) for name in around)
+        anything = any(moves(slot.name) for slot in self._slots)
+        self._moving_parts = {
+            part: anything if names is None else any(moves(name) for name in names)
+            for part, names in self._tensors_of.items()
+        }
+        self._moving_parts[""] = anything
+        for part, dropout in self._dropouts:
+            dropout.moves = self._moving_parts[part]
 
 
 def _lower(module: nn.Module, dtype: torch.dtype) -> None:
@@ -576,8 +726,25 @@ def _refuse_unusual(module: nn.Module) -> None:
 # How far two answers of a model may be apart, relative to their length: TF32 rounds more than float32, and each of many
 # frozen layers in a lower precision adds its own rounding. A model that mixes samples is off by far more.
 _ROUNDING = {None: 0.01, torch.bfloat16: 0.1}
+# Layers of these modules of torch.nn can be stacked. Trying it would cost convolutions seconds on a CPU.
+_STACKABLE = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in (
+        "activation",
+        "batchnorm",
+        "container",
+        "conv",
+        "dropout",
+        "flatten",
+        "instancenorm",
+        "linear",
+        "normalization",
+        "padding",
+        "pooling",
+    )
+)
 
 
-def _far(found: Tensor, wanted: Tensor, rounding: float) -> bool:
-    """Say whether answers differ by more than rounding."""
-    return found.shape != wanted.shape or bool((found - wanted).norm() > rounding * wanted.norm() + 1e-6)
+def _known_to_stack(layer: nn.Module) -> bool:
+    place = type(layer).__module__
+    return place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding

@@ -18,7 +18,7 @@ from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
 from equipoise.engine.memory import Memory
 from equipoise.engine.network import Network
-from equipoise.engine.stack import first_rows, passes, tree_first_rows
+from equipoise.engine.stack import first_rows, in_plain_words, passes, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.federation import Split
 from equipoise.models.layers import Forward
@@ -101,7 +101,8 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
         mask = torch.from_numpy(inside).to(device)
         of_all = stacked.of_one_client(question, active, what)
         positions = torch.from_numpy(slots).to(device)
-        answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask, positions)))
+        with in_plain_words(what):
+            answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask, positions)))
         leaves, form = tree_flatten(answer)
         sums = [leaf.unsqueeze(0) if active == 1 else leaf for leaf in leaves]
         if not totals:

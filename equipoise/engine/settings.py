@@ -9,8 +9,9 @@ import torch
 from equipoise.checks import count
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
+from equipoise.losses import TaskLoss, loss_from
 from equipoise.method import Method, Phase
-from equipoise.optimizers import Optimizer, Schedule, Sgd
+from equipoise.optimizers import Optimizer, Schedule, Sgd, check_optimizer
 
 
 def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
@@ -20,6 +21,9 @@ def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> Non
         if value is not None or name not in ("steps", "report_samples"):
             object.__setattr__(settings, name, count(value, f"{section}.{name}"))
 
+
+# In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
+UNLESS_DEFAULT = "unless default"
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -50,6 +54,10 @@ class Training:
         Whether batches are drawn in a new order each epoch.
     augment : tuple of Augmentation
         Applied to every training batch.
+    loss : str, mapping or callable, optional
+        A loss for the whole task instead of the task's own: a name of :mod:`equipoise.losses` such as ``"focal"``, a mapping
+        with ``name`` and options, or a function of outputs and targets that returns one value a sample. Losses in reports
+        and in evaluation are of the same function.
     report_samples : int, optional
         How many of a client's samples its loss reports use, drawn again each round; all by default. Reports on
         whole splits cost large clients more than a few steps of training do.
@@ -71,10 +79,13 @@ class Training:
     shuffle: bool = True
     augment: tuple[Augmentation, ...] = ()
     report_samples: int | None = None
+    loss: TaskLoss | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
         object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
+        object.__setattr__(self, "loss", loss_from(self.loss))
+        check_optimizer(self.optimizer, "training.optimizer")
         _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")

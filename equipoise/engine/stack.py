@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise.errors import InputError
 from equipoise.tree import Tree
 
 
@@ -59,3 +61,61 @@ def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArr
         inside = slots < sizes[:active, None]
         yield active, np.where(inside, slots, 0), inside
         begin += len(slots)
+
+
+def why_not_stacked(error: Exception) -> str:
+    """Say in plain words why code cannot be called for many clients at once.
+
+    Parameters
+    ----------
+    error : Exception
+        What PyTorch raised inside ``torch.func.vmap``.
+
+    Examples
+    --------
+    >>> why_not_stacked(RuntimeError("vmap: It looks like you're calling .item() on a Tensor."))
+    'it calls .item(), float() or the like, and every client has a value of its own'
+    """
+    said = " ".join(str(error).split())
+    for sign, reason in _REASONS.items():
+        if sign in said:
+            return reason
+    return f"{type(error).__name__}: {said[:300]}"
+
+
+_REASONS = {
+    "data-dependent control flow": "it has an if or a loop that depends on values, and every client has values of its own",
+    ".item()": "it calls .item(), float() or the like, and every client has a value of its own",
+    "vmap: inplace": "it changes a tensor in place that all clients share",
+    "randomness error mode": "it draws random numbers, which would not be those of one client",
+}
+
+
+@contextmanager
+def in_plain_words(what: str) -> Iterator[None]:
+    """Say what PyTorch's errors about code that is called for many clients at once mean, and what to do.
+
+    Parameters
+    ----------
+    what : str
+        The code that is called in the block, for the message.
+
+    Examples
+    --------
+    >>> with in_plain_words("the loss mine"):
+    ...     raise RuntimeError("vmap: It looks like you're calling .item() on a Tensor.")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls .item(), float() or the
+    like, and every client has a value of its own; valid: operations on tensors, such as torch.where(condition, a, b) or
+    client.seen as a factor, or machine.chunk: 1
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = why_not_stacked(error)
+        if reason not in _REASONS.values():
+            raise
+        raise InputError(
+            f"{what} cannot be called for many clients at once: {reason}; valid: operations on tensors, such as "
+            "torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1"
+        ) from error

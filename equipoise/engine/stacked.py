@@ -20,11 +20,12 @@ from equipoise.engine.encoding import open_data
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Workshop
-from equipoise.engine.memory import Memory, MemoryStore
+from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
+from equipoise.losses import check_loss
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.metrics import Metric
 from equipoise.random import Purpose
@@ -39,7 +40,7 @@ class StackedEngine:
     federation : Federation
         The clients and their data; evaluation is always on these.
     model : nn.Module
-        With ``features`` and ``head``.
+        The model; methods that name parts need one with ``features`` and ``head``.
     training : Training
         How clients train.
     machine : Machine
@@ -74,8 +75,15 @@ class StackedEngine:
         self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
         self.view = view or federation
         device = machine.torch_device
+        task = tasks.build(federation.task)
+        check_loss(training.loss, task)
         self.network = Network(
-            model, tasks.build(federation.task), device, machine.dtype, machine.autocast, machine.frozen_dtype
+            model,
+            task.with_loss(training.loss),
+            device,
+            machine.dtype,
+            machine.autocast,
+            machine.frozen_dtype,
         )
         self.data = open_data(self.network, self.view, training, machine)
         self.memory = MemoryStore()
@@ -87,6 +95,11 @@ class StackedEngine:
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
+            if self.chunk > 1 and self.network.unstackable:
+                raise InputError(
+                    f"machine.chunk is {self.chunk}, but the model cannot be called for many clients at once: "
+                    f"{self.network.unstackable}; valid: chunk 1 or auto, which trains them one by one"
+                )
         else:
             largest = int(self.view.train.sizes.max(initial=1))
             self.chunk = chunk_by_rule(self.network, min(training.batch_size, largest))
@@ -104,7 +117,7 @@ class StackedEngine:
         """Return the memory of a client that has never taken part, its facts aside."""
         layout = Layout(local, model)
         kept = {KEPT: layout.kept_parts(model)} if layout.kept else {}
-        return {**kept, **local.first_memory(model)}
+        return {**kept, **checked_memory(local.first_memory(model), f"first_memory of {type(local).__name__}")}
 
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None

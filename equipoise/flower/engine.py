@@ -100,7 +100,7 @@ class FlowerEngine:
     roster : Roster
         The registered clients.
     model : nn.Module
-        With ``features`` and ``head``.
+        The model; methods that name parts need one with ``features`` and ``head``.
     machine : Machine
         Where the server combines, and in which arithmetic.
     seed : int

@@ -90,7 +90,7 @@ class Customization(LocalRule):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Refuse a model without GC-Net."""
-        if not isinstance(model.features, Customized):
+        if not isinstance(getattr(model, "features", None), Customized):
             raise InputError(
                 f"method {self.name!r} trains prompts and GC-Net, which the model lacks; valid: model 'fedgc'"
             )
@@ -298,7 +298,7 @@ class FedGR(Grouping):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Refuse a model without a frozen class token, if groups are made of it."""
-        if self.groups == "classtoken" and not isinstance(model.features, Customized | Prompted):
+        if self.groups == "classtoken" and not isinstance(getattr(model, "features", None), Customized | Prompted):
             raise InputError(
                 f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as vitprompts or fedgc; "
                 "valid for other models: groups='given'"

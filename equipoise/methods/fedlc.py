@@ -69,7 +69,7 @@ class FedLC(LocalRule):
         """Return the cross-entropy of the calibrated logits."""
         logits = client.output() - client.memory["labels"]["shift"]
         if self.true_class:
-            return client.network.task.loss(logits, client.y)
+            return client.task_loss(logits)
         own = torch.arange(logits.shape[1], device=logits.device) == client.y.unsqueeze(1)
         others = logits.masked_fill(own, float("-inf")).logsumexp(1)
         return others - torch.where(own, logits, 0.0).sum(1)

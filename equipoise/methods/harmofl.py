@@ -17,6 +17,7 @@ from equipoise.methods import register
 from equipoise.methods.fedsam import SharpnessGradient
 from equipoise.models.base import Model, pixels
 from equipoise.models.fourier import AmplitudeNorm, amplitudes
+from equipoise.models.headed import Headed
 from equipoise.tree import Tree
 
 _AMPLITUDE = "inputs.amplitude"
@@ -60,10 +61,10 @@ class HarmoFL(LocalRule, Aggregation):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Put the layer before everything else."""
-        if not isinstance(model, Model) or type(model).forward is not Model.forward:
+        if not isinstance(model, Model) or type(model).forward not in (Model.forward, Headed.forward):
             raise InputError(
                 f"harmofl changes images before the model sees them, but {type(model).__name__} has a forward of its own; "
-                "valid: equipoise.models.base.Model(features, head)"
+                'valid: equipoise.models.base.Model(features, head), or train(..., head="classifier")'
             )
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         model.inputs = AmplitudeNorm(shape, self.low).to(dtype)

@@ -1,4 +1,4 @@
-"""Models by name. Every model has two parts, ``features`` and ``head``; see :class:`equipoise.models.base.Model`."""
+"""Models by name. All that are here have two parts, ``features`` and ``head``; see :class:`equipoise.models.base.Model`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def register(maker: M) -> M:
     ----------
     maker : callable
         Takes the shape of a sample, the number of classes and options by keyword, with defaults and types, and returns a
-        :class:`equipoise.models.base.Model`.
+        :class:`equipoise.models.base.Model` or any other module; see :func:`equipoise.models.headed.with_head`.
 
     Returns
     -------

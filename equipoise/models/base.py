@@ -175,7 +175,12 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     # Text is whole numbers; any other model takes floating point.
     embeds = any(isinstance(layer, nn.Embedding) for layer in model.modules())
     stem = getattr(model, "stem", None) or nn.Identity()
-    features: Any = model.features
+    features: Any = getattr(model, "features", None)
+    if not isinstance(features, nn.Module):
+        raise InputError(
+            f"the method needs a model made of features and a head, but {type(model).__name__} is not; valid: the name of "
+            'the layer that is its head, such as train(..., head="classifier")'
+        )
     z: Tensor = features(stem(x.long() if embeds else x))
     model.train(training)
     return z[0].numel()

@@ -38,6 +38,33 @@ def plain_attention() -> Iterator[None]:
         yield
 
 
+_depth = 0
+
+
+@contextmanager
+def _entered() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def inside_frozen() -> bool:
+    """Say whether a :class:`Frozen` is being called.
+
+    Examples
+    --------
+    >>> class Asks(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + inside_frozen()
+    >>> Asks()(torch.zeros(1)), Frozen(Asks())(torch.zeros(1))
+    (tensor([0.]), tensor([1.]))
+    """
+    return _depth > 0
+
+
 class Frozen(nn.Module):
     """A module that never moves.
 
@@ -153,10 +180,11 @@ class Frozen(nn.Module):
         """Call the module with inputs cast to its type, and cast the outputs back."""
         floating = (tensor.dtype for tensor in chain(inputs, named.values()) if tensor.is_floating_point())
         given, inside = next(floating, self.dtype), self._type_inside()
-        made = self.module(
-            *(_cast(tensor, inside) for tensor in inputs),
-            **{name: _cast(tensor, inside) for name, tensor in named.items()},
-        )
+        with _entered():
+            made = self.module(
+                *(_cast(tensor, inside) for tensor in inputs),
+                **{name: _cast(tensor, inside) for name, tensor in named.items()},
+            )
         return _cast(made, given) if isinstance(made, Tensor) else tuple(_cast(tensor, given) for tensor in made)
 
     def _tensors(self) -> Iterator[Tensor]:

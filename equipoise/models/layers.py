@@ -1,11 +1,13 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by these. Outside
-the engine they behave exactly like the layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by
+these, and recurrent ones by those of :mod:`equipoise.models.sequences`. Outside the engine they behave exactly like the
+layers they replace, so a finished model is an ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,19 +50,87 @@ class Forward:
 
 
 _current: Forward | None = None
-# How often each dropout layer has been called in the current pass.
-_calls: dict[nn.Module, int] = {}
+# How often each layer with dropout has drawn in the current pass, and how often functions have in each part.
+_calls: dict[nn.Module | str, int] = {}
+# The part of the model that is being applied.
+_part = ""
 
 
 @contextmanager
-def forward_pass(forward: Forward) -> Iterator[None]:
-    """Make ``forward`` what the layers of this module see while the block runs."""
-    global _current, _calls
-    before, _current, _calls = (_current, _calls), forward, {}
+def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
+    """Make ``forward`` what the layers of this module see while the block runs, which applies a part of the model."""
+    global _current, _calls, _part
+    before, _current, _calls, _part = (_current, _calls, _part), forward, {}, part
     try:
         yield
     finally:
-        _current, _calls = before
+        _current, _calls, _part = before
+
+
+def enter_part(part: str) -> None:
+    """Say that the current pass goes on with another part of the model, whose functions draw numbers of their own."""
+    global _part
+    _part = part
+
+
+def current_pass() -> Forward | None:
+    """Return the forward pass that the engine is making, or ``None`` outside the engine."""
+    return _current
+
+
+def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
+    """Return the key of a draw in the current pass; each call returns another one.
+
+    Keys of layers depend on the layer's number. Those of functions depend on the part of the model and on how many of them
+    have drawn before, so that a part draws the same numbers alone and in a pass of the whole model.
+
+    Parameters
+    ----------
+    owner : nn.Module or None
+        The layer that draws; ``None`` for a function that is called by a model's own code.
+    number : int
+        The number of the layer; 0 for a function.
+    """
+    if _current is None or _current.key is None:
+        return None
+    who: nn.Module | str = _part if owner is None else owner
+    calls = _calls.get(who, 0)
+    _calls[who] = calls + 1
+    if owner is None:
+        return fold_tensor(_current.key, number, zlib.crc32(_part.encode()), calls)
+    key = fold_tensor(_current.key, number)
+    # A layer that is called again in the same pass draws anew.
+    return fold_tensor(key, calls) if calls else key
+
+
+def kept_units(x: Tensor, p: float, key: Tensor, channels: bool) -> tuple[Tensor, float]:
+    """Draw which elements, or channels, of a batch dropout keeps; samples are along the first axis.
+
+    Returns
+    -------
+    tuple
+        A boolean mask that broadcasts to the batch, and the probability of keeping, a multiple of 1/65536.
+    """
+    threshold = round((1 - p) * 65536)
+    shape = x.shape[:2] + (1,) * (x.dim() - 2) if channels else x.shape
+    return keep_mask(key, torch.Size(shape), threshold), threshold / 65536
+
+
+def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
+    """Drop elements, or whole channels, of a batch, and scale what is left.
+
+    Examples
+    --------
+    >>> dropped(torch.ones(4), 1.0, torch.tensor(0)), dropped(torch.ones(4), 0.0, torch.tensor(0))
+    (tensor([0., 0., 0., 0.]), tensor([1., 1., 1., 1.]))
+    """
+    threshold = round((1 - p) * 65536)
+    if threshold == 65536:
+        return x
+    if threshold == 0:
+        return torch.zeros_like(x)
+    kept, share = kept_units(x, p, key, channels)
+    return x * (kept.to(x.dtype) * (1 / share))
 
 
 def _kernels(x: Tensor) -> Any:
@@ -269,19 +339,10 @@ class Dropout(nn.Module):
         if _current is None:
             drop = F.dropout2d if self.channels else F.dropout
             return drop(x, self.p, self.training)
-        threshold = round((1 - self.p) * 65536)
-        if not (_current.train and self.moves) or _current.key is None or threshold == 65536:
+        if not (_current.train and self.moves):
             return x
-        if threshold == 0:
-            return torch.zeros_like(x)
-        shape = x.shape[:2] + (1,) * (x.dim() - 2) if self.channels else x.shape
-        key = fold_tensor(_current.key, self.layer)
-        # A layer that is called again in the same pass draws anew.
-        if calls := _calls.get(self, 0):
-            key = fold_tensor(key, calls)
-        _calls[self] = calls + 1
-        kept = keep_mask(key, torch.Size(shape), threshold)
-        return x * (kept.to(x.dtype) * (65536 / threshold))
+        key = next_key(self, self.layer)
+        return x if key is None else dropped(x, self.p, key, self.channels)
 
 
 class Linear(nn.Linear):
@@ -533,6 +594,9 @@ def convert(module: nn.Module) -> nn.Module:
     >>> [type(layer).__module__ for layer in module]
     ['equipoise.models.layers', 'torch.nn.modules.activation', 'equipoise.models.layers']
     """
+    # It needs the functions of this module.
+    from equipoise.models.sequences import Recurrent
+
     dropouts = 0
     # A layer in two places stays one layer.
     done: dict[nn.Module, nn.Module] = {}
@@ -551,6 +615,10 @@ def convert(module: nn.Module) -> nn.Module:
         if type(layer) in DROPOUTS:
             dropouts += 1
             return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
+        if Recurrent.replaces(layer):
+            recurrent = cast(nn.RNNBase, layer)
+            dropouts += bool(recurrent.dropout)
+            return Recurrent(recurrent, dropouts)
         for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]

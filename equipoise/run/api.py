@@ -28,6 +28,7 @@ from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
+from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import convert
 from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
@@ -78,7 +79,8 @@ class Run:
         selected = self.trainer.selected()
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
         number = _number(client, federation.client_names)
-        return _module(blank, selected, federation.clients, number, whole=self.trainer.has_global)
+        module = _module(blank, selected, federation.clients, number, whole=self.trainer.has_global)
+        return _undivided(module, self.config)
 
     def local_model(self, client: int | str) -> nn.Module:
         """Return a client's local model: as it was after its training in the last round, before aggregation.
@@ -95,7 +97,8 @@ class Run:
             In evaluation mode, on the CPU.
         """
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
-        return _filled(blank, _local(self.trainer.local_models(), _number(client, federation.client_names)))
+        local = _local(self.trainer.local_models(), _number(client, federation.client_names))
+        return _undivided(_filled(blank, local), self.config)
 
 
 def train(
@@ -103,6 +106,7 @@ def train(
     *,
     method: str | Mapping[str, Any] | Method = "fedavg",
     model: str | Mapping[str, Any] | nn.Module | None = None,
+    head: str | None = None,
     training: Training | None = None,
     machine: Machine | None = None,
     evaluation: Evaluation | None = None,
@@ -127,8 +131,10 @@ def train(
     method : str, mapping or Method
         What is federated: a name, a mapping with ``name`` and hyper-parameters, or a method.
     model : str, mapping or nn.Module, optional
-        A name, a mapping with ``name`` and options, or a module with ``features`` and ``head``; by default ``mlp``,
-        or what the method asks for.
+        A name, a mapping with ``name`` and options, or any module; by default ``mlp``, or what the method asks for.
+    head : str, optional
+        The dotted name of the layer that is the head of a module, such as ``"classifier"``, for methods that treat features
+        and head differently. Modules with the submodules ``features`` and ``head`` do not need it.
     training : Training, optional
         How clients train.
     machine : Machine, optional
@@ -183,8 +189,12 @@ def train(
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
         # Copied, because the method's parts may be added to it.
-        module, model_config = copy.deepcopy(model), {"name": f"custom:{type(model).__name__}"}
+        module, model_config = _divided(copy.deepcopy(model), head), {"name": f"custom:{type(model).__name__}"}
+        if head is not None:
+            model_config["head"] = head
     else:
+        if head is not None:
+            raise InputError(f"head={head!r} belongs to a module, but the model is {model!r}; leave it out")
         model_config = models.with_class_names(_named(model or made.usual_model, "model"), federation.class_names)
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     module = made.extend(module, federation.shape, seed)
@@ -278,7 +288,8 @@ def load(
         Whether to return the client's local model instead: as it was after its training in the last round, before
         aggregation, the parts it keeps included. The run must have been made with ``evaluation.keep_local``.
     module : nn.Module, optional
-        The model's architecture, needed only if the run was made with a module of its own and not a named model.
+        The model's architecture, needed only if the run was made with a module of its own and not a named model. It is
+        divided where it was divided in training.
 
     Returns
     -------
@@ -306,9 +317,9 @@ def load(
         module = models.build(
             shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
         )
-    module = methods.build(**config["method"]).extend(
-        copy.deepcopy(module), tuple(config["resolved"]["shape"]), config["seed"]
-    )
+    else:
+        module = _divided(copy.deepcopy(module), config["model"].get("head"))
+    module = methods.build(**config["method"]).extend(module, tuple(config["resolved"]["shape"]), config["seed"])
     # Runs of older versions hold their frozen tensors themselves.
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
@@ -319,7 +330,7 @@ def load(
     named = (directory / NAMES).exists()
     number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
     if local:
-        return _filled(convert(module), _local(read_local(directory), number))
+        return _undivided(_filled(convert(module), _local(read_local(directory), number)), config)
     shared, note = load_tensors(directory / GLOBAL)
     own: Tree = {}
     clients: list[int] = []
@@ -327,7 +338,18 @@ def load(
         own, held = load_tensors(directory / PERSONAL)
         clients = held["clients"]
     chosen = Models(note["round"], shared, clients, own)
-    return _module(convert(module), chosen, config["resolved"]["clients"], number, whole=note["whole"])
+    filled = _module(convert(module), chosen, config["resolved"]["clients"], number, whole=note["whole"])
+    return _undivided(filled, config)
+
+
+def _divided(module: nn.Module, head: str | None) -> nn.Module:
+    """Divide a module where its head begins, if that is named."""
+    return module if head is None else with_head(module, head)
+
+
+def _undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Return a module that was divided by the argument ``head`` in one piece, as it was given."""
+    return module.whole().eval() if isinstance(module, Headed) and "head" in config["model"] else module
 
 
 def read_config(directory: Path) -> dict[str, Any]:

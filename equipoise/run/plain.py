@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from equipoise import losses
 from equipoise.checks import name_and_options
 from equipoise.data.augment import AUGMENTATIONS, augmentation_to_plain
+from equipoise.engine.settings import UNLESS_DEFAULT as UNLESS_DEFAULT
+from equipoise.engine.settings import Training
 from equipoise.errors import unknown
 from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
-
-# In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
-UNLESS_DEFAULT = "unless default"
 
 
 def to_plain(settings: Any) -> Any:
@@ -35,6 +35,8 @@ def to_plain(settings: Any) -> Any:
         for field in dataclasses.fields(settings)
         if not (field.metadata.get(UNLESS_DEFAULT) and getattr(settings, field.name) == field.default)
     }
+    if isinstance(settings, Training) and settings.loss is not None:
+        plain["loss"] = losses.to_plain(settings.loss)
     if isinstance(settings, Sgd):
         return {"name": "sgd", **plain}
     if isinstance(settings, Adam):

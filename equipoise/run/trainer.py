@@ -588,6 +588,8 @@ class Trainer:
         """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""
         engine = self.engine
         cohort_size = self._cohort_size
+        if engine.network.unstackable:
+            return 1
         candidates = sorted({1, min(4, cohort_size), min(16, cohort_size), min(64, cohort_size), cohort_size})
 
         def seconds(chunk: int) -> float:

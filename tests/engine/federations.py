@@ -43,3 +43,11 @@ def text(seed=0, sizes=SIZES):
     y[:7] = np.arange(7)
     groups = {client: ("few", "many")[client % 2] for client in range(len(sizes))}
     return Federation.from_arrays(x, y, clients=clients, groups=groups, splits=(1.0, 0.0, 0.0), classes=7)
+
+
+def several_labels(y=None):
+    """Four clients of unequal sizes; each of three classes is linear in x, unless targets are given."""
+    clients = np.repeat(np.arange(4), [6, 10, 17, 27])
+    x = np.random.default_rng(0).normal(size=(60, 5))
+    y = (x @ np.random.default_rng(1).normal(size=(5, 3)) > 0.5) if y is None else y
+    return Federation.from_arrays(x, y, clients=clients, splits=(0.6, 0.2, 0.2), task="multilabel")

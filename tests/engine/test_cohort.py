@@ -320,11 +320,6 @@ def test_a_round_that_is_repeated_starts_from_the_same_memory():
         assert torch.equal(tensor, twice[name])
 
 
-def test_a_model_without_parts_is_refused():
-    with pytest.raises(InputError, match="Sequential has no features and no head"):
-        engine(module=nn.Sequential(nn.Flatten(), nn.Linear(50, 4)))
-
-
 def test_a_part_that_moves_but_is_not_kept_is_refused():
     @dataclass(frozen=True)
     class Stray(LocalRule):

@@ -171,8 +171,9 @@ def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncache
 # ---- once ------------------------------------------------------------------------------------------------------------
 
 
-# Three samples to try the model out: together, in training, alone, and by the module as it came.
-TRIED = [3, 3, 1, 1, 1, 3]
+# Three samples to try the model out: together, in training, alone, and by the module as it came; then two for two clients,
+# stacked and one by one.
+TRIED = [3, 3, 1, 1, 1, 3, 2, 2, 2]
 
 
 def counted(module):

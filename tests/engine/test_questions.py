@@ -220,14 +220,14 @@ def test_answers_are_tensors(chunk):
 
 
 class LastState(nn.Module):
-    """PyTorch's own recurrent layer, which cannot be stacked."""
+    """A recurrent layer in code that depends on values, which cannot be stacked."""
 
     def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(5, 6, batch_first=True)
 
     def forward(self, x):
-        return self.lstm(x.flatten(1, 2))[0][:, -1]
+        return self.lstm(x.flatten(1, 2) if x.abs().max() < 100 else x)[0][:, -1]
 
 
 def test_a_model_that_cannot_be_stacked_can_be_asked_about():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from equipoise import Machine, train
 from equipoise.engine.evaluation import evaluate_shared
@@ -156,8 +157,8 @@ def test_three_rounds_equal_the_plain_loop(name, chunk):
     assert distance(found, {name: wanted[name] for name in found}, skip) <= 1e-9
 
 
-def test_recurrent_layers_of_pytorch_are_trained_one_client_at_a_time():
-    """Stacked they would end in an error, so unless told otherwise the engine does not."""
+@pytest.mark.parametrize("chunk", [1, 10])
+def test_recurrent_layers_of_pytorch_equal_the_plain_loop(chunk):
     torch.manual_seed(3)
     model, federation = characters(FirstOutput(nn.GRU(5, 5, batch_first=True))).double(), text()
     wanted = federated_averaging(
@@ -169,7 +170,7 @@ def test_recurrent_layers_of_pytorch_are_trained_one_client_at_a_time():
         batch_size=8,
         epochs=1,
     )
-    how = {"chunk": "auto", "batch_size": 8, "optimizer": optimizer_named("sgd", lr=0.1)}
+    how = {"chunk": chunk, "batch_size": 8, "optimizer": optimizer_named("sgd", lr=0.1)}
     assert distance(engine_run(model, federation, THREE_COHORTS[:1], **how), wanted) <= 1e-9
 
 
@@ -204,6 +205,53 @@ def test_a_part_of_which_nothing_trains_is_refused():
         train(images(), model=model, method="fedrep", rounds=1)
 
 
+# ---- what is random ----------------------------------------------------------------------------------------------------
+
+
+def stochastic_depth(layer, x):
+    """Drops whole samples, as in the models of Hugging Face."""
+    if not layer.training:
+        return x
+    return x / 0.7 * (0.7 + torch.rand((len(x), 1), dtype=x.dtype, device=x.device)).floor()
+
+
+def slid(layer, x):
+    """Drops in place, and returns nothing that is used."""
+    y = 1 * x
+    F.dropout(y, 0.5, layer.training, inplace=True)
+    return y
+
+
+CARRIED = {
+    "dropout": lambda layer, x: F.dropout(x, 0.5, layer.training),
+    "dropout in place": slid,
+    "dropout of torch": lambda layer, x: torch.dropout(x, 0.5, layer.training),
+    "alpha dropout": lambda layer, x: F.alpha_dropout(x, 0.5, layer.training),
+    "stochastic depth": stochastic_depth,
+    "bernoulli": lambda layer, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if layer.training else x,
+    "bernoulli in place": lambda layer, x: x * x.new_empty(x.shape).bernoulli_(0.5) if layer.training else x,
+    "noise": lambda layer, x: x + 0.3 * torch.randn_like(x) if layer.training else x,
+    "uniform noise": lambda layer, x: x + torch.empty_like(x).uniform_(-0.3, 0.3) if layer.training else x,
+    "normal noise": lambda layer, x: x + torch.empty_like(x).normal_(0, 0.3) if layer.training else x,
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_random_functions_are_carried_out_with_the_engines_numbers(name):
+    torch.manual_seed(3)
+    model = flat(Does(CARRIED[name])).double().eval()
+    before = torch.get_rng_state()
+    wanted, *others = (
+        engine_run(model, images(), THREE_COHORTS, chunk=chunk, batch_size=8, epochs=2) for chunk in (1, 3, 10)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(distance(found, wanted) <= 1e-9 for found in others)
+    plain = engine_run(
+        flat(Does(lambda layer, x: x)).double(), images(), THREE_COHORTS, chunk=10, batch_size=8, epochs=2
+    )
+    assert distance(plain, wanted) > 1e-3
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +265,18 @@ class Listed(Model):
 
     def forward(self, x):
         return super().forward(x) * self.held[0]
+
+
+class Packed(nn.Module):
+    """A recurrent layer that is given packed sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(5, 5, batch_first=True)
+
+    def forward(self, x):
+        packed = pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
+        return self.layer(packed)[1].transpose(0, 1)
 
 
 class WithRelu(nn.BatchNorm2d):
@@ -252,24 +312,31 @@ def imaginary():
 RANDOM, IN_PLACE = "draws random numbers of its own", "in place while it is called"
 BESIDE, ANOTHER = "depends on the others in its batch", "taken apart and put together again the model is another one"
 REFUSED = {
-    "functional dropout": (lambda: flat(Does(lambda layer, x: F.dropout(x, 0.5, layer.training))), images, RANDOM),
-    "a model given in evaluation mode": (
-        lambda: flat(Does(lambda layer, x: F.dropout(x, 0.5, layer.training))).eval(),
+    "dropout in evaluation": (
+        lambda: flat(Does(lambda layer, x: F.dropout(x, 0.5))),
         images,
-        RANDOM,
+        rf"{RANDOM} by torch.nn.functional.dropout, .* write F.dropout\(x, p, self.training\)",
     ),
-    "alpha dropout": (lambda: flat(nn.AlphaDropout(0.5)), images, RANDOM),
-    "noise": (lambda: flat(Does(lambda layer, x: x + torch.randn_like(x))), images, RANDOM),
-    "random slopes": (lambda: flat(nn.RReLU()), images, RANDOM),
-    "dropout in attention": (
-        lambda: characters(nn.TransformerEncoderLayer(5, 1, 8, dropout=0.5, batch_first=True)),
+    "attention that drops in evaluation": (
+        lambda: characters(Does(lambda layer, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))),
         text,
-        RANDOM,
+        rf"{RANDOM} by torch.*attention, .* write dropout_p=p if self.training else 0.0",
     ),
-    "dropout in a recurrent layer": (
-        lambda: characters(FirstOutput(nn.LSTM(5, 5, 2, dropout=0.5, batch_first=True))),
+    "noise": (
+        lambda: flat(Does(lambda layer, x: x + torch.randn_like(x))),
+        images,
+        rf"{RANDOM} by torch.randn_like, .* call torch.randn_like only if self.training",
+    ),
+    "random slopes": (lambda: flat(nn.RReLU()), images, rf"{RANDOM} by torch.nn.functional.rrelu, .* use nn.Dropout"),
+    "dropout of steps before samples": (
+        lambda: characters(Does(lambda layer, x: F.dropout(x.transpose(0, 1), 0.5, layer.training).transpose(0, 1))),
         text,
-        RANDOM,
+        r"what dropout does to a sample depends on how many others are in its batch; .* \(batch_first=True\)",
+    ),
+    "packed sequences": (
+        lambda: characters(Packed()),
+        text,
+        "called with a packed sequence, .* pass the padded sequences",
     ),
     "a running mean of one's own": (lambda: flat(Does(drift, mean=torch.zeros(()))), images, IN_PLACE),
     "instance norm that remembers": (
@@ -292,7 +359,7 @@ REFUSED = {
     "several outputs": (
         lambda: Model(nn.Flatten(), Does(lambda layer, x: {"logits": x})),
         images,
-        "the model cannot take a sample",
+        "the model returns a dict; valid: one tensor",
     ),
 }
 

@@ -156,6 +156,7 @@ def test_every_metric_of_the_library_is_for_a_task_and_lies_in_its_range():
             torch.from_numpy(rng.normal(size=(2, 3, 4, 4))),
             torch.from_numpy(rng.integers(0, 3, (2, 4, 4))),
         ),
+        "multilabel": (torch.from_numpy(rng.normal(size=(9, 3))), torch.from_numpy(rng.integers(0, 2, (9, 3)))),
     }
     own = [metric for metric in map(build, names()) if not metric._own]
     assert len(own) >= 16

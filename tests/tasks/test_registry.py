@@ -59,6 +59,7 @@ def test_the_tasks_there_are():
         "classification": ("accuracy", True),
         "regression": ("loss", False),
         "segmentation": ("dice", True),
+        "multilabel": ("f1", True),
     }
     with pytest.raises(InputError, match="unknown task 'segmentaton'; did you mean 'segmentation'?"):
         tasks.build("segmentaton")

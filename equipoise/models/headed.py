@@ -1,0 +1,220 @@
+"""Models as they come: any module, divided where its head begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from equipoise.errors import InputError, unknown
+from equipoise.models.base import Model
+
+
+def with_head(module: nn.Module, head: str) -> Headed:
+    """Divide a module into features and a head, for methods that treat the two differently.
+
+    Everything outside the named layer is ``features``, and the layer is ``head``. The module itself is used, not a copy.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any model, such as a ``ViTForImageClassification`` of Hugging Face.
+    head : str
+        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that compute with z need a module
+        that calls it once, with one tensor, and returns what it returns.
+
+    Returns
+    -------
+    Headed
+        A model that returns what the module returns.
+
+    Raises
+    ------
+    InputError
+        If there is no such layer, or nothing around it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> model = with_head(net, "3")
+    >>> list(model.state_dict())
+    ['features.body.1.weight', 'features.body.1.bias', 'head.weight', 'head.bias']
+    >>> model.features(torch.zeros(5, 2, 2)).shape, model(torch.zeros(5, 2, 2)).shape
+    (torch.Size([5, 3]), torch.Size([5, 2]))
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"a head belongs to an nn.Module, got {module!r}")
+    if not isinstance(head, str) or not head:
+        raise InputError(f"head must be the name of a layer of the model, such as 'classifier', got {head!r}")
+    layers = [name for name, _ in module.named_modules() if name]
+    if head not in layers:
+        raise unknown("head", head, layers, where=f"the model {type(module).__name__}")
+    return Headed(module, head)
+
+
+class Headed(Model):
+    """A module of any class, divided where its head begins; see :func:`with_head`.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model. Its head is taken out of it.
+    head : str
+        The dotted name of its head.
+
+    Examples
+    --------
+    >>> Headed(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "1").head
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+
+    def __init__(self, module: nn.Module, head: str) -> None:
+        part = module.get_submodule(head)
+        super().__init__(Body(module, head), part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the module returns; it may do anything with the outputs of its head."""
+        features: Any = self.features
+        output: Tensor = features.through(self.head, x if self.inputs is None else self.inputs(x))
+        return output
+
+    def whole(self) -> nn.Module:
+        """Put the head back and return the module as it was, with the tensors that it has now.
+
+        Examples
+        --------
+        >>> Headed(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "1").whole()
+        Sequential(
+          (0): Flatten(start_dim=1, end_dim=-1)
+          (1): Linear(in_features=4, out_features=3, bias=True)
+        )
+        """
+        body: Any = self.features
+        body.put(self.head)
+        module: nn.Module = body.body
+        return module
+
+
+class Body(nn.Module):
+    """A module without its head: it returns what the head would be called with.
+
+    Parameters
+    ----------
+    body : nn.Module
+        The module. Its head is replaced.
+    head : str
+        The dotted name of its head.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Body(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "1")(torch.zeros(5, 2, 2)).shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(self, body: nn.Module, head: str) -> None:
+        super().__init__()
+        self.body, self.path = body, head
+        self.put(_Place())
+
+    def put(self, layer: nn.Module) -> None:
+        """Put a layer where the head was."""
+        parent, _, name = self.path.rpartition(".")
+        self.body.get_submodule(parent)._modules[name] = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return z, with which the head would be called."""
+        try:
+            self.body(x)
+        except _Reached as reached:
+            return reached.z
+        raise self._never_called()
+
+    def through(self, head: nn.Module, x: Tensor) -> Tensor:
+        """Return what the module returns if its head is ``head``."""
+        place: Any = self.body.get_submodule(self.path)
+        # In a list, so that it is not a layer of this module, too.
+        place.calls, place.called = [head], False
+        try:
+            output = tensor_of(self.body(x))
+        finally:
+            place.calls = []
+        if not place.called:
+            raise self._never_called()
+        return output
+
+    def _never_called(self) -> InputError:
+        return InputError(
+            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to be the head; valid: a layer "
+            "that the forward pass calls, or a model without a head"
+        )
+
+
+class _Reached(Exception):
+    """Ends a forward pass where the head begins."""
+
+    def __init__(self, z: Tensor) -> None:
+        super().__init__()
+        self.z = z
+
+
+class _Place(nn.Module):
+    """Stands where the head was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[nn.Module] = []
+        self.called = False
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if self.calls:
+            self.called = True
+            return self.calls[0](*given, **named)
+        arguments = [*given, *named.values()]
+        if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
+            raise InputError(
+                f"the head is called with {len(arguments)} arguments; valid: a layer that takes one tensor, z"
+            )
+        raise _Reached(arguments[0])
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Return the tensor among what a model returns: itself, or the ``logits`` of a model of Hugging Face.
+
+    Parameters
+    ----------
+    output : object
+        What a model returned.
+
+    Returns
+    -------
+    Tensor
+        The outputs, samples first.
+
+    Raises
+    ------
+    InputError
+        If there is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensor_of(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    >>> tensor_of((torch.zeros(2, 3), None))
+    Traceback (most recent call last):
+    equipoise.errors.InputError: the model returns a tuple; valid: one tensor, or an object with the attribute logits. Wrap
+    the model in a module whose forward returns its tensor, such as output[0]
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    keys = list(output) if isinstance(output, dict) else []
+    which = f"output[{keys[0]!r}]" if keys else "output[0]"
+    raise InputError(
+        f"the model returns a {type(output).__name__}; valid: one tensor, or an object with the attribute logits. Wrap the "
+        f"model in a module whose forward returns its tensor, such as {which}"
+    )

@@ -1,0 +1,165 @@
+"""Recurrent layers of PyTorch in a form in which clients can be stacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from equipoise.errors import InputError
+from equipoise.models.frozen import transforms
+from equipoise.models.layers import current_pass, dropped, has_hooks, next_key
+
+_ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
+
+
+class Recurrent(nn.Module):
+    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products, because theirs cannot be stacked.
+
+    Parameters have the same names. Dropout between layers is a hash of client, phase, step and layer, as in
+    :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's own loop, which is faster.
+
+    Parameters
+    ----------
+    layer : nn.LSTM, nn.GRU or nn.RNN
+        The layer to replace.
+    number : int
+        The number of the layer among those with dropout.
+
+    Examples
+    --------
+    >>> gru = nn.GRU(3, 5, num_layers=2, batch_first=True)
+    >>> outputs, last = Recurrent(gru, 1)(torch.zeros(4, 7, 3))
+    >>> outputs.shape, last.shape
+    (torch.Size([4, 7, 5]), torch.Size([2, 4, 5]))
+    """
+
+    def __init__(self, layer: nn.RNNBase, number: int) -> None:
+        super().__init__()
+        self.mode, self.bias, self.batch_first = layer.mode, layer.bias, layer.batch_first
+        self.input_size, self.hidden_size, self.proj_size = layer.input_size, layer.hidden_size, layer.proj_size
+        self.num_layers, self.dropout, self.bidirectional = layer.num_layers, layer.dropout, layer.bidirectional
+        self._parameters.update(layer._parameters)
+        self.number = number
+        # Set by the engine: dropout is off in a part that does not move in this phase.
+        self.moves = True
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is one of PyTorch's own."""
+        return type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not has_hooks(layer)
+
+    def extra_repr(self) -> str:
+        """Name the kind of the layer and its sizes."""
+        return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
+
+    def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        """Read sequences, and return the outputs of the last layer and the last states of all layers.
+
+        Parameters
+        ----------
+        input : Tensor
+            ``[samples, steps, inputs]`` with ``batch_first``, otherwise ``[steps, samples, inputs]``.
+        hx : Tensor or tuple of Tensor, optional
+            The first states, as PyTorch's layers take them.
+        """
+        if isinstance(input, PackedSequence):
+            raise InputError(
+                "a recurrent layer is called with a packed sequence, whose lengths differ between clients; pass the padded "
+                "sequences, and take the outputs that count with torch.gather"
+            )
+        if input.dim() != 3:
+            raise InputError(
+                f"a recurrent layer is called with a tensor of shape {tuple(input.shape)}; valid: a batch of sequences, with "
+                "three dimensions"
+            )
+        rate = self._rate()
+        if not rate and not transforms() and not input.is_cuda:
+            return self._at_once(input, hx)
+        steps = input.transpose(0, 1) if self.batch_first else input
+        states = self._first_states(steps, hx)
+        last: list[tuple[Tensor, ...]] = []
+        for layer in range(self.num_layers):
+            if layer and rate:
+                steps = self._dropped(steps, rate)
+            ways = []
+            for way in range(2 if self.bidirectional else 1):
+                outputs, final = self._layer(steps, layer, way, tuple(state[len(last)] for state in states))
+                ways.append(outputs)
+                last.append(final)
+            steps = torch.cat(ways, -1) if self.bidirectional else ways[0]
+        ends = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
+        outputs = steps.transpose(0, 1) if self.batch_first else steps
+        return outputs, ends if self.mode == "LSTM" else ends[0]
+
+    def _rate(self) -> float:
+        """Return the probability of dropout in this pass."""
+        forward = current_pass()
+        trains = self.training if forward is None else forward.train and self.moves and forward.key is not None
+        return float(self.dropout) if trains and self.num_layers > 1 else 0.0
+
+    def _dropped(self, steps: Tensor, rate: float) -> Tensor:
+        key = next_key(self, self.number)
+        if key is None:
+            return F.dropout(steps, rate)
+        # Samples first: random numbers must not depend on how many samples a batch has.
+        return dropped(steps.transpose(0, 1), rate, key).transpose(0, 1)
+
+    def _first_states(self, steps: Tensor, hx: Any) -> tuple[Tensor, ...]:
+        if hx is not None:
+            return hx if isinstance(hx, tuple) else (hx,)
+        count, samples = self.num_layers * (2 if self.bidirectional else 1), steps.shape[1]
+        sizes = [self.proj_size or self.hidden_size, self.hidden_size][: 2 if self.mode == "LSTM" else 1]
+        return tuple(steps.new_zeros(count, samples, size) for size in sizes)
+
+    def _weights(self, layer: int, way: int) -> list[Tensor | None]:
+        suffix = f"_l{layer}{'_reverse' if way else ''}"
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+        return [getattr(self, f"{name}{suffix}", None) for name in names]
+
+    def _layer(
+        self, steps: Tensor, layer: int, way: int, first: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Go through the steps of one layer in one direction; return its outputs and its last states."""
+        weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = self._weights(layer, way)
+        # What does not depend on the step before is one product for all steps.
+        driven = F.linear(steps.flatten(0, 1), weight_ih, bias_ih).unflatten(0, steps.shape[:2])  # type: ignore[arg-type]
+        state, outputs = first, []
+        drives = driven.unbind(0)
+        for drive in reversed(drives) if way else drives:
+            state = self._cell(drive, F.linear(state[0], weight_hh, bias_hh), state, weight_hr)  # type: ignore[arg-type]
+            outputs.append(state[0])
+        return torch.stack(outputs[::-1] if way else outputs), state
+
+    def _cell(
+        self, drive: Tensor, recurrent: Tensor, state: tuple[Tensor, ...], weight_hr: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if self.mode == "LSTM":
+            enter, keep, new, leave = (drive + recurrent).chunk(4, -1)
+            cell = keep.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
+            output = leave.sigmoid() * cell.tanh()
+            return (output if weight_hr is None else F.linear(output, weight_hr)), cell
+        if self.mode == "GRU":
+            (reset, update, new), (reset_by, update_by, new_by) = drive.chunk(3, -1), recurrent.chunk(3, -1)
+            candidate = (new + (reset + reset_by).sigmoid() * new_by).tanh()
+            share = (update + update_by).sigmoid()
+            return ((1 - share) * candidate + share * state[0],)
+        return (_ACTIVATIONS[self.mode](drive + recurrent),)
+
+    def _at_once(self, input: Tensor, hx: Any) -> tuple[Tensor, Any]:
+        """Let PyTorch go through all layers and steps."""
+        every = [
+            tensor
+            for layer in range(self.num_layers)
+            for way in range(2 if self.bidirectional else 1)
+            for tensor in self._weights(layer, way)
+            if tensor is not None
+        ]
+        states = self._first_states(input.transpose(0, 1) if self.batch_first else input, hx)
+        given = states if self.mode == "LSTM" else states[0]
+        settings = (self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first)
+        outputs, *last = getattr(torch, self.mode.lower())(input, given, every, *settings)
+        return outputs, tuple(last) if self.mode == "LSTM" else last[0]
