@@ -79,7 +79,11 @@ def _app(
 )
 def run(
     experiment: Annotated[
-        Path | None, typer.Argument(help="A YAML file; without one, the defaults and the options below.")
+        Path | None,
+        typer.Argument(
+            help="A YAML file, or the directory of a run to resume or, with more --rounds, to make longer; "
+            "without one, the defaults and the options below."
+        ),
     ] = None,
     method: Annotated[str | None, typer.Option(help="Method; `equipoise methods` lists them.")] = None,
     data: Annotated[str | None, typer.Option(help="Source of the data; digits if there is no file.")] = None,
@@ -108,6 +112,10 @@ def run(
             "seed": ("--seed", seed),
             "machine.device": ("--device", device),
         }
+        if experiment and experiment.is_dir():
+            if out is not None and out != experiment:
+                raise InputError(f"{experiment} is the directory of a run, which is resumed there; leave --out away")
+            experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
             out = _directory_of(experiment)
         from equipoise.cli import show
@@ -129,7 +137,7 @@ def run(
             with show.rounds(made.method.name) as on_round:
                 finished = made.run(directory, resume=resume, on_round=on_round)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"go on with: equipoise run {directory}/config.yaml --resume") from None
+            raise KeyboardInterrupt(f"go on with: equipoise run {directory}") from None
         report_ = None if no_report else _report(directory)
         if json_:
             _print_json({**show.run_document(finished), "report": _name(report_)})

@@ -59,7 +59,6 @@ class StackedCohort:
         self.purpose = purpose
         self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.rounds = engine.training.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
@@ -69,6 +68,12 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        self.engine.total_was_read = True
+        return self.engine.training.rounds
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients

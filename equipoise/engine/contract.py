@@ -130,6 +130,8 @@ class Engine(Protocol):
     metrics : tuple of Metric
         What clients measure besides the loss and the task's own metrics when models are evaluated.
         Set by the round loop.
+    total_was_read : bool
+        Whether the method has asked a cohort how many rounds the run lasts, so that its results depend on that.
     """
 
     network: Network
@@ -137,6 +139,7 @@ class Engine(Protocol):
     chunk: int
     absent: dict[int, str]
     metrics: tuple[Metric, ...]
+    total_was_read: bool
 
     def newcomers(self) -> Sequence[int]:
         """Return the clients that have registered since the last call, and add them to the federation."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from equipoise import schedules
 from equipoise.checks import count
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
@@ -42,8 +43,9 @@ class Training:
         Samples a step; the last batch of an epoch may be smaller.
     optimizer : Optimizer
         The clients' optimizer; its state is fresh each round.
-    schedule : Schedule
-        Its learning rate over rounds.
+    schedule : Schedule or callable
+        Its learning rate over rounds. A function of the round is registered under its name; see
+        :func:`equipoise.schedules.register`.
     clip : float, optional
         Largest L2 norm of a client's gradient.
     shuffle : bool
@@ -75,6 +77,12 @@ class Training:
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
         object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
+        if not isinstance(self.schedule, Schedule):
+            if not callable(self.schedule):
+                raise InputError(
+                    f"training.schedule must be a Schedule or a function of the round, got {self.schedule!r}"
+                )
+            object.__setattr__(self, "schedule", Schedule(kind=schedules.register(self.schedule).__name__))
         _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")

@@ -80,6 +80,7 @@ class StackedEngine:
         self.memory = MemoryStore()
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
+        self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)

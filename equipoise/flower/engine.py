@@ -136,6 +136,7 @@ class FlowerEngine:
         self.ledger = Ledger(durable)
         self._finished = 0
         self.absent: dict[int, str] = {}
+        self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self._measured: tuple[Tree, Answers] | None = None
         self._averaged: tuple[dict[int, int], Tree] | None = None
@@ -340,13 +341,18 @@ class FlowerCohort:
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.messages = self.evaluations = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.rounds = engine.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.delivers: set[str] = set()
         # Clients that have answered and whose updates the server then dropped.
         self._dropped = 0
         self._trained = False
         self._gather(clients)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        self.engine.total_was_read = True
+        return self.engine.rounds
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients

@@ -29,7 +29,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
-from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
+from equipoise.run.checkpoint import CHECKPOINT, read_local, read_note, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
@@ -138,7 +138,9 @@ def train(
     out : path, optional
         The run directory; without one nothing is written.
     resume : bool
-        Whether to resume the run in the directory; a directory without one starts a new run.
+        Whether to resume the run in the directory; a directory without one starts a new run. If ``rounds`` is
+        larger than it was, the run is made longer. The results are those of a run that was that long from the start.
+        If these would differ, because the schedule or the method depends on the number of rounds, an error is raised.
     checkpoint_every : int
         Rounds between checkpoints.
     data : mapping, optional
@@ -195,7 +197,9 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished = _open(directory, config, federation, machine, module, resume)
+    config, finished, longer = _open(directory, config, federation, machine, module, resume)
+    if longer and directory:
+        _refuse_to_lengthen(directory, training, made)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
@@ -206,6 +210,10 @@ def train(
         there = directory is not None and directory.exists()
         if directory and there:
             until_done.enter_context(sole_writer(directory))
+        if longer and directory:
+            # In this order: with a summary, the run would be taken for complete.
+            (directory / SUMMARY).unlink(missing_ok=True)
+            write_atomically(directory / CONFIG, _yaml(config))
         if resume:
             trainer.restore_checkpoint()
         trainer.begin()
@@ -416,8 +424,8 @@ def _open(
     machine: Machine,
     module: nn.Module,
     resume: bool,
-) -> tuple[dict[str, Any], bool]:
-    """Complete the configuration, check the directory, and say whether the run in it is finished."""
+) -> tuple[dict[str, Any], bool, bool]:
+    """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -434,7 +442,7 @@ def _open(
         resolved["frozen"] = frozen
     config = {**config, "resolved": resolved}
     if directory is None:
-        return config, False
+        return config, False, False
     if (directory / CONFIG).exists():
         if not resume:
             _refuse_a_run_in(directory)
@@ -445,6 +453,9 @@ def _open(
         # Runs of older versions do not record their module; their checkpoints are refused by version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
+        longer = found["training"]["rounds"] < config["training"]["rounds"]
+        if longer:
+            found["training"]["rounds"] = config["training"]["rounds"]
         if difference := first_difference(found, json.loads(json.dumps(config))):
             # An older version differs in settings it did not have, which say less than its number.
             refuse_another_version(directory)
@@ -456,12 +467,24 @@ def _open(
                 f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results are intact and there "
                 "is nothing to resume. equipoise.load reads its models"
             )
-        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished
+        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished and not longer, longer
     # A process that is killed while it writes the first file leaves only that temporary file behind.
     leftover = f"{CONFIG}.tmp"
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
-    return config, False
+    return config, False, False
+
+
+def _refuse_to_lengthen(directory: Path, training: Training, method: Method) -> None:
+    """Refuse to make a run longer if its rounds so far would have been different in the longer run."""
+    reason = training.schedule.needs_total
+    if reason is None and read_note(directory).get("total_was_read"):
+        reason = f"its method {method.name!r} has used the number of rounds"
+    if reason:
+        raise InputError(
+            f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ from those of a run with "
+            f"training.rounds of {training.rounds}; begin it anew in another directory"
+        )
 
 
 def _architecture(module: nn.Module) -> str:

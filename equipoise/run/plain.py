@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from equipoise.checks import name_and_options
+from equipoise.checks import UNLESS_DEFAULT, name_and_options
 from equipoise.data.augment import AUGMENTATIONS, augmentation_to_plain
 from equipoise.errors import unknown
 from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Optimizer, Schedule, Sgd, TorchOptimizer, optimizer_named
 
-# In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
-UNLESS_DEFAULT = "unless default"
+__all__ = ["UNLESS_DEFAULT", "optimizer_from", "schedule_from", "to_plain"]
 
 
 def to_plain(settings: Any) -> Any:

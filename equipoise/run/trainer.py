@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +29,23 @@ from equipoise.federation import Federation
 from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
-from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
-from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
+from equipoise.run.checkpoint import (
+    BEST,
+    IF_LONGER,
+    LOCAL,
+    Checkpoint,
+    read_checkpoint,
+    read_local,
+    read_models,
+    save_models,
+)
+from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
 from equipoise.tree import Tree, digest, flat_rows
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
+_BYTES_OF_A_REPORT = 8
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
 
@@ -148,6 +159,7 @@ class Trainer:
         self._saved_round = 0
         self._best_models: Models | None = None
         self._local_models: Models | None = None
+        self._if_longer: dict[str, Any] | None = None
 
     def _register(self) -> None:
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
@@ -244,13 +256,19 @@ class Trainer:
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
+        # A longer run would not evaluate after this round.
+        only_as_last = due and not self.evaluation.due(number, last=False)
         admitting = self._admit()
         cohort, asked = self._select()
-        if due and self.view is self.federation and self.evaluator.has_global:
+        reports_gaps = due and self.view is self.federation and self.evaluator.has_global
+        if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
         # Where the data are pooled, there are no clients that train.
         cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
+        report_bytes = 0
+        if reports_gaps and "val_loss_after" not in self.method.aggregation.needs:
+            report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
         sent, trained = self._train(prepared, cohort, number)
         clock.lap("train")
         updates, who_trained = trained, cohort.ids
@@ -270,14 +288,18 @@ class Trainer:
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
         if cohort.left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
+        rest = {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
+        everyone = len(cohort.ids) == len(self._registered)
+        written = _written(self.state, cohort, everyone=everyone)
+        if only_as_last:
+            fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
+            self._remember_for_longer(row | rest | _counted(fewer) | written, report_bytes)
         if due:
-            self._evaluate(updates, cohort)
+            self._evaluate(updates, cohort, only_as_last=only_as_last)
             clock.lap("evaluate")
             if self.engine.absent:
                 row["not_evaluated"] = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
-        row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
-        everyone = len(cohort.ids) == len(self._registered)
-        self.rounds.append([row | _counted(moved) | _written(self.state, cohort, everyone=everyone)])
+        self.rounds.append([row | rest | _counted(moved) | written])
         self.timings.append([{"round": number, **clock.laps}])
         ends = last or self.evaluator.out_of_patience
         if ends and self.evaluation.keep_local:
@@ -296,7 +318,8 @@ class Trainer:
         if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
             return
         clock = _Clock(self.engine.network.device)
-        self._evaluate()
+        self._remember_for_longer()
+        self._evaluate(only_as_last=True)
         clock.lap("evaluate")
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
@@ -405,7 +428,9 @@ class Trainer:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Updates | None = None, cohort: RoundCohort | None = None) -> None:
+    def _evaluate(
+        self, updates: Updates | None = None, cohort: RoundCohort | None = None, *, only_as_last: bool = False
+    ) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
             if not np.isfinite(row["loss"]):
@@ -415,7 +440,9 @@ class Trainer:
         if self.evaluator.follow(self.state.round, rows):
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
-            if self.directory:
+            # The models of the last round are made from the checkpoint. The file then still holds those of the
+            # best round before, which a longer run may need.
+            if self.directory and not only_as_last:
                 save_models(self.directory / BEST, self._best_models)
 
     @property
@@ -516,7 +543,10 @@ class Trainer:
             "best_loss": standing.best_loss if standing.best_round else None,
             "stale": standing.stale,
             "marks": {name: journal.mark() for name, journal in self._journals.items()},
+            "total_was_read": self._total_was_read,
         }
+        if self._if_longer is not None:
+            note[IF_LONGER] = self._if_longer
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
 
@@ -540,13 +570,52 @@ class Trainer:
         else:
             self.state = found.state
             self.engine.restore(found.memory)
-            note, standing = found.note, self.evaluator.standing
+            note = dict(found.note)
+            self.engine.total_was_read = note.get("total_was_read", False)
+            if self.state.round < self.training.rounds:
+                note |= self._longer(note)
             self.bytes = {name: note["bytes"][name] for name in BYTES}
-            standing.best_round, standing.stale = note["best_round"], note["stale"]
-            standing.best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
+            best = note["best_loss"] if note["best_loss"] is not None else float("inf")
+            self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
             self._saved_round = self.state.round
         for name, journal in self._journals.items():
-            journal.rewind(found.note["marks"].get(name, 0) if found else 0)
+            journal.rewind(note["marks"].get(name, 0) if found else 0)
+        if found and note.get("row"):
+            self.rounds.append([json.loads(note["row"])])
+
+    @property
+    def _total_was_read(self) -> bool:
+        return self.engine.total_was_read or self._trains.total_was_read
+
+    def _remember_for_longer(self, row: Row | None = None, report_bytes: int = 0) -> None:
+        """Remember how the run stands before an evaluation that takes place only because the round is the last.
+
+        If the run is made longer, its journals are rewound to here, ``row`` takes the place of the round's row, and the
+        bytes of the report for that evaluation do not count.
+        """
+        standing = self.evaluator.standing
+        marks = {"metrics": self.metrics.mark(), "rounds": self.rounds.mark()}
+        self._if_longer = {
+            "marks": marks,
+            "bytes": self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes},
+            "best_round": standing.best_round,
+            "best_loss": standing.best_loss if standing.best_round else None,
+            "stale": standing.stale,
+            # As text, because the keys of a note are sorted.
+            "row": json.dumps(row) if row else None,
+        }
+
+    def _longer(self, note: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what differs in the note of a checkpoint if its round was the last and no longer is."""
+        if IF_LONGER not in note:
+            return {}
+        before = note[IF_LONGER]
+        if before["best_round"] != note["best_round"] and not isinstance(self.engine, StackedEngine):
+            raise InputError(
+                f"{self.directory} cannot be made longer: clients have kept their memories of round {self.state.round}, "
+                "which was evaluated only because it was the last"
+            )
+        return {**before, "marks": {**note["marks"], **before["marks"]}}
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""
