@@ -37,6 +37,7 @@ from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
@@ -51,6 +52,7 @@ SECTIONS = (
     "evaluation",
     "seed",
     "checkpoint_every",
+    "start",
     "flower",
 )
 # The config.yaml of a run is an experiment file too; this section of it is not a setting.
@@ -113,6 +115,8 @@ class Experiment:
         splits, is the same unless it is given.
     checkpoint_every : int
         Rounds between checkpoints.
+    start : Start or None
+        Where the initial model comes from, if not from the seed.
     flower : FlowerSettings
         How a run on Flower treats clients; in one process it changes nothing.
     imports : tuple of str
@@ -133,6 +137,7 @@ class Experiment:
     evaluation: Evaluation
     seed: int = 0
     checkpoint_every: int = 1
+    start: Start | None = None
     flower: FlowerSettings = field(default_factory=FlowerSettings)
     imports: tuple[str, ...] = ()
     origins: Origins = field(repr=False, compare=False)
@@ -202,6 +207,7 @@ class Experiment:
                 out=out,
                 resume=resume,
                 checkpoint_every=self.checkpoint_every,
+                start=self.start,
                 data=self.data,
                 sections=sections,
                 attached={file.name: file.read_bytes() for file in filter(None, map(file_of, self.imports))},
@@ -233,6 +239,8 @@ class Experiment:
             "seed": self.seed,
             "checkpoint_every": self.checkpoint_every,
         }
+        if self.start is not None:
+            plain["start"] = to_plain(self.start)
         if self.flower != FlowerSettings():
             plain["flower"] = to_plain(self.flower)
         made: dict[str, Any] = json.loads(json.dumps(plain))
@@ -422,6 +430,7 @@ class _Reader:
             evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
+            start=self.start(content.get("start")),
             flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
             imports=imports,
             origins=self.origins,
@@ -513,6 +522,14 @@ class _Reader:
             raise InputError(f"{self.origins.of(path)}: {path} needs clip, the largest norm of an update")
         with self.origins.named("flower"):
             return Privacy(**checked)
+
+    def start(self, given: Any) -> Start | None:
+        if given is None:
+            return None
+        types = {"path": str, "parts": str | list[str]}
+        checked = self.fields({"path": given} if isinstance(given, str) else given, types, "start")
+        with self.origins.named("start"):
+            return start_from(checked)
 
     def schedule(self, given: Any, path: str) -> Any:
         fields = {"kind": given} if isinstance(given, str) else given

@@ -33,8 +33,9 @@ from equipoise.run.checkpoint import CHECKPOINT, read_local, read_note, refuse_a
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
-from equipoise.tree import Tree
+from equipoise.tree import Tree, digest
 
 S = TypeVar("S")
 
@@ -109,6 +110,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
+    start: str | Path | Mapping[str, Any] | Start | None = None,
     data: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
     attached: Mapping[str, bytes] | None = None,
@@ -143,6 +145,9 @@ def train(
         If these would differ, because the schedule or the method depends on the number of rounds, an error is raised.
     checkpoint_every : int
         Rounds between checkpoints.
+    start : path, mapping or Start, optional
+        The model to begin with: the directory of another run, a safetensors file, or a mapping with ``path`` and the
+        ``parts`` to take; see :class:`equipoise.run.start.Start`.
     data : mapping, optional
         How the federation was made, for the run's configuration.
     sections : mapping, optional
@@ -185,6 +190,8 @@ def train(
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
+    warm = start_from(start)
+    begun = warm.tensors(module) if warm else {}
     config = {
         "method": methods.describe(made),
         "data": dict(data) if data else {"name": federation.name},
@@ -194,17 +201,18 @@ def train(
         "evaluation": to_plain(evaluation),
         "seed": seed,
         "checkpoint_every": checkpoint_every,
+        **({"start": to_plain(warm)} if warm else {}),
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished, longer = _open(directory, config, federation, machine, module, resume)
+    config, finished, longer = _open(directory, config, federation, machine, module, begun, resume)
     if longer and directory:
         _refuse_to_lengthen(directory, training, made)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
     trainer = Trainer(
-        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine
+        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine, begun
     )
     with ExitStack() as until_done:
         there = directory is not None and directory.exists()
@@ -423,6 +431,7 @@ def _open(
     federation: Federation,
     machine: Machine,
     module: nn.Module,
+    begun: Tree,
     resume: bool,
 ) -> tuple[dict[str, Any], bool, bool]:
     """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
@@ -440,6 +449,8 @@ def _open(
         resolved["module"] = _architecture(module)
     if frozen := frozen_digest(module):
         resolved["frozen"] = frozen
+    if begun:
+        resolved["start"] = digest(begun)
     config = {**config, "resolved": resolved}
     if directory is None:
         return config, False, False

@@ -116,6 +116,8 @@ class Trainer:
         Rounds between checkpoints.
     engine : callable
         Makes the engine that carries the method out.
+    start : Tree, optional
+        Tensors of the model to begin with, in place of the module's own.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Trainer:
         directory: Path | None = None,
         checkpoint_every: int = 1,
         engine: MakeEngine = StackedEngine,
+        start: Tree | None = None,
     ) -> None:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
@@ -148,7 +151,8 @@ class Trainer:
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
-        self.state = State(0, self.engine.network.initial())
+        initial = self.engine.network.initial()
+        self.state = State(0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}})
         # A mask may hold −∞ from the start; only what training has made so is a fault.
         self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
