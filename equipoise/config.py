@@ -57,6 +57,8 @@ SECTIONS = (
 )
 # The config.yaml of a run is an experiment file too; this section of it is not a setting.
 IGNORED = ("resolved",)
+# Options of data that configurations leave out while they have their defaults, as before the options existed.
+UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -482,6 +484,8 @@ class _Reader:
         recipe = data.recipe_of(name)
         checked = self.fields(options, _types(data.load) | _types(recipe), "data", {"partition": self.partition})
         defaults = _defaults(data.load) | _defaults(recipe) | {"seed": seed}
+        for option in UNLESS_GIVEN:
+            defaults.pop(option)
         return {"name": name, **defaults, **checked}
 
     def partition(self, given: Any, path: str) -> dict[str, Any] | None:

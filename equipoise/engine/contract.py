@@ -152,6 +152,9 @@ class Engine(Protocol):
     ) -> dict[str, Measured]:
         """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
 
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
+
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
 

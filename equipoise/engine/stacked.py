@@ -23,7 +23,7 @@ from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
-from equipoise.federation import Federation
+from equipoise.federation import Federation, Split
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.metrics import Metric
 from equipoise.random import Purpose
@@ -119,6 +119,16 @@ class StackedEngine:
         return {
             name: evaluate_stacked(self.network, self.data, own, still, split, clients, self.chunk, self.metrics)
             for name, split in splits.items()
+        }
+
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split."""
+        nobody_else = np.array([0])
+        return {
+            name: evaluate_shared(
+                self.network, self.data, model, Split.from_lists([positions]), nobody_else, self.metrics
+            )
+            for name, positions in self.federation.server.items()
         }
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:

@@ -24,6 +24,7 @@ from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
@@ -109,6 +110,8 @@ class FlowerEngine:
         Whether the run has checkpoints.
     both : bool
         Whether clients evaluate their personal models along with the global one, in one exchange.
+    holding : StackedEngine, optional
+        An engine over the samples that the server holds, if it holds some.
     """
 
     chunk = 1
@@ -126,7 +129,9 @@ class FlowerEngine:
         *,
         durable: bool = True,
         both: bool = False,
+        holding: StackedEngine | None = None,
     ) -> None:
+        self.holding = holding
         self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
         self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
@@ -178,6 +183,13 @@ class FlowerEngine:
         answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
         self.absent = dict(answers.failed)
         return answers
+
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
+        if self.holding is None:
+            return {}
+        self.holding.metrics = self.metrics
+        return self.holding.evaluate_server(model)
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Ask clients for the parts of the shared model that they keep, and average them."""

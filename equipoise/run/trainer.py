@@ -156,8 +156,9 @@ class Trainer:
         # A mask may hold −∞ from the start; only what training has made so is a fault.
         self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
-        self.metrics, self.rounds, self.timings = (
-            Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
+        self.metrics, self.rounds, self.timings, self.server = (
+            Journal(directory / f"{name}.jsonl" if directory else None)
+            for name in ("metrics", "rounds", "timings", "server")
         )
         self.bytes = dict.fromkeys(BYTES, 0)
         self._saved_round = 0
@@ -441,7 +442,10 @@ class Trainer:
                 what = f"{row['split']} loss of the {row['model']} model"
                 raise diverged(row["round"], what, row["client"], self.federation, self._saved_round)
         self.metrics.append(rows)
-        if self.evaluator.follow(self.state.round, rows):
+        of_server = self.evaluator.evaluate_server(self.state)
+        if of_server:
+            self.server.append(of_server)
+        if self.evaluator.follow(self.state.round, rows, of_server):
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
             # The models of the last round are made from the checkpoint. The file then still holds those of the
@@ -508,6 +512,7 @@ class Trainer:
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
+        of_server = {row["split"]: row for row in self.server if row["round"] == number}
         results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             for measured in (part, *part.get("metrics", {}).values()):
@@ -527,6 +532,7 @@ class Trainer:
             **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
             "results": results,
             "validation": validation,
+            **({"server": {split: _values(row) for split, row in of_server.items()}} if of_server else {}),
             **_counted(self.bytes),
         }
 
@@ -534,7 +540,7 @@ class Trainer:
 
     @property
     def _journals(self) -> dict[str, Journal]:
-        return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings}
+        return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings, "server": self.server}
 
     def save_checkpoint(self) -> None:
         """Write all that the next round depends on into one file, after the journals are durable."""
@@ -598,7 +604,7 @@ class Trainer:
         bytes of the report for that evaluation do not count.
         """
         standing = self.evaluator.standing
-        marks = {"metrics": self.metrics.mark(), "rounds": self.rounds.mark()}
+        marks = {"metrics": self.metrics.mark(), "rounds": self.rounds.mark(), "server": self.server.mark()}
         self._if_longer = {
             "marks": marks,
             "bytes": self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes},
@@ -640,6 +646,10 @@ class Trainer:
         with exact_arithmetic(engine.machine):
             engine.chunk = fastest(candidates, seconds)
         return engine.chunk
+
+
+def _values(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("round", "split")}
 
 
 def _declared(metric: Metric) -> dict[str, Any]:

@@ -76,7 +76,13 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
 
 
 def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
-    return summary if split == "test" else {**summary, "results": summary["validation"]}
+    if split == "test":
+        return summary
+    validated = {**summary, "results": summary["validation"]}
+    if held := summary.get("server"):
+        # The metrics of a study on validation data are those of validation data, the server's too.
+        validated["server"] = {kind: held["val"] for kind in ("val", "test") if "val" in held}
+    return validated
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
