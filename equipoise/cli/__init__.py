@@ -230,6 +230,17 @@ def compare(
     tune: Annotated[
         bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
     ] = False,
+    chosen: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="What tuning has chosen: chosen.yaml, or its directory.",
+            show_default="chosen.yaml in OUT-tuning or OUT",
+        ),
+    ] = None,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="Run the values of the file, whatever tuning has chosen.")
+    ] = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL", help="Only this setting; may be repeated.", show_default="all of them"),
@@ -249,17 +260,20 @@ def compare(
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
     deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
-    of the mean over groups and of paired differences from the baseline follow. To try a study in
-    small: --setting, --method, --seed and, with an --out of its own, --set.
+    of the mean over groups and of paired differences from the baseline follow. After --tune, the same command
+    without it runs what was chosen. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
+        from equipoise.study.choice import read_choices
         from equipoise.study.reading import read_study, study_from
 
         shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
         content = read_study(study)
         if _leaning(content) < 0:
             raise InputError(f"{study} is an experiment, not a study; run it with: equipoise run {study}")
+        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
+        choice = _choice(directory, chosen, tune=tune, untuned=untuned)
         planned = study_from(
             content,
             str(study),
@@ -269,8 +283,8 @@ def compare(
             methods=method,
             seeds=seed,
             overrides=_overrides({"machine.device": ("--device", device)}, set_),
+            chosen=read_choices(choice) if choice else None,
         )
-        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         check_directory(directory, "choose another with --out")
         if markdown:
             check_file(markdown, "choose another with --markdown")
@@ -280,7 +294,8 @@ def compare(
                 check_file(_beside(csv, what), "choose another with --csv")
         try:
             with show.runs(len(planned.jobs)) as watch:
-                results = planned.run(directory, jobs=jobs, watch=watch)
+                reuse = choice.parent if choice and choice.is_file() else choice
+                results = planned.run(directory, jobs=jobs, watch=watch, reuse=reuse)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
         report_ = _report(directory) if results.summaries and not no_report else None
@@ -334,6 +349,19 @@ def report(
             _print_json({"report": str(written), "figures": _name(figures)})
         else:
             show.report(written, figures)
+
+
+def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) -> Path | None:
+    """Find what tuning has chosen for the study whose runs are in a directory."""
+    from equipoise.study.choice import CHOSEN, tuning_directory
+
+    if chosen and (tune or untuned):
+        raise InputError(f"--chosen has no meaning together with {'--tune' if tune else '--untuned'}")
+    if tune or untuned:
+        return None
+    # The second is what this study was run with before.
+    usual = (folder / CHOSEN for folder in (tuning_directory(directory), directory))
+    return chosen or next((path for path in usual if path.exists()), None)
 
 
 def _report(directory: Path) -> Path | None:

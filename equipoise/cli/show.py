@@ -405,9 +405,9 @@ def results(results: Results, directory: Path) -> None:
         console.print(_metrics(results, setting))
         if groups := results.groups(setting):
             console.print(_left_behind(results, setting, groups))
-        for label, values in results.chosen(setting).items() if setting in results.study.whole_settings else ():
-            written = ", ".join(f"{name}: {value}" for name, value in values.items())
-            console.print(f"chosen for {label}: {written}", soft_wrap=True)
+        choices = results.choices if results.study.tried else results.study.chosen
+        for label, choice in choices.get(setting, {}).items():
+            console.print(f"chosen for {label}: {choice.words}", soft_wrap=True)
     for setting in results.compared:
         console.print(_differences(results, setting))
     for message in results.warnings:
