@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo test test-slow lint format settings bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -42,6 +42,9 @@ lint: $(READY)  ## check style and types
 format: $(READY)  ## put the code into its usual form
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+settings: $(READY)  ## write docs/settings.md, which is made from the code
+	$(VENV)/bin/equipoise explain --markdown > docs/settings.md
 
 bench: $(READY)  ## measure the speed against other frameworks
 	$(PYTHON) -m benchmarks.speed

@@ -686,6 +686,8 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(option) for option in arguments if not (option is int and float in arguments))
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
+    if get_origin(kind) in (dict, Mapping):
+        return "keys with values"
     if arguments:
         inner = [option for option in arguments if option is not ...]
         length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""

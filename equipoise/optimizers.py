@@ -110,6 +110,19 @@ def _scaled(directions: list[Tensor], lr: Tensor) -> list[Tensor]:
 class Sgd:
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
+    Parameters
+    ----------
+    lr : float
+        Learning rate.
+    momentum : float
+        Factor of the earlier steps. The momentum of a client starts at 0 in every round.
+    dampening : float
+        Share of the gradient that does not enter the momentum.
+    nesterov : bool
+        Whether to use Nesterov's momentum.
+    weight_decay : float
+        Factor of the parameters that is added to the gradient.
+
     Examples
     --------
     >>> w = [torch.ones(2, 1)]
@@ -160,6 +173,19 @@ class Sgd:
 @dataclass(frozen=True, kw_only=True)
 class Adam:
     """Adam as ``torch.optim.Adam``; with ``decoupled`` weight decay it is ``torch.optim.AdamW``.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate.
+    betas : tuple of float
+        Decay rates of the two moments.
+    eps : float
+        Added to the denominator.
+    weight_decay : float
+        Factor of the parameters that is added to the gradient or, decoupled, by which they shrink.
+    decoupled : bool
+        Whether weight decay is applied to the parameters and not to the gradient.
 
     Examples
     --------

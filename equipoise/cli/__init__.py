@@ -161,6 +161,31 @@ def methods(import_: Import = None, json_: Json = False, debug: Debug = False) -
             show.methods()
 
 
+@app.command(epilog="Example: equipoise explain training.schedule")
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="A key, such as training.schedule or data; without one, those of the first level.")
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md, which has all keys.")] = False,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Explain the keys of experiments and studies: which values are valid, the default, the meaning, an example."""
+    with _errors(debug):
+        from dataclasses import asdict
+
+        from equipoise.cli import show
+        from equipoise.explain import explain as keys_of
+        from equipoise.explain import page
+
+        if markdown:
+            typer.echo(page(), nl=False)
+        elif json_:
+            _print_json([asdict(setting) for setting in keys_of(key)])
+        else:
+            show.settings(keys_of(key))
+
+
 @app.command(
     epilog="Example: equipoise data digits --set partition.name=dirichlet --set partition.clients=20 "
     "--set partition.beta=0.3 --picture digits.png"

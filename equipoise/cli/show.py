@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -21,6 +22,7 @@ from equipoise.client_index import COMPARED, ClientIndex, similarity_by_group
 from equipoise.data import draw as draw_federation
 from equipoise.data.picture import draw_similarity
 from equipoise.errors import InputError
+from equipoise.explain import Setting
 from equipoise.fairness import METRICS
 from equipoise.federation import SPLITS, Federation
 from equipoise.run.api import Run
@@ -452,3 +454,15 @@ def _methods(results: Results, setting: str, metrics: Iterable[str]) -> tuple[li
     if models := results.models(setting, metrics):
         return ["method", "model"], {label: [label, models[label]] for label in results.study.methods}
     return ["method"], {label: [label] for label in results.study.methods}
+
+
+def settings(found: Sequence[Setting]) -> None:
+    """Print keys with their types, defaults, meanings and examples."""
+    console = _console()
+    for setting in found:
+        of = f" (with {setting.of})" if setting.of else ""
+        usual = f"default {setting.default}" if setting.default else "no default"
+        default = "needed" if setting.default is None else usual
+        console.print(Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"), soft_wrap=True)
+        console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4)))
+        console.print(f"    example: {setting.example}", soft_wrap=True)

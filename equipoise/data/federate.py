@@ -109,7 +109,8 @@ def federate(
 def _held_by_server(source: Source, whose: str, share: float, seed: int) -> dict[str, NDArray[np.int64]]:
     """Return the samples that the server holds for validation and for testing."""
     held = {}
-    for_testing = np.zeros(len(source.x), bool) if source.test is None else source.test
+    official = source.official_test if whose == "server" and source.official_test is not None else source.test
+    for_testing = np.zeros(len(source.x), bool) if official is None else official
     if share:
         if not 0 < share < 1:
             raise InputError(f"server_val must be a share from 0 to below 1, got {share!r}")

@@ -125,6 +125,7 @@ def assign_some(partition: Partition, source: Source, some: Ints, seed: int) -> 
         ids=None if source.ids is None else source.ids[some],
         units=None if source.units is None else source.units[some],
         test=None if source.test is None else source.test[some],
+        official_test=None,
     )
     assignment = partition.assign(divided, seed)
     return replace(assignment, clients=[some[samples] for samples in assignment.clients])
