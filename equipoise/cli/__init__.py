@@ -240,9 +240,11 @@ def data(
             show.federation(federation, drawn)
 
 
-@app.command(epilog="Example: equipoise compare experiments/digits.yaml --markdown table.md --csv table.csv")
+@app.command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")
 def compare(
-    study: Annotated[Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics.")],
+    study: Annotated[
+        Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics; or demo, an example.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name")
     ] = None,
@@ -294,6 +296,8 @@ def compare(
         from equipoise.study.reading import read_study, study_from
 
         shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
+        if study == Path("demo") and not study.exists():
+            study = Path(__file__).parents[1] / "demo.yaml"
         content = read_study(study)
         if _leaning(content) < 0:
             raise InputError(f"{study} is an experiment, not a study; run it with: equipoise run {study}")
