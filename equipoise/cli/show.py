@@ -142,6 +142,8 @@ def run(run: Run) -> None:
         console.print(_groups(run))
     else:
         console.print(_why_nothing(run.config))
+    for split, values in summary.get("server", {}).items():
+        console.print(f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
     moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
     if run.directory:

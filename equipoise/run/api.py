@@ -29,7 +29,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
-from equipoise.run.checkpoint import CHECKPOINT, read_local, read_note, refuse_another_version
+from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_local, read_note, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
@@ -207,7 +207,7 @@ def train(
     directory = Path(out) if out is not None else None
     config, finished, longer = _open(directory, config, federation, machine, module, begun, resume)
     if longer and directory:
-        _refuse_to_lengthen(directory, training, made)
+        _refuse_to_lengthen(directory, training, made, best=evaluation.select == "best" and engine is not StackedEngine)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
@@ -486,11 +486,17 @@ def _open(
     return config, False, False
 
 
-def _refuse_to_lengthen(directory: Path, training: Training, method: Method) -> None:
-    """Refuse to make a run longer if its rounds so far would have been different in the longer run."""
+def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:
+    """Refuse to make a run longer if its rounds so far would have been different in the longer run.
+
+    ``best``: whether memories of the best round are on the disks of clients, which have then replaced earlier ones.
+    """
+    note = read_note(directory)
     reason = training.schedule.needs_total
-    if reason is None and read_note(directory).get("total_was_read"):
+    if reason is None and note.get("total_was_read"):
         reason = f"its method {method.name!r} has used the number of rounds"
+    if best and IF_LONGER in note and note[IF_LONGER]["best_round"] != note["best_round"]:
+        reason = "clients have kept their memories of its last round, which was evaluated only because it was the last"
     if reason:
         raise InputError(
             f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ from those of a run with "

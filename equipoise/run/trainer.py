@@ -620,11 +620,6 @@ class Trainer:
         if IF_LONGER not in note:
             return {}
         before = note[IF_LONGER]
-        if before["best_round"] != note["best_round"] and not isinstance(self.engine, StackedEngine):
-            raise InputError(
-                f"{self.directory} cannot be made longer: clients have kept their memories of round {self.state.round}, "
-                "which was evaluated only because it was the last"
-            )
         return {**before, "marks": {**note["marks"], **before["marks"]}}
 
     def measure_chunk(self) -> int:
