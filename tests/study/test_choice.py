@@ -17,7 +17,7 @@ import yaml
 from equipoise.errors import InputError
 from equipoise.study import Tuning, load_study, read_choices, study_from
 from tests.run.small import promised
-from tests.test_study import compare, snapshot
+from tests.study.small import compare, snapshot
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
 STUDY = {
