@@ -650,12 +650,12 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     text = README.read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
-    assert commands == {"methods", "data", "run", "compare", "report", "flower"}
+    assert commands == {"methods", "explain", "data", "run", "compare", "report", "flower"}
 
 
 def test_the_front_page_names_the_commands_with_json(call):
     named = re.search(r"`--help`; (.*?) have `--json`", README.read_text())[1]
-    commands = {"run", "methods", "data", "compare", "report", "flower new"}
+    commands = {"run", "methods", "explain", "data", "compare", "report", "flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
 

@@ -110,7 +110,7 @@ class StackedCohort:
         for members in chunks(order, work, size):
             own = {name: rows[start : start + len(members)] for name, rows in stack.items()}
             steps = [of_phase[members] for of_phase in work]
-            collected.append(self._train_members(members, steps, own, shared, each, local, layout, memory, seen))
+            collected.append(self._train_members(members, own, shared, each, local, layout, memory, seen, steps))
             start += len(members)
 
         back = torch.from_numpy(np.argsort(order))
@@ -162,7 +162,6 @@ class StackedCohort:
     def _train_members(
         self,
         members: NDArray[np.int64],
-        work: list[NDArray[np.int64]],
         moving: Tree,
         shared: Mapping[str, Tree],
         each: Mapping[str, Tensor],
@@ -170,6 +169,7 @@ class StackedCohort:
         layout: Layout,
         memory: Memory,
         seen: Tensor,
+        work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
         """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
