@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow lint format bench clean
+.PHONY: help setup demo docs test test-slow lint format settings dist bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## compare federated averaging with its two points of reference: who is left behind? (under a minute)
-	$(VENV)/bin/equipoise compare experiments/digits.yaml --jobs 2 --out runs/demo
+	$(VENV)/bin/equipoise compare demo --jobs 2 --out runs/demo
 
 # One thread a worker: threads of two workers that wait for each other on two cores can take thrice as long.
 test: $(READY) lint  ## check the code and run all quick tests and the examples of the documentation
@@ -48,8 +48,16 @@ docs: $(READY)  ## build the documentation as a site, in docs/_build
 	$(PYTHON) -m sphinx -q -W -b html docs docs/_build
 	@echo docs/_build/index.html
 
+settings: $(READY)  ## write docs/settings.md, which is made from the code
+	$(VENV)/bin/equipoise explain --markdown > docs/settings.md
+
+dist: $(READY)  ## build the wheel and the source distribution in dist/
+	rm -rf build dist
+	$(PYTHON) -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	rm -rf build
+
 bench: $(READY)  ## measure the speed against other frameworks
 	$(PYTHON) -m benchmarks.speed
 
 clean:  ## remove the environment and the caches; runs stay
-	rm -rf $(VENV) build docs/_build docs/methods *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/methods *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

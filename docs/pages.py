@@ -32,8 +32,8 @@ SECURE_AGGREGATION = {
     Sees.NOTHING: "nothing is sent",
     Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used (SCAFFOLD: two sums; "
     "HarmoFL: one more before round 1, of amplitudes)",
-    Sees.SCALARS: "only if every client's loss is visible: weights are computed from the losses, the model from a "
-    "weighted sum. TERM needs all losses before it can compute weights",
+    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights are computed from these, "
+    "the model from a weighted sum. TERM needs all losses before it can compute weights",
     Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single numbers of all "
     "updates are compared",
     Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: the server sends the "

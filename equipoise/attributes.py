@@ -95,6 +95,16 @@ class Attribute:
             )
         return cls(codes.reshape(-1).astype(np.int64), tuple(names.tolist()))
 
+    def padded(self, samples: int) -> Attribute:
+        """Return the attribute of more samples, of which the further ones are never counted.
+
+        Examples
+        --------
+        >>> Attribute.of(["b", "a"], "letter").padded(3).codes.tolist()
+        [1, 0, 0]
+        """
+        return Attribute(np.pad(self.codes, (0, samples - len(self.codes))), self.names)
+
 
 def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, Attribute]:
     """Return attributes, checked against the number of samples.

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from equipoise.errors import InputError, unknown
 
+# In the metadata of a field: the plain form of settings leaves the field out while it has its default.
+UNLESS_DEFAULT = "unless default"
 T = TypeVar("T")
 
 

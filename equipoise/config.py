@@ -39,6 +39,7 @@ from equipoise.run.api import Run, train
 from equipoise.run.callbacks import Callback
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
@@ -53,11 +54,14 @@ SECTIONS = (
     "evaluation",
     "seed",
     "checkpoint_every",
+    "start",
     "flower",
     "tracking",
 )
 # The config.yaml of a run is an experiment file too; this section of it is not a setting.
 IGNORED = ("resolved",)
+# Options of data that configurations leave out while they have their defaults, as before the options existed.
+UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -116,6 +120,8 @@ class Experiment:
         splits, is the same unless it is given.
     checkpoint_every : int
         Rounds between checkpoints.
+    start : Start or None
+        Where the initial model comes from, if not from the seed.
     flower : FlowerSettings
         How a run on Flower treats clients; in one process it changes nothing.
     imports : tuple of str
@@ -138,6 +144,7 @@ class Experiment:
     evaluation: Evaluation
     seed: int = 0
     checkpoint_every: int = 1
+    start: Start | None = None
     flower: FlowerSettings = field(default_factory=FlowerSettings)
     imports: tuple[str, ...] = ()
     tracking: tuple[dict[str, Any], ...] = ()
@@ -215,6 +222,7 @@ class Experiment:
                 out=out,
                 resume=resume,
                 checkpoint_every=self.checkpoint_every,
+                start=self.start,
                 data=self.data,
                 sections=sections,
                 attached={file.name: file.read_bytes() for file in filter(None, map(file_of, self.imports))},
@@ -247,6 +255,8 @@ class Experiment:
             "seed": self.seed,
             "checkpoint_every": self.checkpoint_every,
         }
+        if self.start is not None:
+            plain["start"] = to_plain(self.start)
         if self.flower != FlowerSettings():
             plain["flower"] = to_plain(self.flower)
         made: dict[str, Any] = json.loads(json.dumps(plain))
@@ -437,6 +447,7 @@ class _Reader:
             evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
             seed=seed,
             checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
+            start=self.start(content.get("start")),
             flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
             imports=imports,
             tracking=self.tracking(content.get("tracking", [])),
@@ -489,6 +500,8 @@ class _Reader:
         recipe = data.recipe_of(name)
         checked = self.fields(options, _types(data.load) | _types(recipe), "data", {"partition": self.partition})
         defaults = _defaults(data.load) | _defaults(recipe) | {"seed": seed}
+        for option in UNLESS_GIVEN:
+            defaults.pop(option)
         return {"name": name, **defaults, **checked}
 
     def partition(self, given: Any, path: str) -> dict[str, Any] | None:
@@ -538,6 +551,14 @@ class _Reader:
             raise InputError(f"{self.origins.of(path)}: {path} needs clip, the largest norm of an update")
         with self.origins.named("flower"):
             return Privacy(**checked)
+
+    def start(self, given: Any) -> Start | None:
+        if given is None:
+            return None
+        types = {"path": str, "parts": str | list[str]}
+        checked = self.fields({"path": given} if isinstance(given, str) else given, types, "start")
+        with self.origins.named("start"):
+            return start_from(checked)
 
     def schedule(self, given: Any, path: str) -> Any:
         fields = {"kind": given} if isinstance(given, str) else given
@@ -697,6 +718,8 @@ def _words(kind: Any) -> str:
         return " or ".join(_words(option) for option in arguments if not (option is int and float in arguments))
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
+    if get_origin(kind) in (dict, Mapping):
+        return "keys with values"
     if arguments:
         inner = [option for option in arguments if option is not ...]
         length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""

@@ -73,7 +73,7 @@ class Cohort(Protocol):
     key : int
         Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
     rounds : int
-        How many rounds the run lasts.
+        How many rounds the run lasts. A run whose method has asked for this cannot be made longer.
     score : str
         The metric of :meth:`evaluate` that tables lead with, such as ``accuracy``.
     higher_is_better : bool
@@ -85,9 +85,12 @@ class Cohort(Protocol):
     groups: NDArray[np.int64]
     prior: Tensor
     key: int
-    rounds: int
     score: str
     higher_is_better: bool
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run lasts."""
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""

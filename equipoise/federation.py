@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 SPLITS = ("train", "val", "test")
+SERVER_SPLITS = ("val", "test")
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,9 @@ class Federation:
     attributes : mapping of str to Attribute or array of shape [N], optional
         Properties of samples, such as the sex of a person: the value of every sample, by the name of the
         attribute. Models are evaluated by their values; see :mod:`equipoise.parity`. Training does not use them.
+    server : mapping of str to int array
+        The samples that the server holds, as positions in ``x``: ``val``, ``test`` or both. Nobody trains on them. The
+        server evaluates the global model on them; see :class:`~equipoise.run.evaluation.Evaluation`.
 
     Examples
     --------
@@ -187,6 +191,7 @@ class Federation:
     client_names: tuple[str, ...] | None = None
     class_names: tuple[str, ...] | None = None
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    server: Mapping[str, Ints] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check everything that a run depends on."""
@@ -200,6 +205,7 @@ class Federation:
         self._check_splits()
         where = f"federation {self.name!r}"
         object.__setattr__(self, "attributes", attributes_from(self.attributes, len(self.y), where))
+        self._check_server()
 
     @classmethod
     def from_arrays(
@@ -217,6 +223,7 @@ class Federation:
         name: str = "custom",
         class_names: Sequence[str] | None = None,
         attributes: Given | None = None,
+        server: Mapping[str, tuple[ArrayLike | Tensor, ArrayLike | Tensor]] | None = None,
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
@@ -249,6 +256,8 @@ class Federation:
             Names of the classes.
         attributes : mapping of str to sequence of length N, optional
             Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``: models are evaluated by their values.
+        server : mapping of str to (x, y), optional
+            Samples that the server holds besides those of the clients: ``val``, ``test`` or both.
 
         Returns
         -------
@@ -276,6 +285,8 @@ class Federation:
                 raise InputError(f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
         group_names, group_of = _number(["all"] * len(ids) if groups is None else [groups[client] for client in ids])
         held = Split(np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids))))
+        described = attributes_from(attributes, len(samples), f"federation {name!r}")
+        samples, targets, of_server = _with_server(samples, targets, server or {}, task)
         return cls(
             samples,
             targets,
@@ -288,7 +299,9 @@ class Federation:
             name=name,
             client_names=names,
             class_names=class_names,  # type: ignore[arg-type]
-            attributes=attributes_from(attributes, len(samples), f"federation {name!r}"),
+            # The samples of the server come last.
+            attributes={name: attribute.padded(len(targets)) for name, attribute in described.items()},
+            server=of_server,
         )
 
     @classmethod
@@ -479,7 +492,10 @@ class Federation:
         """
         splits = [part for name in SPLITS for part in (self.split(name).indices, self.split(name).offsets)]
         digest = hashlib.sha256(repr((self.task, self.classes, self.group_names)).encode())
-        for part in (self.x, self.y, *splits, self.groups, self.unseen):
+        of_server = [
+            part for name in sorted(self.server) for part in (np.array([SPLITS.index(name)]), self.server[name])
+        ]
+        for part in (self.x, self.y, *splits, self.groups, self.unseen, *of_server):
             if isinstance(part, Samples):
                 digest.update(repr((part.dtype, tuple(part.shape), part.digest)).encode())
                 continue
@@ -529,6 +545,7 @@ class Federation:
             *([f"{unseen} of them unseen"] if unseen else []),
         ]
         held = ", ".join(f"{len(self.split(name).indices)} {name}" for name in SPLITS)
+        held += "".join(f", {len(own)} {name} of the server" for name, own in self.server.items())
         classes = f" with {self.classes} classes" if self.classes is not None else ""
         samples = f"{_counted(len(self.y), 'sample')} of shape {self.shape}: {held}"
         described = f"; attributes {', '.join(self.attributes)}" if self.attributes else ""
@@ -622,6 +639,31 @@ class Federation:
         if idle.size:
             raise InputError(f"{self._who(idle[0])} has no training samples; give it one or make it unseen")
 
+    def _check_server(self) -> None:
+        if not self.server:
+            return
+        used = {name: np.unique(self.split(name).indices) for name in SPLITS}
+        checked: dict[str, Ints] = {}
+        for name, positions in self.server.items():
+            if name not in SERVER_SPLITS:
+                raise unknown("split", name, SERVER_SPLITS, where="Federation.server")
+            own = _whole_numbers(positions, f"Federation.server[{name!r}]")
+            if not own.size or own.min() < 0 or own.max() >= len(self.x):
+                raise InputError(f"Federation.server[{name!r}] must name samples from 0 to {len(self.x) - 1}")
+            # Clients may be tested on the same samples as the server.
+            for split in SPLITS if name == "val" else ("train", "val"):
+                if (shared := np.intersect1d(own, used[split])).size:
+                    raise InputError(
+                        f"sample {shared[0]} is in the {split} split of {self._who(_holder(self.split(split), shared[0]))} "
+                        f"and held by the server as {name}; it may be in one of them only"
+                    )
+            checked[name] = own
+        if len(checked) == 2 and (both := np.intersect1d(checked["val"], checked["test"])).size:
+            raise InputError(
+                f"sample {both[0]} is held by the server as val and as test; it may be in one of them only"
+            )
+        object.__setattr__(self, "server", checked)
+
     def _who(self, client: int | np.integer[Any]) -> str:
         named = self.client_names is not None and client < len(self.client_names)
         return f"client {client} ({self.client_name(int(client))!r})" if named else f"client {client}"
@@ -631,6 +673,30 @@ class Federation:
             if sample in split.indices:
                 return f"sample {sample} of {self._who(_holder(split, sample))}"
         return f"sample {sample}"
+
+
+def _with_server(
+    x: Tensor | Samples, y: Tensor, server: Mapping[str, tuple[Any, Any]], task: str
+) -> tuple[Tensor | Samples, Tensor, dict[str, Ints]]:
+    """Add the samples that the server holds, and return where they are."""
+    positions: dict[str, Ints] = {}
+    for name, (own_x, own_y) in server.items():
+        if not isinstance(x, Tensor):
+            raise InputError(
+                "server: samples on disk cannot be joined; use Federation(..., server=) with positions in x"
+            )
+        more, targets = (
+            _tensor(own_x, f"server[{name!r}][0]"),
+            tasks.build(task).targets(_tensor(own_y, f"server[{name!r}][1]")),
+        )
+        if more.shape[1:] != x.shape[1:] or len(more) != len(targets) or targets.shape[1:] != y.shape[1:]:
+            raise InputError(
+                f"server[{name!r}] has samples of shape {tuple(more.shape)} and targets of shape {tuple(targets.shape)}; "
+                f"those of the clients are of shape {tuple(x.shape)} and {tuple(y.shape)}, one row a sample"
+            )
+        positions[name] = np.arange(len(x), len(x) + len(more))
+        x, y = torch.cat([x, more.to(x.dtype)]), torch.cat([y, targets.to(y.dtype)])
+    return x, y, positions
 
 
 class ThreeSplits(NamedTuple):

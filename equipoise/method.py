@@ -220,6 +220,8 @@ class LocalRule(Part):
         What a client sends besides the parameters: made by :meth:`finish`, or one of :meth:`facts`.
     interleaved : bool
         Whether phases take turns batch by batch instead of following each other.
+    proximal : float
+        The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, with wᵗ the received model; FedNova uses it.
     makes_index : bool
         Whether the trained model makes a client index. Then the rule has a question ``index_sums``,
         which returns the sums of the feature and of the label indices of samples and their number,
@@ -231,6 +233,7 @@ class LocalRule(Part):
     receives: tuple[str, ...] = ()
     uploads: tuple[str, ...] = ()
     interleaved: bool = False
+    proximal: float = 0.0
 
     def phases(self) -> Sequence[Phase]:
         """List the phases of local training."""
@@ -267,8 +270,8 @@ class Aggregation(Part):
     ----------
     needs : tuple of str
         Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on the training split),
-        ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for ``loss``, and ``lr`` (the learning rate of
-        the round).
+        ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for ``loss``, ``lr`` (the learning rate of
+        the round) and ``gradient_weight`` (see :func:`equipoise.optimizers.gradient_weights`).
     sends : tuple of str
         What :meth:`send` sends besides the model.
     sends_once : tuple of str

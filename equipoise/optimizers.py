@@ -11,9 +11,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise import schedules
+from equipoise.checks import UNLESS_DEFAULT, count
 from equipoise.errors import InputError, unknown
 
 Column = float | Tensor
@@ -136,6 +140,19 @@ def _scaled(directions: list[Tensor], lr: Tensor) -> list[Tensor]:
 class Sgd:
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
+    Parameters
+    ----------
+    lr : float
+        Learning rate.
+    momentum : float
+        Factor of the earlier steps. The momentum of a client starts at 0 in every round.
+    dampening : float
+        Share of the gradient that does not enter the momentum.
+    nesterov : bool
+        Whether to use Nesterov's momentum.
+    weight_decay : float
+        Factor of the parameters that is added to the gradient.
+
     Examples
     --------
     >>> w = [torch.ones(2, 1)]
@@ -190,6 +207,19 @@ class Sgd:
 @dataclass(frozen=True, kw_only=True)
 class Adam:
     """Adam as ``torch.optim.Adam``; with ``decoupled`` weight decay it is ``torch.optim.AdamW``.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate.
+    betas : tuple of float
+        Decay rates of the two moments.
+    eps : float
+        Added to the denominator.
+    weight_decay : float
+        Factor of the parameters that is added to the gradient or, decoupled, by which they shrink.
+    decoupled : bool
+        Whether weight decay is applied to the parameters and not to the gradient.
 
     Examples
     --------
@@ -331,27 +361,84 @@ def optimizer_named(name: str, **options: Any) -> Optimizer:
     return TorchOptimizer(kind=kinds[name], lr=lr, options=options)
 
 
+def gradient_weights(
+    optimizer: Optimizer, steps: NDArray[np.int64], pull: float | NDArray[np.float64] = 0.0
+) -> NDArray[np.float64]:
+    """Return ‖a‖₁ of FedNova: the sum of the weights with which gradients enter the updates of clients.
+
+    The update of SGD is a sum over its gradients, w − w₀ = −η Σ a_t g_t. Without momentum all a_t are 1, and the sum is
+    the number of steps τ. With momentum ρ it is (τ − ρ (1 − ρ^τ)/(1 − ρ))/(1 − ρ). With a proximal term it is
+    (1 − (1 − α)^τ)/α, with α = ημ. It is the distance in units of η after τ steps with gradients of 1.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        The clients' optimizer. Of others than SGD, the steps of which have lengths of their own, the number of steps
+        is returned.
+    steps : int array
+        τ, how many steps each client makes.
+    pull : float or array
+        α, the learning rate times the factor μ of a term μ/2 ‖w − w₀‖² in the loss.
+
+    Returns
+    -------
+    float array
+        One number a client.
+
+    Examples
+    --------
+    >>> gradient_weights(Sgd(lr=0.1), np.array([3, 1])).tolist()
+    [3.0, 1.0]
+    >>> gradient_weights(Sgd(lr=0.1, momentum=0.5), np.array([3, 1])).tolist()
+    [4.25, 1.0]
+    """
+    if not isinstance(optimizer, Sgd):
+        return steps.astype(np.float64)
+    moved, velocity = np.zeros(len(steps)), np.zeros(len(steps))
+    for step in range(int(steps.max(initial=0))):
+        gradient = direction = 1 - pull * moved
+        if optimizer.momentum:
+            velocity = optimizer.momentum * velocity + (1 - (optimizer.dampening if step else 0.0)) * gradient
+            direction = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
+        moved = np.where(step < steps, moved + direction, moved)
+    return moved
+
+
+_KINDS = ("constant", "exponential", "steps", "cosine")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The learning rate over rounds, as a factor on the optimizer's own.
 
     Parameters
     ----------
-    kind : {"constant", "exponential", "steps", "cosine"}
-        ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor to ``factors[i]`` from round
-        ``at[i]`` on; ``cosine`` falls from 1 to ``floor`` over the whole run.
+    kind : str
+        ``constant``; ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor to ``factors[i]``
+        from round ``at[i]`` on; ``cosine`` falls from 1 to ``floor``; or the name of a function of your own, see
+        :func:`equipoise.schedules.register`.
     decay : float
         Factor a round of ``exponential``.
-    at, factors : tuple
-        Rounds (counted from 0) and factors of ``steps``.
+    at : tuple of int
+        Rounds (counted from 0) from which the factors of ``steps`` apply.
+    factors : tuple of float
+        Factors of ``steps``.
     floor : float
         Last factor of ``cosine``.
+    warmup : int
+        How many rounds the factor rises before: in round r, counted from 0, it is (r + 1) / warmup. The other kinds
+        begin after these rounds, but ``at`` always counts from the first round of the run.
+    over : int, optional
+        How many rounds ``cosine`` takes to fall, warm-up excluded; then the factor stays at ``floor``. By default until
+        the end of the run. Then the run cannot be made longer.
 
     Examples
     --------
     >>> fedcrc = Schedule(kind="steps", at=(50, 75), factors=(0.2, 0.02))
     >>> [fedcrc.factor(r, 100) for r in (0, 50, 99)]
     [1.0, 0.2, 0.02]
+    >>> [Schedule(kind="cosine", warmup=4, over=2).factor(r, 100) for r in (0, 3, 4, 5, 6, 99)]
+    [0.25, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
     kind: str = "constant"
@@ -359,12 +446,21 @@ class Schedule:
     at: tuple[int, ...] = ()
     factors: tuple[float, ...] = ()
     floor: float = 0.0
+    warmup: int = field(default=0, metadata={UNLESS_DEFAULT: True})
+    over: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse an unknown kind, steps that do not match, and negative factors."""
-        kinds = ("constant", "exponential", "steps", "cosine")
+        kinds = (*_KINDS, *schedules.names())
         if self.kind not in kinds:
             raise unknown("schedule", self.kind, kinds)
+        count(self.warmup, "schedule.warmup", least=0)
+        if self.over is not None:
+            count(self.over, "schedule.over")
+            if self.kind != "cosine":
+                raise InputError(
+                    f"schedule.over={self.over} has a meaning for the kind 'cosine' only, got {self.kind!r}"
+                )
         if len(self.at) != len(self.factors) or list(self.at) != sorted(self.at):
             raise InputError(
                 f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
@@ -374,13 +470,28 @@ class Schedule:
         for factor in self.factors:
             _check_number("each of schedule.factors", factor)
 
+    @property
+    def needs_total(self) -> str | None:
+        """Why the factors of all rounds depend on how many rounds there are; None if they do not."""
+        if self.kind == "cosine" and self.over is None:
+            return "its schedule 'cosine' falls until the end of the run, because training.schedule.over is not set"
+        if self.kind not in _KINDS and schedules.takes_rounds(self.kind):
+            return f"its schedule {self.kind!r} depends on the number of rounds"
+        return None
+
     def factor(self, round_: int, rounds: int) -> float:
         """Return the factor of a round, counted from 0."""
+        if round_ < self.warmup:
+            return (round_ + 1) / self.warmup
+        since, left = round_ - self.warmup, max(1, rounds - self.warmup)
         if self.kind == "exponential":
-            return float(self.decay**round_)
+            return float(self.decay**since)
         if self.kind == "steps":
             passed = [factor for start, factor in zip(self.at, self.factors, strict=True) if round_ >= start]
             return passed[-1] if passed else 1.0
         if self.kind == "cosine":
-            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * round_ / max(1, rounds))) / 2
-        return 1.0
+            progress = since / left if self.over is None else min(1.0, since / self.over)
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        if self.kind == "constant":
+            return 1.0
+        return schedules.factor(self.kind, since, left)

@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     REPORT = 6
     EXTEND = 7
     SERVER = 8
+    WORK = 9
     NOISE = 20
 
 

@@ -151,6 +151,11 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Whether phases take turns batch by batch."""
         return self.host.local.interleaved
 
+    @property
+    def proximal(self) -> float:  # type: ignore[override]
+        """The factor of the proximal term in the loss."""
+        return self.host.local.proximal
+
     def phases(self) -> Sequence[Phase]:
         """List the phases of local training."""
         return self.host.local.phases()

@@ -236,7 +236,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         patch.setattr(show, "rounds", impatient)
         code, stdout, stderr = call("run", "--rounds", 4, "--out", "broken")
     assert (code, stdout) == (130, "")
-    assert stderr == "interrupted; go on with: equipoise run broken/config.yaml --resume\n"
+    assert stderr == "interrupted; go on with: equipoise run broken\n"
     assert not Path("broken/summary.json").exists()
     assert run_json(call, "broken/config.yaml", "--resume")["results"] == whole["results"]
     assert Path("broken/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
@@ -323,17 +323,27 @@ def test_a_file_for_another_command(call, command, content, message):
 
 
 def test_a_directory_in_use_is_refused(call):
-    run_json(call, "--rounds", 1, "--out", "a")
-    assert call("run", "--rounds", 1, "--out", "a") == (
+    run_json(call, "--rounds", 2, "--out", "a")
+    assert call("run", "--rounds", 2, "--out", "a") == (
         2,
         "",
         "error: a already holds a run; resume it (--resume) or choose another directory\n",
     )
-    assert call("run", "--rounds", 2, "--out", "a", "--resume") == (
+    assert call("run", "--rounds", 1, "--out", "a", "--resume") == (
         2,
         "",
-        "error: --rounds: a holds another experiment: training.rounds is 1 there and 2 here; choose another directory\n",
+        "error: --rounds: a holds another experiment: training.rounds is 2 there and 1 here; choose another directory\n",
     )
+
+
+def test_the_directory_of_a_run_makes_it_longer(call):
+    run_json(call, "--rounds", 1, "--out", "short")
+    run_json(call, "--rounds", 3, "--out", "long")
+    assert run_json(call, "short", "--rounds", 3)["rounds"] == 3
+    for name in ("config.yaml", "metrics.jsonl", "rounds.jsonl", "summary.json", "model.safetensors"):
+        assert Path("short", name).read_bytes() == Path("long", name).read_bytes()
+    code, _, stderr = call("run", "short", "--out", "other")
+    assert (code, stderr) == (2, "error: short is the directory of a run, which is resumed there; leave --out away\n")
 
 
 def test_a_truncated_checkpoint_is_a_failure_of_the_run(call):
@@ -658,12 +668,12 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     text = README.read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
-    assert commands == {"methods", "data", "run", "compare", "report", "flower"}
+    assert commands == {"methods", "explain", "data", "run", "compare", "report", "flower"}
 
 
 def test_the_front_page_names_the_commands_with_json(call):
     named = re.search(r"`--help`; (.*?) have `--json`", README.read_text())[1]
-    commands = {"run", "methods", "data", "compare", "report", "flower new"}
+    commands = {"run", "methods", "explain", "data", "compare", "report", "flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
 

@@ -94,7 +94,10 @@ def test_every_method_has_types_that_can_be_checked(name):
     ("overrides", "message"),
     [
         (["training.rounds=ten"], "--set training.rounds=ten: training.rounds must be a whole number, got 'ten'"),
-        (["training.epochs=1.5"], "--set training.epochs=1.5: training.epochs must be a whole number, got 1.5"),
+        (
+            ["training.epochs=1.5"],
+            "--set training.epochs=1.5: training.epochs must be a whole number or a list of 2 whole numbers, got 1.5",
+        ),
         (["training.clip=[1]"], "--set training.clip=[1]: training.clip must be a number or null, got [1]"),
         (
             ["training.shuffle=maybe"],

@@ -19,10 +19,10 @@ import torch
 import yaml
 from PIL import Image
 
-from equipoise.cli import main
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
+from tests.study.small import compare, snapshot
 from tests.tiny_clip import write_clip
 
 BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 2}}
@@ -55,12 +55,6 @@ def score_by_hand(directory, *, model, metric, split="test"):
         "sigma_groups": statistics.pstdev(means.values()),
         "worst_group": min(means.values()),
     }[metric]
-
-
-def snapshot(directory):
-    """Return inode, time of change and content of all files."""
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def outcomes(study, out, **options):
@@ -1058,13 +1052,6 @@ def test_values_are_chosen_over_all_folds(tmp_path):
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def compare(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["equipoise", "compare", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code or 0, *capsys.readouterr()
 
 
 def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):

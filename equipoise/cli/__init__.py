@@ -79,7 +79,11 @@ def _app(
 )
 def run(
     experiment: Annotated[
-        Path | None, typer.Argument(help="A YAML file; without one, the defaults and the options below.")
+        Path | None,
+        typer.Argument(
+            help="A YAML file, or the directory of a run to resume or, with more --rounds, to make longer; "
+            "without one, the defaults and the options below."
+        ),
     ] = None,
     method: Annotated[str | None, typer.Option(help="Method; `equipoise methods` lists them.")] = None,
     data: Annotated[str | None, typer.Option(help="Source of the data; digits if there is no file.")] = None,
@@ -108,6 +112,10 @@ def run(
             "seed": ("--seed", seed),
             "machine.device": ("--device", device),
         }
+        if experiment and experiment.is_dir():
+            if out is not None and out != experiment:
+                raise InputError(f"{experiment} is the directory of a run, which is resumed there; leave --out away")
+            experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
             out = _directory_of(experiment)
         from equipoise.cli import show
@@ -129,7 +137,7 @@ def run(
             with show.rounds(made.method.name) as on_round:
                 finished = made.run(directory, resume=resume, on_round=on_round)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"go on with: equipoise run {directory}/config.yaml --resume") from None
+            raise KeyboardInterrupt(f"go on with: equipoise run {directory}") from None
         report_ = None if no_report else _report(directory)
         if json_:
             _print_json({**show.run_document(finished), "report": _name(report_)})
@@ -151,6 +159,31 @@ def methods(import_: Import = None, json_: Json = False, debug: Debug = False) -
             _print_json(show.method_documents())
         else:
             show.methods()
+
+
+@app.command(epilog="Example: equipoise explain training.schedule")
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="A key, such as training.schedule or data; without one, those of the first level.")
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md, which has all keys.")] = False,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Explain the keys of experiments and studies: which values are valid, the default, the meaning, an example."""
+    with _errors(debug):
+        from dataclasses import asdict
+
+        from equipoise.cli import show
+        from equipoise.explain import explain as keys_of
+        from equipoise.explain import page
+
+        if markdown:
+            typer.echo(page(), nl=False)
+        elif json_:
+            _print_json([asdict(setting) for setting in keys_of(key)])
+        else:
+            show.settings(keys_of(key))
 
 
 @app.command(
@@ -207,9 +240,11 @@ def data(
             show.federation(federation, drawn)
 
 
-@app.command(epilog="Example: equipoise compare experiments/digits.yaml --markdown table.md --csv table.csv")
+@app.command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")
 def compare(
-    study: Annotated[Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics.")],
+    study: Annotated[
+        Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics; or demo, an example.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name")
     ] = None,
@@ -221,6 +256,17 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
     tune: Annotated[
         bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
+    ] = False,
+    chosen: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="What tuning has chosen: chosen.yaml, or its directory.",
+            show_default="chosen.yaml in OUT-tuning or OUT",
+        ),
+    ] = None,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="Run the values of the file, whatever tuning has chosen.")
     ] = False,
     setting: Annotated[
         list[str] | None,
@@ -241,17 +287,22 @@ def compare(
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
     deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
-    of the mean over groups and of paired differences from the baseline follow. To try a study in
-    small: --setting, --method, --seed and, with an --out of its own, --set.
+    of the mean over groups and of paired differences from the baseline follow. After --tune, the same command
+    without it runs what was chosen. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
+        from equipoise.study.choice import read_choices
         from equipoise.study.reading import read_study, study_from
 
         shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
+        if study == Path("demo") and not study.exists():
+            study = Path(__file__).parents[1] / "demo.yaml"
         content = read_study(study)
         if _leaning(content) < 0:
             raise InputError(f"{study} is an experiment, not a study; run it with: equipoise run {study}")
+        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
+        choice = _choice(directory, chosen, tune=tune, untuned=untuned)
         planned = study_from(
             content,
             str(study),
@@ -261,8 +312,8 @@ def compare(
             methods=method,
             seeds=seed,
             overrides=_overrides({"machine.device": ("--device", device)}, set_),
+            chosen=read_choices(choice) if choice else None,
         )
-        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         check_directory(directory, "choose another with --out")
         if markdown:
             check_file(markdown, "choose another with --markdown")
@@ -272,7 +323,8 @@ def compare(
                 check_file(_beside(csv, what), "choose another with --csv")
         try:
             with show.runs(len(planned.jobs)) as watch:
-                results = planned.run(directory, jobs=jobs, watch=watch)
+                reuse = choice.parent if choice and choice.is_file() else choice
+                results = planned.run(directory, jobs=jobs, watch=watch, reuse=reuse)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
         report_ = _report(directory) if results.summaries and not no_report else None
@@ -326,6 +378,19 @@ def report(
             _print_json({"report": str(written), "figures": _name(figures)})
         else:
             show.report(written, figures)
+
+
+def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) -> Path | None:
+    """Find what tuning has chosen for the study whose runs are in a directory."""
+    from equipoise.study.choice import CHOSEN, tuning_directory
+
+    if chosen and (tune or untuned):
+        raise InputError(f"--chosen has no meaning together with {'--tune' if tune else '--untuned'}")
+    if tune or untuned:
+        return None
+    # The second is what this study was run with before.
+    usual = (folder / CHOSEN for folder in (tuning_directory(directory), directory))
+    return chosen or next((path for path in usual if path.exists()), None)
 
 
 def _report(directory: Path) -> Path | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -21,6 +22,7 @@ from equipoise.client_index import COMPARED, ClientIndex, similarity_by_group
 from equipoise.data import draw as draw_federation
 from equipoise.data.picture import draw_similarity
 from equipoise.errors import InputError
+from equipoise.explain import Setting
 from equipoise.fairness import METRICS
 from equipoise.federation import SPLITS, Federation
 from equipoise.parity import FIGURES, RATES
@@ -143,6 +145,8 @@ def run(run: Run) -> None:
             console.print(table)
     else:
         console.print(_why_nothing(run.config))
+    for split, values in summary.get("server", {}).items():
+        console.print(f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
     moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
     if run.directory:
@@ -432,9 +436,9 @@ def results(results: Results, directory: Path) -> None:
         console.print(_metrics(results, setting))
         if groups := results.groups(setting):
             console.print(_left_behind(results, setting, groups))
-        for label, values in results.chosen(setting).items() if setting in results.study.whole_settings else ():
-            written = ", ".join(f"{name}: {value}" for name, value in values.items())
-            console.print(f"chosen for {label}: {written}", soft_wrap=True)
+        choices = results.choices if results.study.tried else results.study.chosen
+        for label, choice in choices.get(setting, {}).items():
+            console.print(f"chosen for {label}: {choice.words}", soft_wrap=True)
     for setting in results.compared:
         console.print(_differences(results, setting))
     for message in results.warnings:
@@ -479,3 +483,15 @@ def _methods(results: Results, setting: str, metrics: Iterable[str]) -> tuple[li
     if models := results.models(setting, metrics):
         return ["method", "model"], {label: [label, models[label]] for label in results.study.methods}
     return ["method"], {label: [label] for label in results.study.methods}
+
+
+def settings(found: Sequence[Setting]) -> None:
+    """Print keys with their types, defaults, meanings and examples."""
+    console = _console()
+    for setting in found:
+        of = f" (with {setting.of})" if setting.of else ""
+        usual = f"default {setting.default}" if setting.default else "no default"
+        default = "needed" if setting.default is None else usual
+        console.print(Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"), soft_wrap=True)
+        console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4)))
+        console.print(f"    example: {setting.example}", soft_wrap=True)

@@ -49,7 +49,7 @@ __all__ = [
     "register",
 ]
 
-Recipe = Callable[..., tuple[Source, Partition]]
+Recipe = Callable[..., tuple[Source, Partition] | Federation]
 R = TypeVar("R", bound=Recipe)
 
 SOURCES: Registry = {
@@ -86,8 +86,9 @@ def register(recipe: R) -> R:
     Parameters
     ----------
     recipe : callable
-        Takes ``seed`` and options by keyword, with defaults and types, and returns a `Source` and the partition it is usually
-        divided by.
+        Takes ``seed`` and options by keyword, with defaults and types, and returns a `Source` and the partition it is
+        usually divided by. It may return a `Federation` instead, which is used as it is; then the options that divide
+        samples (``partition``, ``splits``, ``unseen``, ``leave_out``, ``test``, ``server_val``) are refused.
 
     Returns
     -------
@@ -152,6 +153,7 @@ def load(
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
     test: str | None = None,
+    server_val: float = 0.0,
     encode: str | None = None,
     encode_size: int | None = None,
     seed: int = 0,
@@ -166,7 +168,7 @@ def load(
     partition : Partition, mapping or str, optional
         How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``, or a bare name; the
         source's usual partition by default.
-    splits, unseen, leave_out, test
+    splits, unseen, leave_out, test, server_val
         See `federate`.
     encode, encode_size
         A pretrained image model whose embeddings take the place of the samples, and the size to which images are resized
@@ -187,7 +189,18 @@ def load(
     >>> federation.clients, federation.shape, federation.group_names
     (22, (1, 8, 8), ('plain', 'blurred', 'inverted', 'rotated', 'textured'))
     """
-    source, usual = _call(recipe_of(name), {"seed": seed, **options}, f"data {name!r}")
+    found = _call(recipe_of(name), {"seed": seed, **options}, f"data {name!r}")
+    if isinstance(found, Federation):
+        given = {
+            "partition": partition,
+            "splits": tuple(splits),
+            "unseen": unseen,
+            "leave_out": leave_out,
+            "test": test,
+        }
+        _refuse_to_divide(given | {"server_val": server_val}, name)
+        return _encoded(found, encode, encode_size)
+    source, usual = found
     if isinstance(partition, str):
         partition = {"name": partition}
     if isinstance(partition, Mapping):
@@ -196,14 +209,38 @@ def load(
                 f"partition {dict(partition)} of data {name!r} needs a name; valid: {', '.join(PARTITIONS)}"
             )
         partition = make_partition(**partition)
-    made = federate(source, partition or usual, splits=splits, unseen=unseen, leave_out=leave_out, test=test, seed=seed)
+    made = federate(
+        source,
+        partition or usual,
+        splits=splits,
+        unseen=unseen,
+        leave_out=leave_out,
+        test=test,
+        server_val=server_val,
+        seed=seed,
+    )
+    return _encoded(made, encode, encode_size)
+
+
+def _refuse_to_divide(given: Mapping[str, Any], name: str) -> None:
+    """Refuse options that divide samples if the recipe has returned a federation, which is divided already."""
+    usual = signature(load).parameters
+    for option, value in given.items():
+        if value != usual[option].default:
+            raise InputError(
+                f"data.{option}={value!r} has no meaning for data {name!r}, whose recipe returns a federation that is divided "
+                "already; give the recipe an option of its own for it"
+            )
+
+
+def _encoded(federation: Federation, encode: str | None, encode_size: int | None) -> Federation:
     if encode is None:
         if encode_size is not None:
             raise InputError(f"data.encode_size={encode_size!r} has no meaning without data.encode")
-        return made
+        return federation
     from equipoise.data.encode import encode_federation
 
-    return encode_federation(made, encode, encode_size)
+    return encode_federation(federation, encode, encode_size)
 
 
 def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:

@@ -73,6 +73,11 @@ class Crop:
 
     In a mask, 0 is the background.
 
+    Parameters
+    ----------
+    padding : int
+        Zeros on each side, in pixels.
+
     Examples
     --------
     >>> Crop(padding=1)(torch.ones(3, 1, 4, 4), torch.arange(3)).shape

@@ -99,7 +99,9 @@ def cifar(
     names = portions["train"] + portions["test"] if portion == "all" else portions[portion]
     archives = [ARCHIVES[classes]]
     paths = data_files("cifar", names, folders=FOLDERS[classes], root=root, archives=archives, download=download)
-    images, labels = (np.concatenate(parts) for parts in zip(*(_batch(path, classes) for path in paths), strict=True))
+    batches = [_batch(path, classes) for path in paths]
+    images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    trained_on = sum(len(batch[1]) for batch in batches[: len(portions["train"])])
     x = as_pixels(images)
     if standardize:
         mean, deviation = (np.array(colour, np.float32).reshape(3, 1, 1) for colour in COLOURS[classes])
@@ -111,6 +113,7 @@ def cifar(
         classes=classes,
         name=f"cifar{classes}",
         class_names=CIFAR10_NAMES if classes == 10 else None,
+        official_test=np.arange(len(labels)) >= trained_on if portion == "all" else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from equipoise.checks import one_of
 from equipoise.data.draws import generator
 from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
-from equipoise.data.testing import assign_others, divide, tests_of_groups
+from equipoise.data.testing import assign_others, assign_some, divide, tests_of_groups
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation, Split, ThreeSplits
 
@@ -24,6 +25,7 @@ def federate(
     unseen: int | float | Sequence[int] = 0,
     leave_out: str | None = None,
     test: str | None = None,
+    server_val: float = 0.0,
     seed: int = 0,
 ) -> Federation:
     """Divide a source among clients, and each client's samples into train, val and test.
@@ -41,11 +43,16 @@ def federate(
     leave_out : str, optional
         A group whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
         ``splits`` says; other unseen clients keep their three splits.
-    test : {"client", "group"}, optional
+    test : {"client", "group", "server"}, optional
         Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
         share. The test samples of a group are drawn before the others are divided among clients. If the source says
         which samples are for testing, it is these, and the third share of ``splits`` has no meaning. By default what
-        the source says: ``client`` unless it was published with test sets for whole groups.
+        the source says: ``client`` unless it was published with test sets for whole groups. With ``server``, the
+        samples that were published for testing stay with the server, which evaluates the global model on them; the
+        clients are tested on a share of the others, as ``splits`` says.
+    server_val : float
+        The share of the samples, those for testing aside, that the server holds for validation. They are drawn before
+        the others are divided among clients.
     seed : int
         Decides the partition, the splits and the draw of unseen clients.
 
@@ -67,9 +74,18 @@ def federate(
     >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
     [[16, 0], [4, 0], [0, 20]]
     """
-    of_group = _check_test(source.test_of if test is None else test) == "group"
-    tests = tests_of_groups(source, splits, seed) if of_group else None
-    assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
+    whose = one_of(source.test_of if test is None else test, ("client", "group", "server"), "test")
+    server = _held_by_server(source, whose, server_val, seed)
+    tests = tests_of_groups(source, splits, seed) if whose == "group" else None
+    if server and tests is not None:
+        raise InputError("server_val has no meaning with test='group'; valid: test='client' or 'server'")
+    if whose == "server":
+        source = replace(source, test=None)
+    if server:
+        others = np.setdiff1d(np.arange(len(source.x)), np.concatenate(list(server.values())))
+        assignment = assign_some(partition, source, others, seed)
+    else:
+        assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
     held = Split.from_lists(assignment.clients)
@@ -87,12 +103,26 @@ def federate(
         client_names=assignment.names,
         class_names=source.class_names,
         attributes=source.attributes,
+        server=server,
     )
 
 
-def _check_test(whose: str) -> str:
-    one_of(whose, ("client", "group"), "test")
-    return whose
+def _held_by_server(source: Source, whose: str, share: float, seed: int) -> dict[str, NDArray[np.int64]]:
+    """Return the samples that the server holds for validation and for testing."""
+    held = {}
+    official = source.official_test if whose == "server" and source.official_test is not None else source.test
+    for_testing = np.zeros(len(source.x), bool) if official is None else official
+    if share:
+        if not 0 < share < 1:
+            raise InputError(f"server_val must be a share from 0 to below 1, got {share!r}")
+        candidates = np.flatnonzero(~for_testing)
+        count = max(1, round(share * len(candidates)))
+        held["val"] = np.sort(generator(seed, "server").permutation(candidates)[:count])
+    if whose == "server":
+        if not for_testing.any():
+            raise InputError(f"test='server': source {source.name!r} does not say which samples are for testing")
+        held["test"] = np.flatnonzero(for_testing)
+    return held
 
 
 def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:

@@ -58,7 +58,13 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
     paths = data_files("mnist", names, folders=FOLDERS, root=root, archives=archives, download=download)
     read = [read_idx_images(*paths[i : i + 2], classes=10) for i in range(0, len(paths), 2)]
     images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
-    return Source(x=torch.from_numpy(as_pixels(images)[:, None]), y=torch.from_numpy(labels), classes=10, name="mnist")
+    return Source(
+        x=torch.from_numpy(as_pixels(images)[:, None]),
+        y=torch.from_numpy(labels),
+        classes=10,
+        name="mnist",
+        official_test=np.arange(len(labels)) >= len(read[0][1]) if portion == "all" else None,
+    )
 
 
 def recipe(

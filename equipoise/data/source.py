@@ -46,6 +46,9 @@ class Source:
         Names of the classes, where the data knows them.
     test : bool array of shape [N], optional
         Which samples were published for testing. Nobody trains on them, and no others are tested on.
+    official_test : bool array of shape [N], optional
+        Which samples are the published test set of a source whose samples clients divide among them anyway. It is used
+        with ``data.test: server`` only.
     test_of : {"client", "group"}
         Whose test samples a client is evaluated on unless said otherwise; see `equipoise.data.federate`.
     attributes : mapping of str to Attribute or array of shape [N], optional
@@ -69,12 +72,13 @@ class Source:
     ids: NDArray[Any] | None = None
     class_names: tuple[str, ...] | None = None
     test: NDArray[np.bool_] | None = None
+    official_test: NDArray[np.bool_] | None = None
     test_of: str = "client"
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
-        for part in ("y", "groups", "ids", "units", "test"):
+        for part in ("y", "groups", "ids", "units", "test", "official_test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
                 raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")

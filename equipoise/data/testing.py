@@ -81,24 +81,55 @@ def assign_others(partition: Partition, source: Source, tests: Sequence[Ints], s
     others = np.setdiff1d(np.arange(len(source.x)), np.concatenate(tests))
     if not others.size:
         raise InputError(f"test='group' leaves no sample of source {source.name!r} to train on")
-    some = replace(
-        source,
-        # Partitions do not look at samples.
-        x=torch.empty(len(others), 0),
-        y=source.y[torch.from_numpy(others)],
-        groups=None if source.groups is None else source.groups[others],
-        ids=None if source.ids is None else source.ids[others],
-        units=None if source.units is None else source.units[others],
-        test=None,
-        attributes={},
-    )
-    assignment = partition.assign(some, seed)
+    assignment = assign_some(partition, replace(source, test=None), others, seed)
     if assignment.group_names != groups_of(source)[1]:
         raise InputError(
             f"test='group' needs clients in the groups of source {source.name!r}, but the partition "
             f"{type(partition).__name__} makes groups of its own: {', '.join(assignment.group_names)}"
         )
-    return replace(assignment, clients=[others[samples] for samples in assignment.clients])
+    return assignment
+
+
+def assign_some(partition: Partition, source: Source, some: Ints, seed: int) -> Assignment:
+    """Divide some samples of a source among clients.
+
+    Parameters
+    ----------
+    partition : Partition
+        How to divide them.
+    source : Source
+        All samples.
+    some : int array
+        The samples to divide.
+    seed : int
+        Decides the partition.
+
+    Returns
+    -------
+    Assignment
+        Who got which samples of the source.
+
+    Examples
+    --------
+    >>> from equipoise.data.partition import Iid
+    >>> source = Source(x=torch.zeros(6, 1), y=torch.zeros(6).long())
+    >>> sorted(assign_some(Iid(1), source, np.array([1, 4, 5]), seed=0).clients[0].tolist())
+    [1, 4, 5]
+    """
+    divided = replace(
+        source,
+        # Partitions do not look at samples.
+        x=torch.empty(len(some), 0),
+        y=source.y[torch.from_numpy(some)],
+        groups=None if source.groups is None else source.groups[some],
+        ids=None if source.ids is None else source.ids[some],
+        units=None if source.units is None else source.units[some],
+        test=None if source.test is None else source.test[some],
+        official_test=None,
+        attributes={},
+    )
+    assignment = partition.assign(divided, seed)
+    return replace(assignment, clients=[some[samples] for samples in assignment.clients])
 
 
 def divide(

@@ -27,7 +27,7 @@ class Batches:
     index : Tensor
         Where in ``held`` the positions are.
     sizes : int array
-        How many samples each client holds, ``[clients]``, never rising.
+        How many samples each client holds, ``[clients]``.
     counts : int array
         How many of the rows are samples and not padding, ``[clients, batches]``.
     steps : int array
@@ -109,17 +109,15 @@ def draw_batches(
     *,
     phase: int,
     batch_size: int,
-    epochs: int,
-    steps: int | None,
+    steps: NDArray[np.int64],
     shuffle: bool,
     a_step: int = 1,
 ) -> Batches:
     """Draw the batches of a phase for a chunk of clients.
 
-    Every epoch is a new permutation of the client's samples, cut into batches of which the last may be smaller. A fixed
-    number of steps runs through as many epochs as it takes. Where a step looks at several batches, it takes the next ones
-    in a row: n epochs of b batches are ⌈n b / a_step⌉ steps, and a last step that runs out of batches goes on with those
-    of one more epoch. A client with a single batch so sees it again, in another order.
+    Every epoch is a new permutation of the client's samples, cut into batches of which the last may be smaller. Steps run
+    through as many epochs as it takes. Where a step looks at several batches, it takes the next ones in a row: n epochs of
+    b batches are ⌈n b / a_step⌉ steps, and a last step that runs out of batches goes on with those of one more epoch. A client with a single batch so sees it again, in another order.
 
     Parameters
     ----------
@@ -128,13 +126,15 @@ def draw_batches(
     indices : Tensor
         ``split.indices`` on the device.
     clients : int array
-        The chunk, ordered by falling number of samples.
+        The chunk, ordered by falling number of steps.
     keys : Tensor
         One key a client, of this round.
     phase : int
         Position of the phase in the local rule; part of every random number.
-    batch_size, epochs, steps, shuffle
+    batch_size, shuffle
         As in the training settings.
+    steps : int array
+        How many steps each client makes; see :func:`equipoise.engine.work.steps_of`.
     a_step : int
         How many batches a step looks at.
 
@@ -147,12 +147,11 @@ def draw_batches(
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     batch_size = min(batch_size, int(sizes.max(initial=1)))
     batches_an_epoch = -(-sizes // batch_size)
-    own_steps = np.full_like(sizes, steps) if steps is not None else -(-epochs * batches_an_epoch // a_step)
-    longest = a_step * int(own_steps.max())
+    longest = a_step * int(steps.max())
 
     batch = np.arange(longest)
     # Batches after a client's last step are not used, so they need no permutation.
-    last = a_step * own_steps[:, None] - 1
+    last = a_step * steps[:, None] - 1
     epoch = np.minimum(batch, last) // batches_an_epoch[:, None]
     begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
@@ -173,4 +172,4 @@ def draw_batches(
     index = moved["first"].view(-1, 1, 1) + slot
     batch_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
     held = indices[moved["of_clients"]]
-    return Batches(held[index], held, index, sizes, counts, own_steps, batch_keys, a_step)
+    return Batches(held[index], held, index, sizes, counts, steps, batch_keys, a_step)

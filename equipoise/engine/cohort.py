@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Chunk, Pace, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.questions import Asked, sums_over_samples
+from equipoise.engine.work import batches_a_step, chunks, steps_of
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
 from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
-from equipoise.optimizers import Column, TorchOptimizer
+from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
 from equipoise.random import Purpose, choose, fold, fold_tensor
 from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
 
@@ -58,7 +59,6 @@ class StackedCohort:
         self.purpose = purpose
         self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.rounds = engine.training.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
@@ -68,6 +68,12 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        self.engine.total_was_read = True
+        return self.engine.training.rounds
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
@@ -92,15 +98,19 @@ class StackedCohort:
         self.messages += len(self.ids)
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
 
-        order = np.argsort(-self.sizes, kind="stable")
+        work = self._work(local)
+        # The larger of two clients comes first if they make as many steps.
+        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
         stack = {name: repeated(model[name], len(self.ids)) for name in layout.shared}
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
-        for start in range(0, len(order), size):
-            members = order[start : start + size]
+        start = 0
+        for members in chunks(order, work, size):
             own = {name: rows[start : start + len(members)] for name, rows in stack.items()}
-            collected.append(self._train_members(members, own, shared, each, local, layout, memory, seen))
+            steps = [of_phase[members] for of_phase in work]
+            collected.append(self._train_members(members, own, shared, each, local, layout, memory, seen, steps))
+            start += len(members)
 
         back = torch.from_numpy(np.argsort(order))
         in_order = bool((order[1:] > order[:-1]).all())
@@ -158,6 +168,7 @@ class StackedCohort:
         layout: Layout,
         memory: Memory,
         seen: Tensor,
+        work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
         """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
@@ -185,7 +196,7 @@ class StackedCohort:
         )
         reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
-        batches, paces = self._plan(local, chunk, members)
+        batches, paces = self._plan(local, chunk, members, work)
         losses, steps = engine.workshop.train(chunk, local, batches, paces)
         remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
@@ -195,12 +206,25 @@ class StackedCohort:
         reports |= {"train_loss": losses, "steps": steps} | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
+        if "gradient_weight" in self.wanted_reports:
+            reports["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
         return {**remembered, **facts}, {**uploads, **sent_facts}, reports
 
-    def _plan(self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64]) -> tuple[list[Batches], list[Pace]]:
+    def _work(self, local: LocalRule) -> list[NDArray[np.int64]]:
+        """Return how many steps each client makes, one array a phase."""
+        training, keys, adapting = self.engine.training, self._keys(self.ids), bool(self.purpose)
+        work: list[NDArray[np.int64]] = []
+        for phase in local.phases():
+            same = phase.batch == "same" and work
+            work.append(work[-1] if same else steps_of(phase, training, self.sizes, keys, adapting=adapting))
+        return work
+
+    def _plan(
+        self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64], work: list[NDArray[np.int64]]
+    ) -> tuple[list[Batches], list[Pace]]:
         """Return the batches and the pace of every phase."""
         training = self.engine.training
         batches: list[Batches] = []
@@ -209,15 +233,13 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                steps = phase.steps or (None if phase.epochs else training.steps)
                 drawn = self._draw(
                     self.ids[members],
                     index,
                     batch_size=training.batch_size,
-                    epochs=(phase.epochs or training.epochs) * phase.turns,
-                    steps=None if steps is None else steps * phase.turns,
+                    steps=work[index],
                     shuffle=training.shuffle,
-                    a_step=1 if phase.batch == "split" else phase.gradient.batches,
+                    a_step=batches_a_step(phase),
                 )
                 batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
             optimizer = self._optimizer(phase)
@@ -454,7 +476,16 @@ def evaluations_for(reports: Iterable[str]) -> int:
     >>> evaluations_for(["val_loss_before", "val_loss_after", "val_score_after", "lr"])
     2
     """
-    return len({name.replace("score", "loss") for name in reports if name != "lr"})
+    return len({name.replace("score", "loss") for name in reports if name not in ("lr", "gradient_weight")})
+
+
+def _gradient_weight(paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float) -> Tensor:
+    """Return the sum of the weights with which gradients enter each client's update, over all phases."""
+    weights = []
+    for pace, steps in zip(paces, work, strict=True):
+        lr = torch.as_tensor(pace.lr, dtype=torch.float64).cpu().expand(len(steps)).numpy()
+        weights.append(gradient_weights(pace.optimizer, steps, proximal * lr))
+    return torch.from_numpy(np.sum(weights, axis=0))
 
 
 def refuse_second_training(trained: bool) -> None:

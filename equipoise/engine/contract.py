@@ -134,6 +134,8 @@ class Engine(Protocol):
     counting : Counting or None
         Counts clients' samples by their attributes when models are evaluated. Set by the round loop
         where it has the data.
+    total_was_read : bool
+        Whether the method has asked a cohort how many rounds the run lasts, so that its results depend on that.
     """
 
     network: Network
@@ -142,6 +144,7 @@ class Engine(Protocol):
     absent: dict[int, str]
     metrics: tuple[Metric, ...]
     counting: Counting | None
+    total_was_read: bool
 
     def newcomers(self) -> Sequence[int]:
         """Return the clients that have registered since the last call, and add them to the federation."""
@@ -153,6 +156,9 @@ class Engine(Protocol):
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:
         """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""

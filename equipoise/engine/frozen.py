@@ -53,6 +53,9 @@ class FrozenFeatures:
 
     def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
         """Say whether computing z once saves work in these phases, and z is not too large."""
+        if (np.diff(batches[0].sizes) > 0).any():
+            # Where the steps of clients differ by more than their sizes, clients are not in the order of their sizes.
+            return False
         samples = len(batches[0].held)
         looks = sum(int(own.samples().sum()) for own in batches)
         return looks > samples and _room(samples) * self._z_of_one(chunk, batches[0]).nbytes <= _LARGEST

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from equipoise.checks import count
+from equipoise import schedules
+from equipoise.checks import UNLESS_DEFAULT, count, real, several
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
 from equipoise.losses import TaskLoss, loss_from
@@ -22,8 +24,15 @@ def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> Non
             object.__setattr__(settings, name, count(value, f"{section}.{name}"))
 
 
-# In the metadata of a field: the plain form leaves it out while it has its default, as before the field existed.
-UNLESS_DEFAULT = "unless default"
+def _count_or_range(value: Any, what: str) -> int | tuple[int, int]:
+    """Check a whole number of at least 1, or two of them of which the second is not smaller."""
+    if not isinstance(value, (list, tuple)):
+        return count(value, what)
+    low, high = several(value, what, count, length=2)
+    if low > high:
+        raise InputError(f"{what} must be a range from a smaller to a larger number, got {list(value)}")
+    return low, high
+
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
@@ -38,16 +47,21 @@ class Training:
         How many rounds the run lasts. With 0 the initial model is evaluated and nothing is trained.
     cohort : int or float
         How many clients take part in a round: a number of clients, or a fraction of those registered.
-    epochs : int
-        Passes over a client's training split in a round.
-    steps : int, optional
-        Steps in a round instead of epochs, the same for every client.
+    epochs : int or tuple of int
+        Passes over a client's training split in a round. Two numbers are a range: every client draws its own number in
+        every round, all of them equally likely.
+    steps : int or tuple of int, optional
+        Steps in a round instead of epochs, the same for every client, or a range as for ``epochs``.
+    stragglers : float
+        The probability that a client stops early in a round and sends what it has: after a share of its steps that is
+        uniform in (0, 1], and at least one step.
     batch_size : int
         Samples a step; the last batch of an epoch may be smaller.
     optimizer : Optimizer
         The clients' optimizer; its state is fresh each round.
-    schedule : Schedule
-        Its learning rate over rounds.
+    schedule : Schedule or callable
+        Its learning rate over rounds. A function of the round is registered under its name; see
+        :func:`equipoise.schedules.register`.
     clip : float, optional
         Largest L2 norm of a client's gradient.
     shuffle : bool
@@ -70,8 +84,8 @@ class Training:
 
     rounds: int = 50
     cohort: int | float = 1.0
-    epochs: int = 1
-    steps: int | None = None
+    epochs: int | tuple[int, int] = 1
+    steps: int | tuple[int, int] | None = None
     batch_size: int = 10
     optimizer: Optimizer = field(default_factory=Sgd)
     schedule: Schedule = field(default_factory=Schedule)
@@ -80,13 +94,25 @@ class Training:
     augment: tuple[Augmentation, ...] = ()
     report_samples: int | None = None
     loss: TaskLoss | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    stragglers: float = field(default=0.0, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
         object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
         object.__setattr__(self, "loss", loss_from(self.loss))
         check_optimizer(self.optimizer, "training.optimizer")
-        _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
+        if not isinstance(self.schedule, Schedule):
+            if not callable(self.schedule):
+                raise InputError(
+                    f"training.schedule must be a Schedule or a function of the round, got {self.schedule!r}"
+                )
+            object.__setattr__(self, "schedule", Schedule(kind=schedules.register(self.schedule).__name__))
+        _check_counts(self, "training", ("batch_size", "report_samples"))
+        object.__setattr__(self, "epochs", _count_or_range(self.epochs, "training.epochs"))
+        if self.steps is not None:
+            object.__setattr__(self, "steps", _count_or_range(self.steps, "training.steps"))
+        if not 0 <= real(self.stragglers, "training.stragglers", least=0) <= 1:
+            raise InputError(f"training.stragglers must be a probability from 0 to 1, got {self.stragglers!r}")
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"training.clip must be above 0, got {self.clip!r}")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):

@@ -24,7 +24,7 @@ from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
-from equipoise.federation import Federation
+from equipoise.federation import Federation, Split
 from equipoise.losses import check_loss
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.metrics import Metric
@@ -89,6 +89,7 @@ class StackedEngine:
         self.memory = MemoryStore()
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
+        self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
@@ -135,6 +136,16 @@ class StackedEngine:
                 self.network, self.data, own, still, split, clients, self.chunk, self.metrics, self.counting
             )
             for name, split in splits.items()
+        }
+
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split."""
+        nobody_else = np.array([0])
+        return {
+            name: evaluate_shared(
+                self.network, self.data, model, Split.from_lists([positions]), nobody_else, self.metrics
+            )
+            for name, positions in self.federation.server.items()
         }
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:

@@ -25,6 +25,7 @@ from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
@@ -111,6 +112,8 @@ class FlowerEngine:
         Whether the run has checkpoints.
     both : bool
         Whether clients evaluate their personal models along with the global one, in one exchange.
+    holding : StackedEngine, optional
+        An engine over the samples that the server holds, if it holds some.
     """
 
     chunk = 1
@@ -128,7 +131,9 @@ class FlowerEngine:
         *,
         durable: bool = True,
         both: bool = False,
+        holding: StackedEngine | None = None,
     ) -> None:
+        self.holding = holding
         self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
         self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
@@ -138,6 +143,7 @@ class FlowerEngine:
         self.ledger = Ledger(durable)
         self._finished = 0
         self.absent: dict[int, str] = {}
+        self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self._measured: tuple[Tree, Answers] | None = None
@@ -180,6 +186,13 @@ class FlowerEngine:
         answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
         self.absent = dict(answers.failed)
         return answers
+
+    def evaluate_server(self, model: Tree) -> dict[str, Measured]:
+        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
+        if self.holding is None:
+            return {}
+        self.holding.metrics = self.metrics
+        return self.holding.evaluate_server(model)
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Ask clients for the parts of the shared model that they keep, and average them."""
@@ -343,13 +356,18 @@ class FlowerCohort:
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.messages = self.evaluations = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.rounds = engine.rounds
         self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
         self.delivers: set[str] = set()
         # Clients that have answered and whose updates the server then dropped.
         self._dropped = 0
         self._trained = False
         self._gather(clients)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        self.engine.total_was_read = True
+        return self.engine.rounds
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients

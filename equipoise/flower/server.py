@@ -18,7 +18,7 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.flower.engine import FlowerEngine
 from equipoise.flower.nodes import Nodes, reasons
 from equipoise.flower.roster import Roster, read_roster
-from equipoise.flower.silo import read_experiment
+from equipoise.flower.silo import engine_over, holds_samples, read_experiment
 from equipoise.run.api import CONFIG, Run
 from equipoise.run.callbacks import Callback
 from equipoise.run.trainer import Progress
@@ -101,6 +101,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None, callbacks: Sequen
             training.rounds,
             durable=directory is not None,
             both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
+            holding=engine_over(experiment, experiment.federation()) if holds_samples(experiment) else None,
         )
 
     roster: Any = identity.roster

@@ -163,7 +163,7 @@ def _experiment(asked: Asked) -> Experiment:
 @lru_cache(maxsize=1)
 def _shared_engine(asked: Asked) -> StackedEngine:
     """Make an engine over the experiment's own source: clients simulated in one process share its tensors."""
-    return _engine(_experiment(asked), _experiment(asked).federation())
+    return engine_over(_experiment(asked), _experiment(asked).federation())
 
 
 @lru_cache(maxsize=8)
@@ -173,10 +173,23 @@ def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tupl
     federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
     if experiment.data.get("encode"):
         federation = encode_federation(federation, experiment.data["encode"], experiment.data["encode_size"])
-    return _engine(experiment, placed(federation, client))
+    return engine_over(experiment, placed(federation, client))
 
 
-def _engine(experiment: Experiment, federation: Federation) -> StackedEngine:
+def holds_samples(experiment: Experiment) -> bool:
+    """Say whether the server reads samples of its own: those published for testing, or some for validation.
+
+    Examples
+    --------
+    >>> from equipoise.config import experiment_from
+    >>> holds_samples(experiment_from({"data": "digits"}))
+    False
+    """
+    return experiment.data["test"] == "server" or bool(experiment.data.get("server_val"))
+
+
+def engine_over(experiment: Experiment, federation: Federation) -> StackedEngine:
+    """Make the engine of an experiment over a federation, for clients one at a time."""
     machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
     named = models.with_class_names(experiment.model, federation.class_names)
     module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)

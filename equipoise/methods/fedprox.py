@@ -31,6 +31,11 @@ class FedProx(LocalRule):
         if not self.mu >= 0:
             raise InputError(f"fedprox.mu must be at least 0, got {self.mu!r}")
 
+    @property
+    def proximal(self) -> float:  # type: ignore[override]
+        """μ, for FedNova."""
+        return self.mu
+
     def phases(self) -> Sequence[Phase]:
         """One phase with the proximal loss."""
         return (Phase(loss=self.loss),)

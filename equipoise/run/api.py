@@ -31,12 +31,13 @@ from equipoise.method import Method, personal_model
 from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import convert
 from equipoise.run.callbacks import Callback, Listeners, checked
-from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
+from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_local, read_note, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
-from equipoise.tree import Tree
+from equipoise.tree import Tree, digest
 
 S = TypeVar("S")
 
@@ -114,6 +115,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
+    start: str | Path | Mapping[str, Any] | Start | None = None,
     data: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
     attached: Mapping[str, bytes] | None = None,
@@ -146,9 +148,14 @@ def train(
     out : path, optional
         The run directory; without one nothing is written.
     resume : bool
-        Whether to resume the run in the directory; a directory without one starts a new run.
+        Whether to resume the run in the directory; a directory without one starts a new run. If ``rounds`` is
+        larger than it was, the run is made longer. The results are those of a run that was that long from the start.
+        If these would differ, because the schedule or the method depends on the number of rounds, an error is raised.
     checkpoint_every : int
         Rounds between checkpoints.
+    start : path, mapping or Start, optional
+        The model to begin with: the directory of another run, a safetensors file, or a mapping with ``path`` and the
+        ``parts`` to take; see :class:`equipoise.run.start.Start`.
     data : mapping, optional
         How the federation was made, for the run's configuration.
     sections : mapping, optional
@@ -199,6 +206,8 @@ def train(
         module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
+    warm = start_from(start)
+    begun = warm.tensors(module) if warm else {}
     config = {
         "method": methods.describe(made),
         "data": dict(data) if data else {"name": federation.name},
@@ -208,22 +217,32 @@ def train(
         "evaluation": to_plain(evaluation),
         "seed": seed,
         "checkpoint_every": checkpoint_every,
+        **({"start": to_plain(warm)} if warm else {}),
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished = _open(directory, config, federation, machine, module, resume)
+    config, finished, longer = _open(directory, config, federation, machine, module, begun, resume)
+    if longer and directory:
+        _refuse_to_lengthen(directory, training, made, best=evaluation.select == "best" and engine is not StackedEngine)
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
     trainer = Trainer(
-        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine
+        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine, begun
     )
     with ExitStack() as until_done:
         there = directory is not None and directory.exists()
         if directory and there:
             until_done.enter_context(sole_writer(directory))
+        if longer and directory:
+            # In this order: with a summary, the run would be taken for complete.
+            (directory / SUMMARY).unlink(missing_ok=True)
+            write_atomically(directory / CONFIG, _yaml(config))
         if resume:
             trainer.restore_checkpoint()
+        if longer:
+            # The callback that stopped it spoke of the shorter run.
+            trainer.stopped = None
         trainer.begin()
         if chosen is None:
             measures = machine.chunk == "measure" and training.rounds > 0
@@ -450,9 +469,10 @@ def _open(
     federation: Federation,
     machine: Machine,
     module: nn.Module,
+    begun: Tree,
     resume: bool,
-) -> tuple[dict[str, Any], bool]:
-    """Complete the configuration, check the directory, and say whether the run in it is finished."""
+) -> tuple[dict[str, Any], bool, bool]:
+    """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -467,9 +487,11 @@ def _open(
         resolved["module"] = _architecture(module)
     if frozen := frozen_digest(module):
         resolved["frozen"] = frozen
+    if begun:
+        resolved["start"] = digest(begun)
     config = {**config, "resolved": resolved}
     if directory is None:
-        return config, False
+        return config, False, False
     if (directory / CONFIG).exists():
         if not resume:
             _refuse_a_run_in(directory)
@@ -480,6 +502,9 @@ def _open(
         # Runs of older versions do not record their module; their checkpoints are refused by version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
+        longer = found["training"]["rounds"] < config["training"]["rounds"]
+        if longer:
+            found["training"]["rounds"] = config["training"]["rounds"]
         # Another tracker does not make another experiment.
         there, here = ({**given, "tracking": None} for given in (found, json.loads(json.dumps(config))))
         if difference := first_difference(there, here):
@@ -493,12 +518,30 @@ def _open(
                 f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results are intact and there "
                 "is nothing to resume. equipoise.load reads its models"
             )
-        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished
+        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished and not longer, longer
     # A process that is killed while it writes the first file leaves only that temporary file behind.
     leftover = f"{CONFIG}.tmp"
     if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
-    return config, False
+    return config, False, False
+
+
+def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:
+    """Refuse to make a run longer if its rounds so far would have been different in the longer run.
+
+    ``best``: whether memories of the best round are on the disks of clients, which have then replaced earlier ones.
+    """
+    note = read_note(directory)
+    reason = training.schedule.needs_total
+    if reason is None and note.get("total_was_read"):
+        reason = f"its method {method.name!r} has used the number of rounds"
+    if best and IF_LONGER in note and note[IF_LONGER]["best_round"] != note["best_round"]:
+        reason = "clients have kept their memories of its last round, which was evaluated only because it was the last"
+    if reason:
+        raise InputError(
+            f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ from those of a run with "
+            f"training.rounds of {training.rounds}; begin it anew in another directory"
+        )
 
 
 def _architecture(module: nn.Module) -> str:

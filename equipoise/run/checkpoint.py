@@ -19,6 +19,8 @@ CHECKPOINT = "checkpoint.safetensors"
 BEST, LOCAL = "best.safetensors", "local.safetensors"
 # Raised whenever an older checkpoint would be misread.
 VERSION = 2
+# In the note of a checkpoint: what the last round would have left if the run had lasted longer.
+IF_LONGER = "if_longer"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,24 @@ def refuse_another_version(directory: Path) -> None:
     """
     if (path := directory / CHECKPOINT).exists():
         _of_this_version(path)
+
+
+def read_note(directory: Path) -> dict[str, Any]:
+    """Read the plain values of a checkpoint; empty if there is none.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged, or was written by another version.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> read_note(Path(tempfile.mkdtemp()))
+    {}
+    """
+    path = directory / CHECKPOINT
+    return _of_this_version(path)[1] if path.exists() else {}
 
 
 def _of_this_version(path: Path) -> tuple[Tree, dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.attributes import counting_of
-from equipoise.checks import count, one_of
+from equipoise.checks import UNLESS_DEFAULT, count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.contract import Engine, Personal, RoundCohort
 from equipoise.engine.layout import Layout
@@ -19,7 +19,6 @@ from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
 from equipoise.metrics import Metric, check_metrics, computed, several_from
-from equipoise.run.plain import UNLESS_DEFAULT
 from equipoise.run.records import Row, client_rows, summarize_rows
 from equipoise.tree import PERSONAL, Tree
 
@@ -38,6 +37,9 @@ class Evaluation:
     select_by : str, optional
         What decides in place of the validation loss, for ``select`` and ``patience``: the task's score, or one of
         ``metrics``. It is averaged over the seen clients that have a value.
+    select_on : {"clients", "server"}
+        Whose validation data decide, for ``select`` and ``patience``: those of the seen clients, or those that the
+        server holds (``data.server_val``, ``Federation.server``).
     patience : int, optional
         Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
     metrics : sequence of str or Metric
@@ -79,6 +81,7 @@ class Evaluation:
     select_by: str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
     positive: int | str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
     min_cell: int = field(default=5, metadata={UNLESS_DEFAULT: True})
+    select_on: str = field(default="clients", metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Look metrics up by name, and refuse settings that contradict each other."""
@@ -88,6 +91,7 @@ class Evaluation:
         if isinstance(self.positive, bool) or not isinstance(self.positive, int | str | None):
             raise InputError(f"evaluation.positive must be a class, by number or name, got {self.positive!r}")
         one_of(self.select, ("last", "best"), "evaluation.select")
+        one_of(self.select_on, ("clients", "server"), "evaluation.select_on")
         if self.patience is not None:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
@@ -241,6 +245,20 @@ class Evaluator:
                 add(cohort.ids, cohort.local_metrics, "local", split)
         return rows
 
+    def evaluate_server(self, state: State) -> list[Row]:
+        """Return a row for each split that the server holds; none if it holds nothing, or there is no global model."""
+        if not self.has_global:
+            return []
+        rows: list[Row] = []
+        for split, measured in self.engine.evaluate_server(self.global_model(state)).items():
+            values = {name: float(value[0]) for name, value in measured.items() if np.isfinite(value[0])}
+            if "loss" not in values:
+                raise RunError(
+                    f"round {state.round}: the {split} loss of the global model on the server's data is not finite"
+                )
+            rows.append({"round": state.round, "split": split, **values})
+        return rows
+
     @property
     def _with_personal_models(self) -> NDArray[np.int64]:
         """All seen clients, and those held out of training that can adapt the global model."""
@@ -248,7 +266,7 @@ class Evaluator:
             return self.federation.seen
         return np.flatnonzero(~self.federation.unseen | (self.federation.split("train").sizes > 0))
 
-    def follow(self, round_: int, rows: list[Row]) -> bool:
+    def follow(self, round_: int, rows: list[Row], server: Sequence[Row] = ()) -> bool:
         """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
         shown = "personal" if self.has_personal else "global"
         of_split = (summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val"))
@@ -256,12 +274,16 @@ class Evaluator:
         if summary := next(filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
+        on_server = self.evaluation.select_on == "server"
         judged = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
+        if on_server:
+            judged = [row for row in server if row["split"] == "val"]
         values = [row[self._by] for row in judged if self._by in row]
         if not values:
             if self.evaluation.select == "best" or self.evaluation.patience is not None:
                 what = f"a value of {self._by}" if judged else "any"
-                raise InputError(f"choosing a round needs validation data, but no seen client holds {what}")
+                who = "the server does not hold" if on_server else "no seen client holds"
+                raise InputError(f"choosing a round needs validation data, but {who} {what}")
             return False
         return self.standing.improves(round_, self._sign * float(np.mean(values))) and self.evaluation.select == "best"
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from equipoise import losses
-from equipoise.checks import name_and_options
+from equipoise.checks import UNLESS_DEFAULT, name_and_options
 from equipoise.data.augment import AUGMENTATIONS, augmentation_to_plain
-from equipoise.engine.settings import UNLESS_DEFAULT as UNLESS_DEFAULT
 from equipoise.engine.settings import Training
 from equipoise.errors import unknown
 from equipoise.metrics import Metric

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,13 +30,23 @@ from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.run.callbacks import Listeners
-from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
-from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
+from equipoise.run.checkpoint import (
+    BEST,
+    IF_LONGER,
+    LOCAL,
+    Checkpoint,
+    read_checkpoint,
+    read_local,
+    read_models,
+    save_models,
+)
+from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
 from equipoise.tree import Tree, digest, flat_rows
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
+_BYTES_OF_A_REPORT = 8
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
 
@@ -106,6 +117,8 @@ class Trainer:
         Rounds between checkpoints.
     engine : callable
         Makes the engine that carries the method out.
+    start : Tree, optional
+        Tensors of the model to begin with, in place of the module's own.
 
     Attributes
     ----------
@@ -125,6 +138,7 @@ class Trainer:
         directory: Path | None = None,
         checkpoint_every: int = 1,
         engine: MakeEngine = StackedEngine,
+        start: Tree | None = None,
     ) -> None:
         self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
@@ -143,12 +157,14 @@ class Trainer:
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
-        self.state = State(0, self.engine.network.initial())
+        initial = self.engine.network.initial()
+        self.state = State(0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}})
         # A mask may hold −∞ from the start; only what training has made so is a fault.
         self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
-        self.metrics, self.rounds, self.timings = (
-            Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
+        self.metrics, self.rounds, self.timings, self.server = (
+            Journal(directory / f"{name}.jsonl" if directory else None)
+            for name in ("metrics", "rounds", "timings", "server")
         )
         self.bytes = dict.fromkeys(BYTES, 0)
         self.stopped: str | None = None
@@ -156,6 +172,7 @@ class Trainer:
         self._saved_round = 0
         self._best_models: Models | None = None
         self._local_models: Models | None = None
+        self._if_longer: dict[str, Any] | None = None
 
     def _register(self) -> None:
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
@@ -261,13 +278,19 @@ class Trainer:
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
+        # A longer run would not evaluate after this round.
+        only_as_last = due and not self.evaluation.due(number, last=False)
         admitting = self._admit()
         cohort, asked = self._select()
-        if due and self.view is self.federation and self.evaluator.has_global:
+        reports_gaps = due and self.view is self.federation and self.evaluator.has_global
+        if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
         # Where the data are pooled, there are no clients that train.
         cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
+        report_bytes = 0
+        if reports_gaps and "val_loss_after" not in self.method.aggregation.needs:
+            report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
         sent, trained = self._train(prepared, cohort, number)
         clock.lap("train")
         updates, who_trained = trained, cohort.ids
@@ -287,13 +310,17 @@ class Trainer:
         row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
         if cohort.left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
+        rest = {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
+        everyone = len(cohort.ids) == len(self._registered)
+        written = _written(self.state, cohort, everyone=everyone)
+        if only_as_last:
+            fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
+            self._remember_for_longer(row | rest | _counted(fewer) | written, report_bytes)
         if due:
-            self._evaluate(updates, cohort)
+            self._evaluate(updates, cohort, only_as_last=only_as_last)
             clock.lap("evaluate")
             row |= self._absent()
-        row |= {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
-        everyone = len(cohort.ids) == len(self._registered)
-        row |= _counted(moved) | _written(self.state, cohort, everyone=everyone)
+        row |= rest | _counted(moved) | written
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated.
@@ -325,7 +352,8 @@ class Trainer:
         if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
             return
         clock = _Clock(self.engine.network.device)
-        self._evaluate()
+        self._remember_for_longer()
+        self._evaluate(only_as_last=True)
         clock.lap("evaluate")
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
@@ -434,17 +462,24 @@ class Trainer:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Updates | None = None, cohort: RoundCohort | None = None) -> None:
+    def _evaluate(
+        self, updates: Updates | None = None, cohort: RoundCohort | None = None, *, only_as_last: bool = False
+    ) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
             if not np.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
                 raise diverged(row["round"], what, row["client"], self.federation, self._saved_round)
         self.metrics.append(rows)
-        if self.evaluator.follow(self.state.round, rows):
+        of_server = self.evaluator.evaluate_server(self.state)
+        if of_server:
+            self.server.append(of_server)
+        if self.evaluator.follow(self.state.round, rows, of_server):
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
-            if self.directory:
+            # The models of the last round are made from the checkpoint. The file then still holds those of the
+            # best round before, which a longer run may need.
+            if self.directory and not only_as_last:
                 save_models(self.directory / BEST, self._best_models)
         self._listeners.evaluated(rows)
 
@@ -507,6 +542,7 @@ class Trainer:
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
+        of_server = {row["split"]: row for row in self.server if row["round"] == number}
         results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             by_attribute = [
@@ -530,6 +566,7 @@ class Trainer:
             **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
             "results": results,
             "validation": validation,
+            **({"server": {split: _values(row) for split, row in of_server.items()}} if of_server else {}),
             **_counted(self.bytes),
         }
 
@@ -537,7 +574,7 @@ class Trainer:
 
     @property
     def _journals(self) -> dict[str, Journal]:
-        return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings}
+        return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings, "server": self.server}
 
     def save_checkpoint(self) -> None:
         """Write all that the next round depends on into one file, after the journals are durable."""
@@ -551,7 +588,10 @@ class Trainer:
             "stale": standing.stale,
             **({"stopped": self.stopped} if self.stopped else {}),
             "marks": {name: journal.mark() for name, journal in self._journals.items()},
+            "total_was_read": self._total_was_read,
         }
+        if self._if_longer is not None:
+            note[IF_LONGER] = self._if_longer
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
 
@@ -575,14 +615,48 @@ class Trainer:
         else:
             self.state = found.state
             self.engine.restore(found.memory)
-            note, standing = found.note, self.evaluator.standing
+            note = dict(found.note)
+            self.engine.total_was_read = note.get("total_was_read", False)
+            if self.state.round < self.training.rounds:
+                note |= self._longer(note)
             self.bytes = {name: note["bytes"][name] for name in BYTES}
             self.stopped = note.get("stopped")
-            standing.best_round, standing.stale = note["best_round"], note["stale"]
-            standing.best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
+            best = note["best_loss"] if note["best_loss"] is not None else float("inf")
+            self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
             self._saved_round = self.state.round
         for name, journal in self._journals.items():
-            journal.rewind(found.note["marks"].get(name, 0) if found else 0)
+            journal.rewind(note["marks"].get(name, 0) if found else 0)
+        if found and note.get("row"):
+            self.rounds.append([json.loads(note["row"])])
+
+    @property
+    def _total_was_read(self) -> bool:
+        return self.engine.total_was_read or self._trains.total_was_read
+
+    def _remember_for_longer(self, row: Row | None = None, report_bytes: int = 0) -> None:
+        """Remember how the run stands before an evaluation that takes place only because the round is the last.
+
+        If the run is made longer, its journals are rewound to here, ``row`` takes the place of the round's row, and the
+        bytes of the report for that evaluation do not count.
+        """
+        standing = self.evaluator.standing
+        marks = {"metrics": self.metrics.mark(), "rounds": self.rounds.mark(), "server": self.server.mark()}
+        self._if_longer = {
+            "marks": marks,
+            "bytes": self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes},
+            "best_round": standing.best_round,
+            "best_loss": standing.best_loss if standing.best_round else None,
+            "stale": standing.stale,
+            # As text, because the keys of a note are sorted.
+            "row": json.dumps(row) if row else None,
+        }
+
+    def _longer(self, note: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what differs in the note of a checkpoint if its round was the last and no longer is."""
+        if IF_LONGER not in note:
+            return {}
+        before = note[IF_LONGER]
+        return {**before, "marks": {**note["marks"], **before["marks"]}}
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""
@@ -605,6 +679,10 @@ class Trainer:
         with exact_arithmetic(engine.machine):
             engine.chunk = fastest(candidates, seconds)
         return engine.chunk
+
+
+def _values(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in ("round", "split")}
 
 
 def _declared(metric: Metric) -> dict[str, Any]:

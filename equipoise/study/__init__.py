@@ -12,14 +12,29 @@ A method may have ``set`` beside its hyper-parameters: other settings that are d
 
 A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. It is used
 only for tuning. Then every combination is a separate method, runs with the seed of ``tuning``, and
-is evaluated on validation data, together with the study's first method; see :class:`Tuning`.
+is evaluated on validation data, together with the study's first method; see :class:`Tuning`. What was
+chosen is written to ``chosen.yaml`` beside the runs of tuning, and is what the study then runs.
+
+Seeds, methods and settings can be added to a finished study: starting it again runs what is new.
 """
 
 from __future__ import annotations
 
+from equipoise.study.choice import Choice, read_choices
 from equipoise.study.metrics import model_of, value_of
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.reading import load_study, study_from
 from equipoise.study.results import Results
 
-__all__ = ["Job", "Results", "Study", "Tuning", "load_study", "model_of", "study_from", "value_of"]
+__all__ = [
+    "Choice",
+    "Job",
+    "Results",
+    "Study",
+    "Tuning",
+    "load_study",
+    "model_of",
+    "read_choices",
+    "study_from",
+    "value_of",
+]

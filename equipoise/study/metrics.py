@@ -18,6 +18,8 @@ from equipoise.run.records import MODELS
 
 WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
+# Of the global model on the samples that the server holds.
+SERVER = ("server.score", "server.loss")
 BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
     "loss": "low",
@@ -26,6 +28,8 @@ BETTER: dict[str, Better] = {
     **{f"attributes.NAME.{figure}": "high" if figure.endswith("ratio") else "low" for figure in FIGURES},
     "bytes_up": "low",
     "bytes_down": "low",
+    "server.score": "as v_k",
+    "server.loss": "low",
 }
 VALIDATION = "val."
 
@@ -54,6 +58,10 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     """
     if metric in TOTALS:
         return float(summary[metric])
+    if apart(metric)[2] in SERVER:
+        measured = summary.get("server", {}).get("val" if of_validation(metric) else "test", {})
+        value = measured.get(summary["score"] if metric.endswith("score") else "loss")
+        return None if value is None else float(value)
     model = model_of(summary, metric)
     if model is None:
         return None
@@ -88,7 +96,9 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     """
     if metric in TOTALS:
         return None
-    model, who, _ = apart(metric)
+    model, who, name = apart(metric)
+    if name in SERVER:
+        return "global" if summary.get("server") else None
     candidates = (model,) if model else ("personal", "global")
     return next((name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None)
 
@@ -153,7 +163,7 @@ def own_of(metric: str) -> tuple[str, str]:
     """
     name = apart(metric)[2]
     first, _, rest = name.partition(".")
-    if first in ("groups", "attributes") or first in BETTER:
+    if first in ("groups", "attributes") or first in BETTER or name in SERVER:
         return "", name
     return first, rest or "mean"
 
@@ -211,7 +221,7 @@ def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None
     if own and own not in evaluated and own in of_clients.names():
         raise InputError(f"{metric!r} in {where}: {own!r} is not evaluated; add it to evaluation.metrics")
     known = own in evaluated and (kind in METRICS or kind == "groups.NAME") if own else kind in BETTER
-    if not known or (kind in TOTALS and kind != metric):
+    if not known or (kind in (*TOTALS, *SERVER) and kind != metric.removeprefix(VALIDATION if kind in SERVER else "")):
         valid = [*BETTER, *(f"{name}.{inner}" for name in evaluated for inner in METRICS)]
         raise unknown("metric", metric, valid, where=where)
 

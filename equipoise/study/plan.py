@@ -11,9 +11,10 @@ from typing import Any
 from equipoise.config import Experiment
 from equipoise.errors import RunError, unknown
 from equipoise.run.files import write_atomically
+from equipoise.study.choice import Choices, write_choices
 from equipoise.study.metrics import group_of, of_validation, should_be_high
 from equipoise.study.results import Results
-from equipoise.study.runs import Watch, carry_out, check_directories, finished
+from equipoise.study.runs import Watch, carry_out, carry_over, check_directories, finished
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,18 @@ class Job:
     method: str
     seed: int
     experiment: Experiment
+    folder: str | None = None
+    tried_as: str | None = None
 
     @property
     def path(self) -> Path:
-        """Its run directory inside the study's."""
-        return Path(self.setting) / self.method / f"seed{self.seed}"
+        """Its run directory inside the study's. ``folder`` stands for the method if tuning has changed its values."""
+        return Path(self.setting) / (self.folder or self.method) / f"seed{self.seed}"
+
+    @property
+    def path_in_tuning(self) -> Path:
+        """The directory of the same run inside that of tuning, if it has been made there."""
+        return Path(self.setting) / (self.tried_as or self.method) / f"seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Tuning:
 
     Of the values whose mean is at most ``tolerance`` worse than that of the study's first method, the one with the best
     ``by`` is chosen; if there is none, the one with the best mean. Which way is better is what ``fairness.METRICS`` says.
+    The limit itself is still good enough. Of values that are equally good, the first in the order of the grid is chosen:
+    the last hyper-parameter of the grid varies fastest.
 
     Attributes
     ----------
@@ -93,14 +103,20 @@ class Tuning:
         str
             The label.
         """
-        sign = 1 if higher_is_better else -1
-        means = {label: sign * mean for label, (mean, _) in measured.items()}
-        similar = [label for label, mean in means.items() if mean >= sign * reference - self.tolerance]
+        similar = self.similar(measured, reference, higher_is_better=higher_is_better)
         if not similar:
-            return max(means, key=means.__getitem__)
+            sign = 1 if higher_is_better else -1
+            return max(measured, key=lambda label: sign * measured[label][0])
         of_clients = higher_is_better if by_higher is None else by_higher
         choose = max if should_be_high(self.by, higher_is_better=of_clients) else min
         return choose(similar, key=lambda label: measured[label][1])
+
+    def similar(
+        self, measured: Mapping[str, tuple[float, float]], reference: float, *, higher_is_better: bool = True
+    ) -> list[str]:
+        """Return the labels whose mean is at most ``tolerance`` worse than the reference; see :meth:`best`."""
+        sign = 1 if higher_is_better else -1
+        return [label for label, (mean, _) in measured.items() if sign * mean >= sign * reference - self.tolerance]
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class Study:
     ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
     its variants, and how to choose between them. ``origins`` says where each metric came from. ``folds`` are the
     settings that each leave out one group, by the label of the setting they were made from. ``baseline`` is the method
-    that the others are compared with pair by pair, if any.
+    that the others are compared with pair by pair, if any. ``chosen`` is what tuning has chosen and the study runs.
 
     Examples
     --------
@@ -131,6 +147,7 @@ class Study:
     origins: Mapping[str, str] = field(default_factory=dict)
     folds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     baseline: str | None = None
+    chosen: Choices = field(default_factory=dict)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -143,7 +160,9 @@ class Study:
         origin = {fold: label for label, folds in self.folds.items() for fold in folds}
         return tuple(dict.fromkeys(origin.get(setting, setting) for setting in self.settings))
 
-    def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
+    def run(
+        self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None, reuse: str | Path | None = None
+    ) -> Results:
         """Run what is missing; if a run fails, the others still run.
 
         Nothing runs if a run directory holds another experiment, as it does after changes to the study.
@@ -156,6 +175,8 @@ class Study:
             How many runs at a time, each in a process of its own if more than one.
         watch : callable, optional
             Called for every job when it begins (``"begun"``) and with its outcome when it ends.
+        reuse : path, optional
+            The directory of the runs of tuning. Finished runs of the same experiments are copied from there.
 
         Returns
         -------
@@ -177,6 +198,7 @@ class Study:
         missing = []
         check_directories(self.jobs, out)
         for job in self.jobs:
+            copied = reuse is not None and carry_over(job, Path(reuse), out)
             try:
                 summary = finished(out / job.path, self.split, validation=any(map(of_validation, self.metrics)))
             except RunError as error:
@@ -185,7 +207,7 @@ class Study:
                 continue
             if summary:
                 summaries[job.path] = summary
-                tell(job, "already there")
+                tell(job, "copied from tuning" if copied else "already there")
             else:
                 missing.append(job)
         self._check_groups(Results(self, summaries, failures))
@@ -199,6 +221,8 @@ class Study:
         results = Results(self, summaries, failures)
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
+        if chosen := results.choices if self.tried else self.chosen:
+            write_choices(out, chosen)
         return results
 
     def _check_groups(self, finished: Results) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError, unknown
 from equipoise.metrics import several_from
+from equipoise.study.choice import Choices, read_choices
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
@@ -45,6 +46,7 @@ def load_study(
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str | Override] = (),
+    chosen: str | Path | None = None,
 ) -> Study:
     """Read a study file.
 
@@ -58,6 +60,8 @@ def load_study(
         Whether to try the grids of its methods instead of running what it says.
     settings, methods, seeds, overrides
         A part of the study, or a smaller one; as in :func:`study_from`.
+    chosen : path, optional
+        The directory of the study as it was tuned, or its ``chosen.yaml``: methods run with the values chosen there.
 
     Returns
     -------
@@ -81,6 +85,7 @@ def load_study(
         methods=methods,
         seeds=seeds,
         overrides=overrides,
+        chosen=read_choices(Path(chosen)) if chosen else None,
     )
 
 
@@ -117,6 +122,7 @@ def study_from(
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str | Override] = (),
+    chosen: Choices | None = None,
 ) -> Study:
     """Make a study from plain values.
 
@@ -151,6 +157,9 @@ def study_from(
         Seeds in place of the mapping's; to tune, one.
     overrides : sequence of str
         ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the study says.
+    chosen : dict, optional
+        What tuning has chosen, by setting and method (:func:`equipoise.study.choice.read_choices`). Methods with a grid
+        run with these values. If they differ from those in the mapping, the run directory is that of the values.
 
     Returns
     -------
@@ -187,8 +196,8 @@ def study_from(
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
-    chosen = metrics or mapping.get("metrics")
-    shown = _list(COLUMNS if chosen is None else chosen, "--metrics" if metrics else f"{where}: metrics", str)
+    columns = metrics or mapping.get("metrics")
+    shown = _list(COLUMNS if columns is None else columns, "--metrics" if metrics else f"{where}: metrics", str)
     drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
@@ -211,13 +220,23 @@ def study_from(
         between = [*part[setting].changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
         return experiment_from(base, f"base of {where}", [named, *between, *for_all, *part[setting].left_out])
 
+    settings_of = {fold: label for label, own in divided.items() for fold in own}
+    used = {} if tune else _choices(chosen or {}, made, where)
+
+    def job(setting: str, label: str, method: _Method, seed: int) -> Job:
+        untuned = experiment(method, setting, seed, tuned=tune)
+        choice = used.get(settings_of[setting], {}).get(label)
+        if choice is None:
+            return Job(setting, label, seed, untuned)
+        tuned, variant = (
+            experiment(method.with_values(choice.values), setting, seed, tuned=False),
+            _variant(label, choice.values),
+        )
+        folder = variant if tuned.plain() != untuned.plain() else None
+        return Job(setting, label, seed, tuned, folder, variant)
+
     # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
-    jobs = [
-        Job(setting, label, seed, experiment(method, setting, seed, tuned=tune))
-        for seed in drawn
-        for setting in part
-        for label, method in made.items()
-    ]
+    jobs = [job(setting, label, method, seed) for seed in drawn for setting in part for label, method in made.items()]
     if not tune:
         # Errors in a grid are found now, not when the study is tuned.
         for described_as in kept.values():
@@ -229,7 +248,7 @@ def study_from(
     evaluated = dict.fromkeys(
         metric.name for job in jobs for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
     )
-    if chosen is None:
+    if columns is None:
         shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
     for metric, origin in {**origins, tuning.by: f"tuning of {where}"}.items():
@@ -252,7 +271,28 @@ def study_from(
         origins=origins,
         folds={label: own for label, own in folds.items() if own},
         baseline=baseline,
+        chosen={
+            label: {method: choice for method, choice in of.items() if method in made}
+            for label, of in used.items()
+            if label in settings_of.values()
+        },
     )
+
+
+def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Choices:
+    """Return the choices for methods with a grid; values that the grid does not have are refused."""
+    used: Choices = {}
+    for setting, of in chosen.items():
+        for label, choice in of.items():
+            if label not in methods:
+                continue
+            if dict(choice.values) not in methods[label].variants.values():
+                raise InputError(
+                    f"{where}: tuning has chosen {_variant(label, choice.values)!r} for {setting}, which the grid of the method "
+                    "does not have any more; tune the study again (--tune), or leave the choice out (--untuned)"
+                )
+            used.setdefault(setting, {})[label] = choice
+    return used
 
 
 @dataclass(frozen=True)

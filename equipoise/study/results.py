@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.run.records import task_of
+from equipoise.study.choice import Choice, Choices
 from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, value_of
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class Results:
         mean, spread, count = _statistics(self.values(setting, method, metric).values())
         if mean is None:
             folds = self.study.folds.get(setting, (setting,))
-            lost = any(path.parts[0] in folds and path.parts[1] == method for path in self.failures)
+            own = (job.path for job in self.study.jobs if job.setting in folds and job.method == method)
+            lost = any(path in self.failures for path in own)
             return "failed" if lost else "–"
         text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
         return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
@@ -150,8 +152,18 @@ class Results:
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
         """Return the best values of every method with a grid, as far as a run of it succeeded."""
+        return {method: choice.values for method, choice in self._choices(setting).items()}
+
+    @property
+    def choices(self) -> Choices:
+        """What tuning has chosen, and how, by setting and method."""
+        made = {setting: self._choices(setting) for setting in self.study.whole_settings}
+        return {setting: choices for setting, choices in made.items() if choices}
+
+    def _choices(self, setting: str) -> dict[str, Choice]:
         tuning, best = self.study.tuning, {}
-        reference = self._tuned(setting, self.study.methods[0], "mean")
+        mean_of_first = self._tuned(setting, self.study.methods[0], "mean")
+        reference = mean_of_first
         if reference is None:
             reference = math.inf if self._lower_is_better else -math.inf
         for method, variants in self.study.tried.items():
@@ -163,7 +175,22 @@ class Results:
             if measured:
                 higher = not self._lower_is_better
                 label = tuning.best(measured, reference, higher_is_better=higher, by_higher=self._by_higher)
-                best[method] = variants[label]
+                similar = tuning.similar(measured, reference, higher_is_better=higher)
+                mean, by = measured[label]
+                decided = [measured[other] for other in similar] or [(mean, by)]
+                best[method] = Choice(
+                    values=variants[label],
+                    by=tuning.by,
+                    split=self.study.split,
+                    seed=tuning.seed,
+                    tolerance=tuning.tolerance,
+                    among=len(measured),
+                    within_tolerance=len(similar),
+                    tied=sum(value == by for _, value in decided),
+                    mean=mean,
+                    value=by,
+                    reference=mean_of_first,
+                )
         return best
 
     @property
@@ -221,7 +248,14 @@ class Results:
                 for *which, difference in self._differences()
             ]
         chosen = {setting: self.chosen(setting) for setting in self.study.whole_settings} if self.study.tried else None
-        return plain | {"failures": failures, "warnings": self.warnings} | ({"chosen": chosen} if chosen else {})
+        how = self.choices if self.study.tried else self.study.chosen
+        about = {s: {method: asdict(choice) for method, choice in of.items()} for s, of in how.items()}
+        return (
+            plain
+            | {"failures": failures, "warnings": self.warnings}
+            | ({"chosen": chosen} if chosen else {})
+            | ({"tuning": about} if about else {})
+        )
 
     def markdown(self) -> str:
         """Write the tables as Markdown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -33,16 +34,47 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
         directory = out / job.path
         if not (directory / CONFIG).exists():
             continue
-        found, wanted = read_config(directory), job.experiment.plain()
-        del found["resolved"]
-        # The experiment may leave the names of classes to the data.
-        wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
-        # Runs in one process have no Flower settings in their configuration.
-        wanted.pop("flower", None)
-        # Results do not depend on trackers.
-        found.pop("tracking", None)
-        if difference := first_difference(found, wanted):
+        if difference := _difference(directory, job):
             raise InputError(f"{directory} holds another experiment: {difference}; choose another directory with --out")
+
+
+def _difference(directory: Path, job: Job) -> str | None:
+    """Say how the experiment of a run directory differs from that of a job, if it does."""
+    found, wanted = read_config(directory), job.experiment.plain()
+    del found["resolved"]
+    # The experiment may leave the names of classes to the data.
+    wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
+    # Runs in one process have no Flower settings in their configuration.
+    wanted.pop("flower", None)
+    # Results do not depend on trackers.
+    found.pop("tracking", None)
+    return first_difference(found, wanted)
+
+
+def carry_over(job: Job, tuning: Path, out: Path) -> bool:
+    """Copy the finished run of the same experiment from the directory of tuning, if there is one and it is missing here.
+
+    Parameters
+    ----------
+    job : Job
+        The run.
+    tuning, out : Path
+        The directories of the runs of tuning and of the study.
+
+    Returns
+    -------
+    bool
+        Whether it was copied.
+    """
+    source, target = tuning / job.path_in_tuning, out / job.path
+    if target.exists() or not (source / SUMMARY).exists() or not (source / CONFIG).exists() or _difference(source, job):
+        return False
+    # Renamed when it is complete: a study that is killed in between copies again.
+    beside = target.with_name(f".{target.name}.copy")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(source, beside)
+    os.replace(beside, target)
+    return True
 
 
 def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,7 +110,13 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
 
 
 def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
-    return summary if split == "test" else {**summary, "results": summary["validation"]}
+    if split == "test":
+        return summary
+    validated = {**summary, "results": summary["validation"]}
+    if held := summary.get("server"):
+        # The metrics of a study on validation data are those of validation data, the server's too.
+        validated["server"] = {kind: held["val"] for kind in ("val", "test") if "val" in held}
+    return validated
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:

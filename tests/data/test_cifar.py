@@ -51,6 +51,13 @@ def test_portions_keep_training_images_first(tmp_path):
         cifar(root=root, portion="val")
 
 
+def test_the_published_test_images_may_stay_with_the_server(tmp_path):
+    root, _ = write(tmp_path, 10)
+    federation = load("cifar", root=root, test="server", partition={"name": "iid", "clients": 2})
+    assert federation.server["test"].tolist() == [20, 21, 22, 23]
+    assert sorted(np.concatenate([federation.split(s).indices for s in ("train", "val", "test")])) == list(range(20))
+
+
 @pytest.mark.parametrize("classes", [10, 100])
 def test_colours_are_standardized_one_by_one(tmp_path, classes):
     root, _ = write(tmp_path, classes)

@@ -27,8 +27,9 @@ ORDERED = np.array([2, 4, 0, 3])
 
 def drawn(clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11, a_step=1):
     keys = fold_tensor(key, torch.from_numpy(clients))
-    how = {"phase": phase, "batch_size": batch_size, "epochs": epochs, "steps": steps, "shuffle": shuffle}
-    how["a_step"] = a_step
+    sizes = SPLIT.sizes[clients]
+    work = np.full_like(sizes, steps) if steps else -(-epochs * -(-sizes // batch_size) // a_step)
+    how = {"phase": phase, "batch_size": batch_size, "steps": work, "shuffle": shuffle, "a_step": a_step}
     return draw_batches(SPLIT, torch.from_numpy(SPLIT.indices), clients, keys, **how)
 
 
@@ -219,7 +220,7 @@ def test_parts_have_random_numbers_of_their_own_whatever_their_chunk_mates():
 def test_batches_are_no_wider_than_the_fullest_client():
     split = Split.from_lists([list(range(8 * client, 8 * client + 8)) for client in range(3)])
     clients = np.arange(3)
-    how = {"phase": 0, "epochs": 1, "steps": None, "shuffle": True}
+    how = {"phase": 0, "steps": np.ones(3, np.int64), "shuffle": True}
     keys = fold_tensor(11, torch.from_numpy(clients))
     batches = draw_batches(split, torch.from_numpy(split.indices), clients, keys, batch_size=32, **how)
     assert batches.positions.shape == (3, 1, 8)

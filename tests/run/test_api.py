@@ -144,7 +144,7 @@ def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tm
     [
         ({"seed": 4}, "seed is 3 there and 4 here"),
         ({"method": "fedprox"}, "method.name is 'fedavg' there and 'fedprox' here"),
-        ({"rounds": 8}, "training.rounds is 7 there and 8 here"),
+        ({"rounds": 6}, "training.rounds is 7 there and 6 here"),
         (
             {"optimizer": optimizer_named("sgd", lr=0.3, momentum=0.5)},
             "training.optimizer.lr is 0.2 there and 0.3 here",

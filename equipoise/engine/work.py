@@ -1,0 +1,115 @@
+"""How many steps each client makes in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.engine.settings import Training
+from equipoise.method import Phase
+from equipoise.random import Purpose, fold_tensor, uniform
+
+Ints = NDArray[np.int64]
+
+# What is drawn for a client in a round.
+_LENGTH, _STRAGGLES, _SHARE = range(3)
+
+
+def batches_a_step(phase: Phase) -> int:
+    """Return how many batches of its own a step of a phase takes; the parts of a split batch are not counted."""
+    return 1 if phase.batch == "split" else phase.gradient.batches
+
+
+def steps_of(phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, adapting: bool = False) -> Ints:
+    """Return how many steps each client makes in a phase.
+
+    A range of epochs or steps in the training settings is drawn from once for each client and round, and so are
+    stragglers. A straggler stops early in every phase, after a share of its steps that is uniform in (0, 1].
+
+    Parameters
+    ----------
+    phase : Phase
+        A phase with a length of its own follows that one, and not the training settings.
+    training : Training
+        The settings.
+    sizes : int array
+        How many samples each client holds.
+    keys : Tensor
+        One key a client, of this round.
+    adapting : bool
+        Whether models are adapted for evaluation. Then a range stands for its upper end, and nobody is a straggler.
+
+    Returns
+    -------
+    int array
+        At least 1 each.
+
+    Examples
+    --------
+    >>> sizes, keys = np.array([40, 10, 25]), fold_tensor(0, torch.arange(3))
+    >>> steps_of(Phase(), Training(epochs=2), sizes, keys).tolist()
+    [8, 2, 6]
+    >>> drawn = steps_of(Phase(), Training(steps=(3, 5)), sizes, keys)
+    >>> bool((drawn >= 3).all() and (drawn <= 5).all())
+    True
+    """
+    keys = keys.cpu()
+
+    def length(given: int | tuple[int, int]) -> Ints:
+        low, high = given if isinstance(given, tuple) else (given, given)
+        if low == high or adapting:
+            return np.full_like(sizes, high)
+        return low + np.floor((high - low + 1) * _uniform(keys, _LENGTH)).astype(np.int64)
+
+    fixed = phase.steps or (None if phase.epochs else training.steps)
+    if fixed is not None:
+        steps = length(fixed) * phase.turns
+    else:
+        batches = -(-sizes // training.batch_size)
+        steps = -(-length(phase.epochs or training.epochs) * phase.turns * batches // batches_a_step(phase))
+    if training.stragglers and not adapting:
+        straggles = _uniform(keys, _STRAGGLES) < training.stragglers
+        partial = np.ceil((1 - _uniform(keys, _SHARE)) * steps).astype(np.int64)
+        steps = np.where(straggles, partial, steps)
+    return steps
+
+
+def _uniform(keys: Tensor, what: int) -> NDArray[np.float64]:
+    """Draw a number in [0, 1) for each client."""
+    drawn: NDArray[np.float64] = uniform(fold_tensor(keys, Purpose.WORK, what), torch.float64).numpy()
+    return drawn
+
+
+def chunks(order: Ints, work: Sequence[Ints], size: int) -> Iterator[Ints]:
+    """Divide clients into chunks in which the number of steps never rises, in any phase.
+
+    Parameters
+    ----------
+    order : int array
+        The clients in the order in which they are stacked.
+    work : sequence of int arrays
+        The steps of each client, one array a phase.
+    size : int
+        The largest chunk.
+
+    Yields
+    ------
+    int array
+        Some clients of ``order``.
+
+    Examples
+    --------
+    >>> [chunk.tolist() for chunk in chunks(np.array([2, 0, 1, 3]), [np.array([4, 4, 5, 1]), np.array([2, 1, 2, 3])], 3)]
+    [[2, 0, 1], [3]]
+    """
+    begin = 0
+    for end in range(1, len(order) + 1):
+        full = end - begin == size
+        rises = end < len(order) and any(own[order[end]] > own[order[end - 1]] for own in work)
+        if full or rises or end == len(order):
+            yield order[begin:end]
+            begin = end

@@ -1,0 +1,120 @@
+"""Warm starts: the model with which a run begins, from another run or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from equipoise.engine.network import frozen_digest, slots_of
+from equipoise.errors import InputError, unknown
+from equipoise.tree import Parts, Tree, select
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where the initial model comes from.
+
+    Parameters
+    ----------
+    path : str
+        The directory of a finished run, whose global model is meant, or a safetensors file with the names of a state
+        dictionary.
+    parts : str or tuple of str
+        The parts to take from there, such as ``features``. The others are drawn from the seed, as without a start.
+
+    Examples
+    --------
+    >>> Start(path="runs/first", parts="features").parts
+    'features'
+    """
+
+    path: str
+    parts: Parts = "all"
+
+    def tensors(self, module: nn.Module) -> Tree:
+        """Read the parameters and buffers for a module.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The model that is trained, with all parts that the method adds.
+
+        Returns
+        -------
+        Tree
+            Tensors of the module by name: all of them, or those in ``parts``.
+        """
+        found, slots = self._read(module), {slot.name: slot for slot in slots_of(module)}
+        trained = {name: slot.tensor for name, slot in slots.items() if not slot.frozen}
+        for name, slot in slots.items():
+            if slot.frozen and name in found and not torch.equal(found[name].to(slot.tensor), slot.tensor):
+                raise InputError(
+                    f"start: {name} in {self.path} is frozen in the model and has other values there; "
+                    "valid: a file of the same frozen tensors, or parts of it, such as start: {path: ..., parts: head}"
+                )
+        names = select(trained, self.parts)
+        if self.parts == "all" and (strays := [name for name in found if name not in slots]):
+            raise InputError(
+                f"start: {self.path} holds {strays[0]}, which the model does not have; "
+                "name the parts to take, such as start: {path: ..., parts: features}"
+            )
+        for name in names:
+            shape = tuple(trained[name].shape)
+            there = tuple(found[name].shape) if name in found else None
+            if there != shape:
+                has = f"of shape {there}" if there is not None else "missing"
+                raise InputError(
+                    f"start: {name} is {has} in {self.path}, and the model's is of shape {shape}; name the parts to take, "
+                    "such as start: {path: ..., parts: features}"
+                )
+        return {name: found[name].to(trained[name].dtype) for name in names}
+
+    def _read(self, module: nn.Module) -> Tree:
+        # Read by api.py, which reads this module.
+        from equipoise.run.api import GLOBAL, read_config
+
+        path = Path(self.path)
+        file = path
+        if path.is_dir():
+            file, recorded = path / GLOBAL, read_config(path)["resolved"].get("frozen")
+            if not file.exists():
+                raise InputError(f"start: the run in {path} is not finished: it has no {GLOBAL}")
+            if recorded and (here := frozen_digest(module)) and here != recorded:
+                raise InputError(
+                    f"start: the frozen tensors of the run in {path} have the hash {recorded}, those of the model {here}"
+                )
+        try:
+            # Copied, because tensors in the file are not aligned, and kernels may round differently for that.
+            return {name: tensor.clone() for name, tensor in load_file(file).items()}
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"start: cannot read {file} as a safetensors file: {error}") from error
+
+
+def start_from(given: str | Path | Mapping[str, Any] | Start | None) -> Start | None:
+    """Make a start from its plain form: a path, or a mapping with ``path`` and ``parts``.
+
+    Examples
+    --------
+    >>> start_from("runs/first")
+    Start(path='runs/first', parts='all')
+    >>> start_from({"path": "model.safetensors", "parts": ["features"]}).parts
+    ('features',)
+    """
+    if given is None or isinstance(given, Start):
+        return given
+    if isinstance(given, str | Path):
+        return Start(path=str(given))
+    if not isinstance(given, Mapping) or "path" not in given:
+        raise InputError(f"start must be a path, or a mapping with path and parts, got {given!r}")
+    for key in given:
+        if key not in ("path", "parts"):
+            raise unknown("key", key, ("path", "parts"), where="start")
+    parts = given.get("parts", "all")
+    return Start(path=str(given["path"]), parts=parts if isinstance(parts, str) else tuple(parts))

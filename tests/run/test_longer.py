@@ -1,0 +1,152 @@
+"""A run that is made longer leaves the same bytes as one that was long from the start, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from equipoise import Evaluation
+from equipoise.errors import InputError
+from equipoise.optimizers import Schedule
+from equipoise.run.trainer import Trainer
+from equipoise.schedules import register
+from tests.run.small import Stop, promised, rows_of, small_run, stop_after
+
+
+@register
+def halving(round):
+    return 0.5**round
+
+
+@register
+def linear(round, rounds):
+    return 1 - round / rounds
+
+
+def assert_same(directory, whole):
+    assert promised(directory) == promised(whole)
+    assert yaml.safe_load((directory / "config.yaml").read_text()) == yaml.safe_load(
+        (whole / "config.yaml").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"method": "fedavg"},
+        {"method": "scaffold", "schedule": "exponential"},
+        {"method": "local", "schedule": {"kind": "cosine", "over": 4, "warmup": 1}},
+        {"method": "fedavg", "schedule": halving, "checkpoint_every": 2},
+        # The short run evaluates after round 3 only because it is its last.
+        {"method": "fedavg", "evaluation": Evaluation(every=2)},
+        {"method": "local", "evaluation": Evaluation(every=2, select="best")},
+        {"method": "fedavg", "evaluation": Evaluation(every=2, select="best", patience=2)},
+        {"method": {"name": "ga", "decay": False}, "evaluation": Evaluation(every=4)},
+        {"method": "fedavg", "evaluation": Evaluation(every=5, local=True, keep_local=True)},
+        {"method": {"name": "fedper", "guard": "norm"}, "evaluation": Evaluation(every=2)},
+    ],
+)
+def test_a_finished_run_is_made_longer(how, tmp_path):
+    small_run(tmp_path / "whole", **how, rounds=6)
+    small_run(tmp_path / "run", **how, rounds=3)
+    run = small_run(tmp_path / "run", **how, rounds=6, resume=True)
+    assert run.summary["rounds"] == small_run(tmp_path / "whole", **how, rounds=6, resume=True).summary["rounds"]
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_evaluation_of_the_last_round_alone_is_forgotten(tmp_path):
+    how = {"evaluation": Evaluation(every=2, select="best")}
+    small_run(tmp_path / "run", **how, rounds=3)
+    assert {row["round"] for row in rows_of(tmp_path / "run")} == {2, 3}
+    small_run(tmp_path / "run", **how, rounds=4, resume=True)
+    assert {row["round"] for row in rows_of(tmp_path / "run")} == {2, 4}
+
+
+def test_a_run_is_made_longer_twice_and_after_an_interruption(tmp_path):
+    how = {"method": "scaffold", "evaluation": Evaluation(every=4)}
+    small_run(tmp_path / "whole", **how, rounds=9)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, rounds=3, on_round=stop_after(2))
+    small_run(tmp_path / "run", **how, rounds=5, resume=True)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, rounds=9, resume=True, on_round=stop_after(6))
+    small_run(tmp_path / "run", **how, rounds=9, resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("at", ["restore_checkpoint", "_round"])
+def test_a_run_that_is_stopped_while_it_is_made_longer_can_be_resumed(at, tmp_path, monkeypatch):
+    """The first round after the change has no checkpoint yet; the journals have been rewound already."""
+    how = {"evaluation": Evaluation(every=2)}
+    small_run(tmp_path / "whole", **how, rounds=6)
+    small_run(tmp_path / "run", **how, rounds=3)
+
+    def stop(trainer, *args):
+        raise Stop
+
+    monkeypatch.setattr(Trainer, at, stop)
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, rounds=6, resume=True)
+    monkeypatch.undo()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    small_run(tmp_path / "run", **how, rounds=6, resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_evaluated_initial_model_is_trained(tmp_path):
+    small_run(tmp_path / "whole", rounds=2)
+    small_run(tmp_path / "run", rounds=0)
+    small_run(tmp_path / "run", rounds=2, resume=True)
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"schedule": "cosine"}, "its schedule 'cosine' falls until the end of the run, because .*over is not set"),
+        ({"schedule": linear}, "its schedule 'linear' depends on the number of rounds"),
+        ({"method": {"name": "ga", "decay": True}}, "its method 'ga' has used the number of rounds"),
+    ],
+)
+def test_a_run_that_depends_on_its_length_is_refused(how, reason, tmp_path):
+    small_run(tmp_path / "run", **how, rounds=2)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(InputError, match=f"the run in {tmp_path / 'run'} cannot be made longer: {reason}"):
+        small_run(tmp_path / "run", **how, rounds=4, resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_warmup_comes_before_other_kinds():
+    exponential = Schedule(kind="exponential", decay=0.5, warmup=2)
+    assert [exponential.factor(r, 9) for r in range(5)] == [0.5, 1.0, 1.0, 0.5, 0.25]
+    steps = Schedule(kind="steps", at=(3,), factors=(0.1,), warmup=2)
+    assert [steps.factor(r, 9) for r in range(4)] == [0.5, 1.0, 1.0, 0.1]
+    assert [Schedule(kind="linear", warmup=1).factor(r, 5) for r in range(5)] == [1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [Schedule(kind="halving").factor(r, 5) for r in range(3)] == [1.0, 0.5, 0.25]
+    until_the_end = Schedule(kind="cosine", warmup=2, floor=0.2)
+    assert [until_the_end.factor(r, 6) for r in (0, 1, 2, 4)] == pytest.approx([0.5, 1.0, 1.0, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Schedule(kind="haling"), "did you mean 'halving'"),
+        (lambda: Schedule(warmup=-1), "schedule.warmup"),
+        (lambda: Schedule(kind="steps", over=3), "schedule.over=3 has a meaning for the kind 'cosine' only"),
+        (lambda: small_run(rounds=1, schedule=lambda round: 1.0), "a schedule needs the name of its function"),
+        (lambda: small_run(rounds=1, schedule=3), "training.schedule must be a Schedule or a function of the round"),
+        (lambda: register(stop_after), "schedule 'stop_after' takes number; valid: round, or round and rounds"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_schedule_of_ones_own_must_return_a_factor():
+    @register
+    def negative(round):
+        return -1.0
+
+    with pytest.raises(InputError, match="schedule 'negative' returned -1.0 for round 0"):
+        small_run(rounds=1, schedule=negative)
