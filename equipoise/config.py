@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from equipoise import data, methods, models
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
+from equipoise.documents import yaml_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
@@ -90,7 +91,7 @@ class Override:
         if not equals or not all(part.strip() for part in key.split(".")):
             raise InputError(f"--set {text!r} is not of the form key=value, such as training.rounds=20")
         try:
-            parsed = yaml.load(value, _Loader)
+            parsed = yaml_from(value)
         except yaml.YAMLError as error:
             raise InputError(f"--set {text}: {value!r} is not valid YAML ({_line(error)})") from error
         return cls(f"{below}.{key.strip()}" if below else key.strip(), parsed, f"--set {text}")
@@ -331,7 +332,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     {'seed': 1}
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml_from(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -597,20 +598,6 @@ class _Reader:
                 continue
         note = " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
         raise InputError(f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {given!r}{note}")
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key_node, yaml.ScalarNode) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _override(content: dict[str, Any], override: Override) -> None:

@@ -26,6 +26,7 @@ from equipoise.data.federate import federate
 from equipoise.data.files import VARIABLE
 from equipoise.data.partition import Natural
 from equipoise.data.source import Source
+from equipoise.documents import yaml_from
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 
@@ -168,7 +169,7 @@ def _group(directory: Path) -> str:
     if not path.exists():
         return "all"
     try:
-        about = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        about = yaml_from(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if not isinstance(about, dict):

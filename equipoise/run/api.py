@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 import equipoise
 from equipoise import methods, models
 from equipoise.checks import count
+from equipoise.documents import yaml_from
 from equipoise.engine.network import frozen_digest, slots_of
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
@@ -321,10 +322,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read a run's configuration; a directory that holds none is refused."""
     path = directory / CONFIG
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml_from(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{directory} holds no run: cannot read {path.name} ({error})") from error
-    if not isinstance(config, dict) or "resolved" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("resolved"), dict):
         raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
     return config
 
