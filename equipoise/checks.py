@@ -8,8 +8,11 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from equipoise.errors import InputError, unknown
+from equipoise.text import printable, unprintable_in
 
 T = TypeVar("T")
+
+LONGEST_NAME = 200
 
 
 def count(value: object, what: str, *, least: int = 1) -> int:
@@ -191,6 +194,45 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(options.get("name"), str):
         raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     return options.pop("name"), options
+
+
+def name(value: object, what: str) -> str:
+    r"""Return a name that can be printed in one line.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    str
+        The value.
+
+    Raises
+    ------
+    InputError
+        If it is no text, holds control characters such as new lines and escape sequences, or is very long.
+
+    Examples
+    --------
+    >>> name("ward 3", "group")
+    'ward 3'
+    >>> name("ward\x1b[2J", "group")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: group must be text in one line without control characters, got 'ward\x1b[2J'
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{what} must be text, got {value!r}")
+    if len(value) > LONGEST_NAME:
+        raise InputError(
+            f"{what} must have at most {LONGEST_NAME} characters, got {len(value)}: {printable(value, 40)!r}"
+        )
+    if unprintable_in(value):
+        raise InputError(f"{what} must be text in one line without control characters, got '{printable(value)}'")
+    return value
 
 
 def one_of(value: str, valid: Sequence[str], where: str) -> str:

@@ -14,14 +14,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
 
-from equipoise import tasks
+from equipoise import checks, tasks
+from equipoise.arrays import read_npz
 from equipoise.data.federate import federate
 from equipoise.data.files import VARIABLE
 from equipoise.data.partition import Natural
@@ -150,18 +150,19 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
 
 def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any]]:
     of = tasks.build(task)
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            x, y = arrays["x"], arrays["y"]
-    except (OSError, BadZipFile, ValueError, KeyError) as error:
-        raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y, one row a sample") from error
+    x, y = read_npz(path, ["x", "y"])
+    if not x.ndim or not y.ndim:
+        raise InputError(f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a sample")
     if len(x) != len(y) or not len(x):
         raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if of.floating:
         return x, y.astype(np.float32)
     labels = y if y.dtype == np.uint8 else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
-    return x, of.targets(torch.from_numpy(labels)).numpy()
+    try:
+        return x, of.targets(torch.from_numpy(labels)).numpy()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _group(directory: Path) -> str:
@@ -177,4 +178,4 @@ def _group(directory: Path) -> str:
     for key in about:
         if key != "group":
             raise unknown("key", key, ["group"], where=str(path))
-    return str(about.get("group", "all"))
+    return checks.name(str(about.get("group", "all")), f"group in {path}")
