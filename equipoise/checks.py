@@ -77,6 +77,39 @@ def real(value: object, what: str, *, least: float | None = None) -> float:
     return number
 
 
+def within(value: object, what: str, least: float, most: float, *, below: bool = False) -> float:
+    """Return a number of a range.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+    least, most : float
+        The smallest and the largest valid number.
+    below : bool
+        Whether the largest number is not valid itself.
+
+    Returns
+    -------
+    float
+        The value as a Python ``float``.
+
+    Examples
+    --------
+    >>> within(0.9, "optimizer.momentum", 0, 1, below=True)
+    0.9
+    >>> within(1.5, "optimizer.momentum", 0, 1, below=True)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: optimizer.momentum must be at least 0 and below 1, got 1.5
+    """
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (least <= number < most if below else least <= number <= most):
+        raise InputError(f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, got {value!r}")
+    return number
+
+
 def several(value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None) -> tuple[T, ...]:
     """Return a sequence as a tuple, each item of which passes a check.
 

@@ -14,10 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from equipoise.checks import count, within
 from equipoise.errors import InputError, unknown
 
 Column = float | Tensor
 OptimizerState = dict[str, list[Tensor]]
+
+# Beyond any use: numbers like these are typing errors, such as a missing exponent.
+LARGEST_RATE, LARGEST_DECAY = 1000.0, 10.0
+
+
+def _check_rates(optimizer: Any) -> None:
+    within(optimizer.lr, "optimizer.lr", 0, LARGEST_RATE)
+    within(optimizer.weight_decay, "optimizer.weight_decay", 0, LARGEST_DECAY)
 
 
 class Optimizer(Protocol):
@@ -42,17 +51,6 @@ class Optimizer(Protocol):
         self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: int
     ) -> None:
         """Move parameters and state in place; ``lr`` is one number or a column over clients, ``count`` is from 1."""
-
-
-def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
-    for name, (low, high) in limits.items():
-        _check_number(f"optimizer.{name}", getattr(optimizer, name), low, high)
-
-
-def _check_number(what: str, value: Any, low: float = 0, high: float = math.inf) -> None:
-    if not (isinstance(value, (int, float)) and low <= value < high):
-        limit = f"below {high}" if math.isfinite(high) else "finite"
-        raise InputError(f"{what} must be at least {low} and {limit}, got {value!r}")
 
 
 def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
@@ -128,8 +126,10 @@ class Sgd:
         return self.dampening == 0
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.SGD`` would refuse."""
-        _check(self, lr=(0, math.inf), momentum=(0, math.inf), dampening=(0, math.inf), weight_decay=(0, math.inf))
+        """Refuse values ``torch.optim.SGD`` would refuse, and those with which training cannot converge."""
+        _check_rates(self)
+        within(self.momentum, "optimizer.momentum", 0, 1, below=True)
+        within(self.dampening, "optimizer.dampening", 0, 1)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise InputError("optimizer.nesterov needs a momentum above 0 and dampening 0")
 
@@ -175,8 +175,9 @@ class Adam:
     replays = False
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.Adam`` would refuse."""
-        _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
+        """Refuse values ``torch.optim.Adam`` would refuse, and those with which training cannot converge."""
+        _check_rates(self)
+        within(self.eps, "optimizer.eps", 0, 1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
 
@@ -221,7 +222,7 @@ class TorchOptimizer:
 
     def __post_init__(self) -> None:
         """Try the options on a dummy parameter, so that a mistake shows before training."""
-        _check(self, lr=(0, math.inf))
+        within(self.lr, "optimizer.lr", 0, LARGEST_RATE)
         try:
             self._make([torch.zeros(1, requires_grad=True)], self.lr)
         except (TypeError, ValueError) as error:
@@ -333,10 +334,13 @@ class Schedule:
             raise InputError(
                 f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
             )
-        _check_number("schedule.decay", self.decay)
-        _check_number("schedule.floor", self.floor)
+        if not within(self.decay, "schedule.decay", 0, 1):
+            raise InputError("schedule.decay must be above 0, got 0")
+        within(self.floor, "schedule.floor", 0, 1)
         for factor in self.factors:
-            _check_number("each of schedule.factors", factor)
+            within(factor, "each of schedule.factors", 0, LARGEST_RATE)
+        for start in self.at:
+            count(start, "each of schedule.at", least=0)
 
     def factor(self, round_: int, rounds: int) -> float:
         """Return the factor of a round, counted from 0."""

@@ -131,6 +131,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
     read = [_read(directory / name, task) for directory, name in files]
     groups = [_group(directory) for directory, _ in files]
     names = tuple(dict.fromkeys(groups))
+    number = {name: position for position, name in enumerate(names)}
     sizes = [len(x) for x, _ in read]
     if len({x.shape[1:] for x, _ in read}) > 1:
         shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _), (path, _) in zip(read[:8], files, strict=False))
@@ -141,7 +142,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
         task=task,
         classes=classes,
         name="silos",
-        groups=np.repeat([names.index(group) for group in groups], sizes),
+        groups=np.repeat([number[group] for group in groups], sizes),
         group_names=names,
         ids=np.repeat([directory.resolve().name for directory, _ in files], sizes),
         test=np.repeat([name == TESTS for _, name in files], sizes) if tested else None,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from equipoise.checks import count
+from equipoise.checks import count, real, within
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
 from equipoise.method import Method, Phase
-from equipoise.optimizers import Optimizer, Schedule, Sgd
+from equipoise.optimizers import LARGEST_RATE, Optimizer, Schedule, Sgd
 
 
 def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
@@ -76,8 +77,8 @@ class Training:
         """Refuse numbers that cannot be carried out."""
         object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
         _check_counts(self, "training", ("epochs", "batch_size", "steps", "report_samples"))
-        if self.clip is not None and not self.clip > 0:
-            raise InputError(f"training.clip must be above 0, got {self.clip!r}")
+        if self.clip is not None:
+            real(self.clip, "training.clip")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
             raise InputError(
                 f"training.cohort must be a number of clients (a whole number of at least 1) "
@@ -124,8 +125,8 @@ class FineTune:
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
         _check_counts(self, "evaluation.fine_tune", ("epochs", "steps"))
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise InputError(f"evaluation.fine_tune.lr must be above 0 and finite, got {self.lr!r}")
+        if self.lr is not None:
+            within(real(self.lr, "evaluation.fine_tune.lr"), "evaluation.fine_tune.lr", 0, LARGEST_RATE)
 
     def phase(self, optimizer: Optimizer) -> Phase:
         """Make the phase, with the optimizer of training."""
@@ -181,11 +182,13 @@ class Machine:
         counts = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
         if self.chunk not in ("auto", "measure") and not counts:
             raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
-        kind = self.device.partition(":")[0]
-        if kind not in ("auto", "cpu", "cuda"):
-            raise unknown("device", self.device, ("auto", "cpu", "cuda"), where="machine.device")
+        kind, colon, number = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not re.fullmatch("[0-9]{1,4}", number))):
+            raise unknown("device", self.device, ("auto", "cpu", "cuda", "cuda:N"), where="machine.device")
         if kind == "cuda" and not torch.cuda.is_available():
             raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")
+        if number and int(number) >= (there := torch.cuda.device_count()):
+            raise InputError(f"machine.device is {self.device!r}, but there are {there} GPUs, numbered from 0")
 
     def carrying_out(self, method: Method) -> Machine:
         """Return the settings for a method: samples are not encoded if it works on images.

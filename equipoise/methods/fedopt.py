@@ -11,9 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from equipoise.checks import real, within
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
+from equipoise.optimizers import LARGEST_RATE
 from equipoise.tree import Tree, tree_map
 
 
@@ -42,9 +44,11 @@ class FedAvgM(Aggregation):
     variant: str = "hsu"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown variant."""
+        """Refuse an unknown variant, and values outside the paper's range."""
         if self.variant not in ("hsu", "dampened", "nesterov"):
             raise unknown("fedavgm.variant", self.variant, ("hsu", "dampened", "nesterov"))
+        within(self.momentum, "fedavgm.momentum", 0, 1, below=True)
+        within(self.lr, "fedavgm.lr", 0, LARGEST_RATE)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the velocity."""
@@ -82,6 +86,7 @@ class _Adaptive(Aggregation):
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
+        real(self.lr, f"{self.name}.lr", least=0)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{self.name}.{name} must be in [0, 1), got {getattr(self, name)!r}")

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equipoise.checks import within
 from equipoise.client import Client, Finished
 from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
 from equipoise.methods import register
+from equipoise.optimizers import LARGEST_RATE
 from equipoise.tree import Tree, inner_product, tree_map
 
 
@@ -34,6 +36,10 @@ class Scaffold(LocalRule, Aggregation):
     needs_everyone = True
     receives = sends = ("control",)
     uploads = collects = ("control_change",)
+
+    def __post_init__(self) -> None:
+        """Refuse a learning rate that is out of range."""
+        within(self.lr, "scaffold.lr", 0, LARGEST_RATE)
 
     def phases(self) -> Sequence[Phase]:
         """One phase with the corrected loss."""
