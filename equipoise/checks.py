@@ -106,7 +106,9 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
     """
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if not (least <= number < most if below else least <= number <= most):
-        raise InputError(f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, got {value!r}")
+        raise InputError(
+            f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, got {value!r}"
+        )
     return number
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from equipoise.errors import InputError
+from equipoise.errors import RunError
 from equipoise.text import printable
 
 # Far beyond any configuration: the largest ones list the names of thousands of classes or clients.
@@ -153,7 +153,7 @@ def read_json(path: Path) -> Any:
 
     Raises
     ------
-    InputError
+    RunError
         If it cannot be read, is truncated, or is not JSON.
 
     Examples
@@ -163,11 +163,11 @@ def read_json(path: Path) -> Any:
     >>> _ = path.write_text('{"round": 3, "res')
     >>> read_json(path)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: cannot read .../summary.json: Unterminated string starting at: line 1 column 14 (char 13)
+    equipoise.errors.RunError: cannot read .../summary.json: Unterminated string starting at: line 1 column 14 (char 13)
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+        raise RunError(f"cannot read {path}: {error}") from error

@@ -9,6 +9,9 @@ _UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
 # Characters that change the direction of the text around them.
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
+# Of an error in one line. What is longer repeats a value that nobody reads.
+LONGEST_MESSAGE = 2000
+
 
 def printable(text: str, longest: int | None = None) -> str:
     r"""Return text with control characters written out, and shortened if need be.

@@ -183,7 +183,9 @@ class Machine:
         if self.chunk not in ("auto", "measure") and not counts:
             raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
         kind, colon, number = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not re.fullmatch("[0-9]{1,4}", number))):
+        if kind not in ("auto", "cpu", "cuda") or (
+            colon and (kind != "cuda" or not re.fullmatch("[0-9]{1,4}", number))
+        ):
             raise unknown("device", self.device, ("auto", "cpu", "cuda", "cuda:N"), where="machine.device")
         if kind == "cuda" and not torch.cuda.is_available():
             raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")

@@ -28,7 +28,16 @@ from equipoise.federation import Federation
 from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates, check_state, combine_checked
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
-from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
+from equipoise.run.checkpoint import (
+    BEST,
+    CHECKPOINT,
+    LOCAL,
+    Checkpoint,
+    read_checkpoint,
+    read_local,
+    read_models,
+    save_models,
+)
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
@@ -145,6 +154,8 @@ class Trainer:
             Journal(directory / f"{name}.jsonl" if directory else None) for name in ("metrics", "rounds", "timings")
         )
         self.bytes = dict.fromkeys(BYTES, 0)
+        # A hash of the run's configuration, by which its checkpoints are known.
+        self.identity = ""
         self._saved_round = 0
         self._best_models: Models | None = None
         self._local_models: Models | None = None
@@ -502,7 +513,8 @@ class Trainer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
-    def _journals(self) -> dict[str, Journal]:
+    def journals(self) -> dict[str, Journal]:
+        """The journals by name."""
         return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings}
 
     def save_checkpoint(self) -> None:
@@ -515,18 +527,26 @@ class Trainer:
             "best_round": standing.best_round,
             "best_loss": standing.best_loss if standing.best_round else None,
             "stale": standing.stale,
-            "marks": {name: journal.mark() for name, journal in self._journals.items()},
+            "marks": {name: journal.mark() for name, journal in self.journals.items()},
+            "sha256": {name: journal.digest for name, journal in self.journals.items()},
+            "run": self.identity,
         }
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
 
-    def restore_checkpoint(self) -> None:
+    def restore_checkpoint(self, *, finished: bool = False) -> None:
         """Go on from the last checkpoint of the directory, or from the start if none has been written yet.
+
+        Parameters
+        ----------
+        finished : bool
+            Whether the run is finished. Then no file is changed.
 
         Raises
         ------
         RunError
-            If the journals show that there was a checkpoint which is gone: going on would empty them.
+            If the journals show that there was a checkpoint which is gone: going on would empty them. Or if the
+            checkpoint is of another run, or a journal was changed since.
         """
         if self.directory is None:
             return
@@ -538,15 +558,31 @@ class Trainer:
                     "nothing was changed. Restore checkpoint.safetensors, or begin anew in another directory"
                 )
         else:
-            self.state = found.state
-            self.engine.restore(found.memory)
-            note, standing = found.note, self.evaluator.standing
-            self.bytes = {name: note["bytes"][name] for name in BYTES}
-            standing.best_round, standing.stale = note["best_round"], note["stale"]
-            standing.best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
-            self._saved_round = self.state.round
-        for name, journal in self._journals.items():
-            journal.rewind(found.note["marks"].get(name, 0) if found else 0)
+            if found.note.get("run", self.identity) != self.identity:
+                raise RunError(
+                    f"{self.directory / CHECKPOINT} is the checkpoint of another run; restore the file that belongs to "
+                    "this run"
+                )
+            try:
+                self._go_on_from(found)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunError(f"{self.directory / CHECKPOINT} does not fit this run ({error!r})") from error
+        marks, digests = (found.note.get(key, {}) if found else {} for key in ("marks", "sha256"))
+        # All are checked before one is changed.
+        for name, journal in self.journals.items():
+            journal.check(marks.get(name, 0), digests.get(name))
+        if not finished:
+            for name, journal in self.journals.items():
+                journal.truncate(marks.get(name, 0))
+
+    def _go_on_from(self, found: Checkpoint) -> None:
+        self.state = found.state
+        self.engine.restore(found.memory)
+        note, standing = found.note, self.evaluator.standing
+        self.bytes = {name: note["bytes"][name] for name in BYTES}
+        standing.best_round, standing.stale = note["best_round"], note["stale"]
+        standing.best_loss = note["best_loss"] if note["best_loss"] is not None else float("inf")
+        self._saved_round = self.state.round
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""

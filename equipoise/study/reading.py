@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -117,6 +117,7 @@ def study_from(
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str | Override] = (),
+    on_import: Callable[[str], None] | None = None,
 ) -> Study:
     """Make a study from plain values.
 
@@ -151,6 +152,8 @@ def study_from(
         Seeds in place of the mapping's; to tune, one.
     overrides : sequence of str
         ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the study says.
+    on_import : callable, optional
+        As in :func:`equipoise.config.experiment_from`.
 
     Returns
     -------
@@ -209,7 +212,8 @@ def study_from(
         named = Override("method", method.options, f"methods of {where}")
         tuned_with = changes if tuned else []
         between = [*part[setting].changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
-        return experiment_from(base, f"base of {where}", [named, *between, *for_all, *part[setting].left_out])
+        overrides = [named, *between, *for_all, *part[setting].left_out]
+        return experiment_from(base, f"base of {where}", overrides, on_import=on_import)
 
     # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
     jobs = [
