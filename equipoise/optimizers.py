@@ -14,18 +14,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from equipoise.checks import count, within
+from equipoise.checks import count, real, within
 from equipoise.errors import InputError, unknown
 
 Column = float | Tensor
 OptimizerState = dict[str, list[Tensor]]
 
 # Beyond any use: numbers like these are typing errors, such as a missing exponent.
-LARGEST_RATE, LARGEST_DECAY = 1000.0, 10.0
+LARGEST_DECAY = 10.0
 
 
 def _check_rates(optimizer: Any) -> None:
-    within(optimizer.lr, "optimizer.lr", 0, LARGEST_RATE)
+    real(optimizer.lr, "optimizer.lr", least=0)
     within(optimizer.weight_decay, "optimizer.weight_decay", 0, LARGEST_DECAY)
 
 
@@ -222,7 +222,7 @@ class TorchOptimizer:
 
     def __post_init__(self) -> None:
         """Try the options on a dummy parameter, so that a mistake shows before training."""
-        within(self.lr, "optimizer.lr", 0, LARGEST_RATE)
+        real(self.lr, "optimizer.lr", least=0)
         try:
             self._make([torch.zeros(1, requires_grad=True)], self.lr)
         except (TypeError, ValueError) as error:
@@ -338,7 +338,7 @@ class Schedule:
             raise InputError("schedule.decay must be above 0, got 0")
         within(self.floor, "schedule.floor", 0, 1)
         for factor in self.factors:
-            within(factor, "each of schedule.factors", 0, LARGEST_RATE)
+            real(factor, "each of schedule.factors", least=0)
         for start in self.at:
             count(start, "each of schedule.at", least=0)
 

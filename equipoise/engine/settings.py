@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from equipoise.checks import count, real, within
+from equipoise.checks import count, real
 from equipoise.data.augment import Augmentation
 from equipoise.errors import InputError, unknown
 from equipoise.method import Method, Phase
-from equipoise.optimizers import LARGEST_RATE, Optimizer, Schedule, Sgd
+from equipoise.optimizers import Optimizer, Schedule, Sgd
 
 
 def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
@@ -126,7 +126,7 @@ class FineTune:
         """Refuse numbers that cannot be carried out."""
         _check_counts(self, "evaluation.fine_tune", ("epochs", "steps"))
         if self.lr is not None:
-            within(real(self.lr, "evaluation.fine_tune.lr"), "evaluation.fine_tune.lr", 0, LARGEST_RATE)
+            real(self.lr, "evaluation.fine_tune.lr")
 
     def phase(self, optimizer: Optimizer) -> Phase:
         """Make the phase, with the optimizer of training."""

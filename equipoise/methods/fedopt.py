@@ -15,7 +15,6 @@ from equipoise.checks import real, within
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
-from equipoise.optimizers import LARGEST_RATE
 from equipoise.tree import Tree, tree_map
 
 
@@ -48,7 +47,7 @@ class FedAvgM(Aggregation):
         if self.variant not in ("hsu", "dampened", "nesterov"):
             raise unknown("fedavgm.variant", self.variant, ("hsu", "dampened", "nesterov"))
         within(self.momentum, "fedavgm.momentum", 0, 1, below=True)
-        within(self.lr, "fedavgm.lr", 0, LARGEST_RATE)
+        real(self.lr, "fedavgm.lr", least=0)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the velocity."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.checks import within
+from equipoise.checks import real
 from equipoise.client import Client, Finished
 from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
 from equipoise.methods import register
-from equipoise.optimizers import LARGEST_RATE
 from equipoise.tree import Tree, inner_product, tree_map
 
 
@@ -39,7 +38,7 @@ class Scaffold(LocalRule, Aggregation):
 
     def __post_init__(self) -> None:
         """Refuse a learning rate that is out of range."""
-        within(self.lr, "scaffold.lr", 0, LARGEST_RATE)
+        real(self.lr, "scaffold.lr", least=0)
 
     def phases(self) -> Sequence[Phase]:
         """One phase with the corrected loss."""
