@@ -201,8 +201,6 @@ def read_npz(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
         EOFError,
         ValueError,
         RuntimeError,
-        SyntaxError,
-        TypeError,
         MemoryError,
         zipfile.BadZipFile,
         zlib.error,
@@ -225,10 +223,12 @@ def _read_npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, what: str) -> ND
 def _head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Read the head of an array; the last number is its length."""
     version = npy.read_magic(file)
-    if version == (1, 0):
-        shape, by_columns, dtype = npy.read_array_header_1_0(file, max_header_size=_LONGEST_HEAD)
-    elif version == (2, 0):
-        shape, by_columns, dtype = npy.read_array_header_2_0(file, max_header_size=_LONGEST_HEAD)
-    else:
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if version not in readers:
         raise ValueError(f"version {version[0]}.{version[1]} of NumPy's format is not that of numbers")
+    try:
+        shape, by_columns, dtype = readers[version](file, max_header_size=_LONGEST_HEAD)
+    except Exception as error:
+        # It is read as Python source, which can fail in any way.
+        raise ValueError(f"the head of an array is damaged ({type(error).__name__})") from error
     return shape, by_columns, dtype, file.tell()

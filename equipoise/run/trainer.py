@@ -567,6 +567,9 @@ class Trainer:
                 self._go_on_from(found)
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f"{self.directory / CHECKPOINT} does not fit this run ({error!r})") from error
+            if self.evaluator.standing.best_round and (self.directory / BEST).exists():
+                # Now and not after the last round, which may be days away.
+                read_models(self.directory / BEST)
         marks, digests = (found.note.get(key, {}) if found else {} for key in ("marks", "sha256"))
         # All are checked before one is changed.
         for name, journal in self.journals.items():
