@@ -16,7 +16,7 @@ from equipoise.errors import RunError
 from equipoise.text import printable
 
 # Far beyond any configuration: the largest ones list the names of thousands of classes or clients.
-LARGEST_TEXT = 4 << 20
+LARGEST_TEXT = 1 << 20
 MOST_VALUES = 200_000
 DEEPEST = 40
 LONGEST_NUMBER = 64
