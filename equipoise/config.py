@@ -306,6 +306,8 @@ def experiment_from(
     """
     given = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     origins = Origins(where, tuple(given))
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where} must hold keys with values, such as 'data: digits', got {_shown(mapping)}")
     content: dict[str, Any] = dict(mapping)
     for override in given:
         _override(content, override)

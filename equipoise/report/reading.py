@@ -230,6 +230,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         summary = read_json(directory / SUMMARY) if finished else _begun(config)
         task = _task_of(summary, config, directory, trust=trust)
         made = _Journals(directory, task, summary.get("round")).read()
+        timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -259,7 +260,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         groups=made.groups,
         unseen=frozenset(made.unseen),
         rounds=made.rounds,
-        timings=list(Journal(directory / "timings.jsonl").complete()),
+        timings=timings,
         names=read_names(directory),
     )
 

@@ -15,6 +15,7 @@ from equipoise.metrics import several_from
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
+from equipoise.text import printable
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
 SPLITS = ("test", "val")
@@ -176,6 +177,8 @@ def study_from(
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
     """
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where} must hold base and methods, got {printable(repr(mapping), 500)}")
     for key in mapping:
         if key not in KEYS:
             raise unknown("key", key, KEYS, where=where)
