@@ -688,7 +688,10 @@ def _split_units(held: Split, keys: Sequence[str], fractions: Sequence[float], s
 
 
 def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
-    shares = np.asarray(fractions, float)
+    try:
+        shares = np.asarray(fractions, float)
+    except (ValueError, TypeError):
+        shares = np.empty(0)
     if shares.shape != (3,) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6 or shares[0] == 0:
         raise InputError(
             f"splits={fractions!r} must be three shares (train, val, test), none negative, train above 0, summing to 1"

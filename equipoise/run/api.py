@@ -371,7 +371,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = yaml_from(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{directory} holds no run: cannot read {path.name} ({error})") from error
+        said = " ".join(str(error).split())
+        raise InputError(f"{directory} holds no run: cannot read {path.name} ({said})") from error
     if not isinstance(config, dict) or not isinstance(config.get("resolved"), dict):
         raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
     return config

@@ -126,7 +126,7 @@ def arrays(draw: Draw, folder: Path) -> None:
     kinds = ["f4", ">f8", "f2", "i8", ">i2", "u1", "u8", "?", "c8", "U2", "S1", "O", "M8[D]", "g"]
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     x = np.zeros([draw(st.integers(0, 12)), *shape], draw(st.sampled_from(kinds)))
-    y: Any = draw(st.lists(st.integers(-2, 5) | st.floats(width=16) | st.sampled_from([10**9, None, True]), max_size=12))
+    y: Any = draw(st.lists(st.integers(-2, 5) | st.floats() | st.sampled_from([10**9, None, True]), max_size=12))
     y = y if draw(st.booleans()) else np.resize(np.arange(3), len(x)).astype(draw(st.sampled_from(kinds)), casting="unsafe")
     ids: Any = draw(st.lists(st.sampled_from([0, 1, "a", "1", None, math.nan, (1,), "\n"]), max_size=12))
     ids = ids if draw(st.booleans()) else [0, 1] * (len(x) // 2) + [0] * (len(x) % 2)
