@@ -128,7 +128,9 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
     elif isinstance(ids, Tensor):
         missing = torch.isnan(ids).cpu().numpy()
     elif isinstance(ids, np.ndarray) and ids.dtype.kind != "O":
-        missing = np.isnan(ids) if ids.dtype.kind in "fc" else np.isnat(ids) if ids.dtype.kind in "mM" else np.zeros(0, bool)
+        missing = (
+            np.isnan(ids) if ids.dtype.kind in "fc" else np.isnat(ids) if ids.dtype.kind in "mM" else np.zeros(0, bool)
+        )
     else:
         # Only what is missing differs from itself.
         missing = [each is None or bool(each != each) for each in ids]

@@ -145,7 +145,10 @@ Y_FILE = npy(np.arange(3))
 
 def test_a_small_file_that_grows_to_gigabytes_is_refused_before_it_does(tmp_path):
     path = tmp_path / "data.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w", force_zip64=True) as file:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("x.npy", "w", force_zip64=True) as file,
+    ):
         rows = MOST_BYTES // 1024 + 1
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)})
         for _ in range(rows // 1024):
@@ -154,7 +157,9 @@ def test_a_small_file_that_grows_to_gigabytes_is_refused_before_it_does(tmp_path
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("y.npy", Y_FILE)
     tracemalloc.start()
-    with pytest.raises(InputError, match=rf"would grow from {path.stat().st_size} to \d+ bytes, and at most {MOST_BYTES}"):
+    with pytest.raises(
+        InputError, match=rf"would grow from {path.stat().st_size} to \d+ bytes, and at most {MOST_BYTES}"
+    ):
         read_npz(path, ["x", "y"])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -683,7 +683,7 @@ def test_names_in_a_summary_from_others_do_not_act_on_the_terminal(call):
         (["--set", "data=&a {name: *a}"], 2),
         (["--set", "training={<<: {rounds: 1}}"], 2),
         (["--set", "data.name=" + "x" * 1_000_000], 2),
-        (["--set", "data.name=\"\\e[2J\""], 2),
+        (["--set", 'data.name="\\e[2J"'], 2),
     ],
     ids=["device", "digits", "alias", "merge", "long", "escape"],
 )

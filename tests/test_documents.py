@@ -15,7 +15,8 @@ from equipoise.study import load_study
 from equipoise.text import printable, unprintable_in
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
 )
 HARMFUL = {
     "alias bomb": (BOMB, "with its aliases written out it has more than 200000 values"),
@@ -79,7 +80,9 @@ def test_long_values_are_shortened_in_messages():
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"a": ', "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff"], ids=["empty", "cut", "deep", "digits", "bytes"]
+    "text",
+    ["", '{"a": ', "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\xff"],
+    ids=["empty", "cut", "deep", "digits", "bytes"],
 )
 def test_damaged_json_is_one_line(text, tmp_path):
     path = tmp_path / "summary.json"

@@ -128,7 +128,12 @@ def test_labels_that_stand_for_too_many_values_are_refused(tmp_path):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text() | st.binary(min_size=1),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(min_size=1),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner),
     max_leaves=20,
 )

@@ -67,8 +67,10 @@ ODD: st.SearchStrategy[Any] = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["name", "lr", "kind", "x", 3, None]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "lr", "kind", "x", 3, None]), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -90,12 +92,16 @@ def damaged(draw: Draw, content: bytes) -> bytes:
     """Change, insert, drop or cut off bytes."""
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(content)))
-        piece = draw(st.binary(max_size=4) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"9" * 40, b"[" * 60, b'"', b"{", b"-1"]))
+        piece = draw(
+            st.binary(max_size=4) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"9" * 40, b"[" * 60, b'"', b"{", b"-1"])
+        )
         how = draw(st.sampled_from(["change", "insert", "drop", "cut"]))
         if how == "cut":
             content = content[:place]
         else:
-            content = content[:place] + (b"" if how == "drop" else piece) + content[place + (how != "insert") * len(piece) :]
+            content = (
+                content[:place] + (b"" if how == "drop" else piece) + content[place + (how != "insert") * len(piece) :]
+            )
     return content
 
 
@@ -109,7 +115,16 @@ def configurations(draw: Draw, folder: Path) -> None:
 
 def overrides(draw: Draw, folder: Path) -> None:
     """Odd values on the command line."""
-    keys = ["training.optimizer.lr", "method.mu", "data", "data.splits", "machine.device", "seed", "model.hidden", "x.y"]
+    keys = [
+        "training.optimizer.lr",
+        "method.mu",
+        "data",
+        "data.splits",
+        "machine.device",
+        "seed",
+        "model.hidden",
+        "x.y",
+    ]
     value = draw(st.text(max_size=20) | ODD.map(str) | ODD.map(lambda odd: yaml.safe_dump(odd) if odd != () else "()"))
     experiment_from({"data": "digits"}, "", [Override.parse(f"{draw(st.sampled_from(keys))}={value}")])
 
@@ -127,7 +142,11 @@ def arrays(draw: Draw, folder: Path) -> None:
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     x = np.zeros([draw(st.integers(0, 12)), *shape], draw(st.sampled_from(kinds)))
     y: Any = draw(st.lists(st.integers(-2, 5) | st.floats() | st.sampled_from([10**9, None, True]), max_size=12))
-    y = y if draw(st.booleans()) else np.resize(np.arange(3), len(x)).astype(draw(st.sampled_from(kinds)), casting="unsafe")
+    y = (
+        y
+        if draw(st.booleans())
+        else np.resize(np.arange(3), len(x)).astype(draw(st.sampled_from(kinds)), casting="unsafe")
+    )
     ids: Any = draw(st.lists(st.sampled_from([0, 1, "a", "1", None, math.nan, (1,), "\n"]), max_size=12))
     ids = ids if draw(st.booleans()) else [0, 1] * (len(x) // 2) + [0] * (len(x) % 2)
     options = {
@@ -205,6 +224,5 @@ def run_directories(draw: Draw, folder: Path) -> None:
 
 
 SUITES = {
-    suite.__name__: suite
-    for suite in (configurations, overrides, documents, arrays, data_files, run_directories)
+    suite.__name__: suite for suite in (configurations, overrides, documents, arrays, data_files, run_directories)
 }

@@ -139,7 +139,9 @@ def test_an_edited_configuration_is_noticed(killed):
     config = yaml.safe_load((killed / "config.yaml").read_text())
     config["training"]["optimizer"]["lr"] = 0.05
     (killed / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    with pytest.raises(RunError, match=r"config.yaml is not what the run wrote: its SHA-256 differs from that in SHA256SUMS"):
+    with pytest.raises(
+        RunError, match=r"config.yaml is not what the run wrote: its SHA-256 differs from that in SHA256SUMS"
+    ):
         small_run(killed, **HOW, resume=True)
 
 
