@@ -37,7 +37,7 @@ LEFT_BEHIND = "bold red"
 class _Console(Console):
     """A console that writes out control characters: names of groups and clients may come from anywhere."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         """Turn text into what is printed. New lines before it are our own."""
         begin = len(text) - len(text.lstrip("\n"))
         return super().render_str(text[:begin] + printable(text[begin:], LONGEST_MESSAGE), **options)
