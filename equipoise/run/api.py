@@ -311,17 +311,13 @@ def load(
     directory = Path(run)
     config = read_config(directory)
     import_of_run(config.get("imports", []), directory, trust=trust)
-    if module is None:
-        name = config["model"]["name"]
-        if name.startswith("custom:"):
-            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
-        resolved = config["resolved"]
-        module = models.build(
-            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
-        )
-    module = methods.build(**config["method"]).extend(
-        copy.deepcopy(module), tuple(config["resolved"]["shape"]), config["seed"]
-    )
+    try:
+        module = _model_of(config, directory, module)
+    except InputError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"cannot build the model that {directory / CONFIG} describes ({said})") from error
     # Runs of older versions hold their frozen tensors themselves.
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
@@ -341,6 +337,20 @@ def load(
     chosen = Models(_noted(note, "round", int, directory / GLOBAL), shared, clients, own)
     whole = _noted(note, "whole", bool, directory / GLOBAL)
     return _module(convert(module), chosen, config["resolved"]["clients"], number, whole=whole)
+
+
+def _model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | None) -> nn.Module:
+    """Build the model that a configuration describes, with the parts that its method brings."""
+    resolved = config["resolved"]
+    if module is None:
+        name = config["model"]["name"]
+        if name.startswith("custom:"):
+            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
+        module = models.build(
+            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
+        )
+    method = methods.build(**config["method"])
+    return method.extend(copy.deepcopy(module), tuple(resolved["shape"]), config["seed"])
 
 
 def _noted(note: Mapping[str, Any], key: str, kind: type[S], path: Path) -> S:
