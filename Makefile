@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow lint format settings dist bench clean
+.PHONY: help setup demo docs test test-slow trials lint format settings dist bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -33,6 +33,11 @@ FEDERATIONS := tests/flower/test_processes.py tests/flower/test_deployment.py
 test-slow: $(READY)  ## run the tests that take long: killed processes, federations of processes, all combinations
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m slow $(FEDERATIONS:%=--ignore %)
 	$(PYTHON) -m pytest -m slow --durations 0 $(FEDERATIONS)
+
+# The tests of test-slow that repeat a trial make a tenth of these.
+TRIALS := tests/fuzz tests/run/test_kill.py tests/run/test_damage.py
+trials: $(READY)  ## kill runs, damage files and try odd input as often as the documentation says (about an hour)
+	OMP_NUM_THREADS=1 EQUIPOISE_TRIALS=1 $(PYTHON) -m pytest -n 2 -m slow $(TRIALS)
 
 lint: $(READY)  ## check style and types
 	$(VENV)/bin/ruff check .

@@ -8,10 +8,13 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from equipoise.errors import InputError, unknown
+from equipoise.text import printable, unprintable_in
 
 # In the metadata of a field: the plain form of settings leaves the field out while it has its default.
 UNLESS_DEFAULT = "unless default"
 T = TypeVar("T")
+
+LONGEST_NAME = 200
 
 
 def count(value: object, what: str, *, least: int = 1) -> int:
@@ -73,6 +76,41 @@ def real(value: object, what: str, *, least: float | None = None) -> float:
     if not math.isfinite(number) or (number <= 0 if least is None else number < least):
         smallest = "above 0" if least is None else f"of at least {least:g}"
         raise InputError(f"{what} must be a finite number {smallest}, got {value!r}")
+    return number
+
+
+def within(value: object, what: str, least: float, most: float, *, below: bool = False) -> float:
+    """Return a number of a range.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+    least, most : float
+        The smallest and the largest valid number.
+    below : bool
+        Whether the largest number is not valid itself.
+
+    Returns
+    -------
+    float
+        The value as a Python ``float``.
+
+    Examples
+    --------
+    >>> within(0.9, "optimizer.momentum", 0, 1, below=True)
+    0.9
+    >>> within(1.5, "optimizer.momentum", 0, 1, below=True)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: optimizer.momentum must be at least 0 and below 1, got 1.5
+    """
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (least <= number < most if below else least <= number <= most):
+        raise InputError(
+            f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, got {value!r}"
+        )
     return number
 
 
@@ -193,6 +231,45 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(options.get("name"), str):
         raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     return options.pop("name"), options
+
+
+def name(value: object, what: str) -> str:
+    r"""Return a name that can be printed in one line.
+
+    Parameters
+    ----------
+    value : object
+        What was given.
+    what : str
+        How the message names it.
+
+    Returns
+    -------
+    str
+        The value.
+
+    Raises
+    ------
+    InputError
+        If it is no text, holds control characters such as new lines and escape sequences, or is very long.
+
+    Examples
+    --------
+    >>> name("ward 3", "group")
+    'ward 3'
+    >>> name("ward\x1b[2J", "group")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: group must be text in one line without control characters, got 'ward\x1b[2J'
+    """
+    if not isinstance(value, str):
+        raise InputError(f"{what} must be text, got {value!r}")
+    if len(value) > LONGEST_NAME:
+        raise InputError(
+            f"{what} must have at most {LONGEST_NAME} characters, got {len(value)}: {printable(value, 40)!r}"
+        )
+    if unprintable_in(value):
+        raise InputError(f"{what} must be text in one line without control characters, got '{printable(value)}'")
+    return value
 
 
 def one_of(value: str, valid: Sequence[str], where: str) -> str:

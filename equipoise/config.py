@@ -21,10 +21,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from equipoise import data, methods, models, tracking
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
+from equipoise.documents import yaml_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
@@ -41,6 +42,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress
+from equipoise.text import printable
 
 __all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
 
@@ -97,7 +99,7 @@ class Override:
         if not equals or not all(part.strip() for part in key.split(".")):
             raise InputError(f"--set {text!r} is not of the form key=value, such as training.rounds=20")
         try:
-            parsed = yaml.load(value, _Loader)
+            parsed = yaml_from(value)
         except yaml.YAMLError as error:
             raise InputError(f"--set {text}: {value!r} is not valid YAML ({_line(error)})") from error
         return cls(f"{below}.{key.strip()}" if below else key.strip(), parsed, f"--set {text}")
@@ -294,7 +296,11 @@ def load_experiment(path: str | Path, overrides: Sequence[str | Override] = ()) 
 
 
 def experiment_from(
-    mapping: Mapping[str, Any], where: str = "the experiment", overrides: Sequence[str | Override] = ()
+    mapping: Mapping[str, Any],
+    where: str = "the experiment",
+    overrides: Sequence[str | Override] = (),
+    *,
+    on_import: Callable[[str], None] | None = None,
 ) -> Experiment:
     """Make an experiment from plain values.
 
@@ -307,6 +313,9 @@ def experiment_from(
         What errors call the place the mapping came from; empty if everything is in the overrides.
     overrides : sequence of str
         As in :func:`load_experiment`.
+    on_import : callable, optional
+        Called with the path or name of each module in ``imports`` before it is executed. What can be checked without this
+        code is checked before.
 
     Returns
     -------
@@ -321,6 +330,8 @@ def experiment_from(
     """
     given = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     origins = Origins(where, tuple(given))
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where} must hold keys with values, such as 'data: digits', got {_shown(mapping)}")
     content: dict[str, Any] = dict(mapping)
     for override in given:
         _override(content, override)
@@ -330,7 +341,7 @@ def experiment_from(
     content = {key: value for key, value in content.items() if value is not None}
     if "data" not in content:
         raise InputError(f"{where} names no data; valid: {', '.join(data.SOURCES)}")
-    return _Reader(origins).experiment(content)
+    return _Reader(origins, on_import).experiment(content)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -355,13 +366,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     {'seed': 1}
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml_from(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} is not valid YAML: {_line(error)}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} must hold keys with values, such as 'data: digits', got {content!r}")
+        raise InputError(f"{path} must hold keys with values, such as 'data: digits', got {_shown(content)}")
     for section in (content, content.get("base")):
         if isinstance(section, dict) and isinstance(section.get("imports"), str | list):
             section["imports"] = _with_paths(section["imports"], Path(path).parent)
@@ -420,35 +431,32 @@ class Origins:
 class _Reader:
     """Checks plain values against the annotations of what they are for."""
 
-    def __init__(self, origins: Origins) -> None:
-        self.origins = origins
+    def __init__(self, origins: Origins, on_import: Callable[[str], None] | None = None) -> None:
+        self.origins, self.on_import = origins, on_import
 
     def experiment(self, content: Mapping[str, Any]) -> Experiment:
-        # First, because these modules may register names that are looked up below.
-        imports = self.imports(content.get("imports", []))
         seed = self.value(content.get("seed", 0), int, "seed")
         if not 0 <= seed < 2**63:
             raise InputError(f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}")
+        machine = self.settings(Machine, content, "machine")
+        flower = self.settings(FlowerSettings, content, "flower", privacy=self.privacy)
+        checkpoint_every = self.value(content.get("checkpoint_every", 1), int, "checkpoint_every")
+        self.training(content, without=("loss", "schedule"))
+        # After all that can be checked without these modules; they may register names that are looked up below.
+        imports = self.imports(content.get("imports", []))
+        training = self.training(content)
         method = self.method(content.get("method", "fedavg"))
         return Experiment(
             method=method,
             data=self.data(content["data"], seed),
             model=self.model(content.get("model", {}), method.usual_model),
-            training=self.settings(
-                Training,
-                content,
-                "training",
-                optimizer=self.optimizer,
-                schedule=self.schedule,
-                augment=self.augmentations,
-                loss=self.loss,
-            ),
-            machine=self.settings(Machine, content, "machine"),
+            training=training,
+            machine=machine,
             evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
             seed=seed,
-            checkpoint_every=self.value(content.get("checkpoint_every", 1), int, "checkpoint_every"),
+            checkpoint_every=checkpoint_every,
             start=self.start(content.get("start")),
-            flower=self.settings(FlowerSettings, content, "flower", privacy=self.privacy),
+            flower=flower,
             imports=imports,
             tracking=self.tracking(content.get("tracking", [])),
             origins=self.origins,
@@ -457,7 +465,7 @@ class _Reader:
     def imports(self, given: Any) -> tuple[str, ...]:
         listed = tuple(self.value([given] if isinstance(given, str) else given, list[str], "imports"))
         with self.origins.named("imports"):
-            import_own(listed)
+            import_own(listed, on_import=self.on_import)
         return listed
 
     def method(self, given: Any) -> Method:
@@ -517,6 +525,21 @@ class _Reader:
         name, options = self.named(given, "model", "model", models.MODELS, default=usual)
         types = _types(models.maker_of(name))
         return {"name": name, **models.defaults(name), **self.fields(options, types, "model")}
+
+    def training(self, content: Mapping[str, Any], without: Sequence[str] = ()) -> Training:
+        given = content.get("training", {})
+        if without and isinstance(given, Mapping):
+            given = {key: value for key, value in given.items() if key not in without}
+        made: Training = self.settings(
+            Training,
+            {"training": given},
+            "training",
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            augment=self.augmentations,
+            loss=self.loss,
+        )
+        return made
 
     def settings(
         self, kind: type[Any], content: Mapping[str, Any], section: str, **special: Callable[[Any, str], Any]
@@ -609,7 +632,7 @@ class _Reader:
         if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
             hint = f"; valid names: {', '.join(valid)}" if valid else ""
             raise InputError(
-                f"{self.origins.of(path)}: {path} must be a name or a mapping with a name, got {given!r}{hint}"
+                f"{self.origins.of(path)}: {path} must be a name or a mapping with a name, got {_shown(given)}{hint}"
             )
         options = dict(options)
         name = options.pop("name")
@@ -627,7 +650,7 @@ class _Reader:
     ) -> dict[str, Any]:
         """Check the values of a mapping one by one."""
         if not isinstance(given, Mapping):
-            raise InputError(f"{self.origins.of(path)}: {path} must hold keys with values, got {given!r}")
+            raise InputError(f"{self.origins.of(path)}: {path} must hold keys with values, got {_shown(given)}")
         special = special or {}
         checked = {}
         for key, value in given.items():
@@ -646,24 +669,11 @@ class _Reader:
             try:
                 # As JSON, because there a list stands for a tuple even when types are strict.
                 return adapter.validate_json(json.dumps(candidate))
-            except (ValidationError, TypeError):
+            except (ValueError, TypeError, RecursionError):
+                # A ValidationError is a ValueError, and so is what a number of too many digits raises.
                 continue
         note = " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
-        raise InputError(f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {given!r}{note}")
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key_node, yaml.ScalarNode) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+        raise InputError(f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {_shown(given)}{note}")
 
 
 def _override(content: dict[str, Any], override: Override) -> None:
@@ -725,6 +735,15 @@ def _words(kind: Any) -> str:
         length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""
         return f"a list of {length}{_words(inner[-1]).removeprefix('a ')}s" if inner[-1] in (int, float) else "a list"
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _shown(value: Any) -> str:
+    """Write a value for a message, shortened if it is long."""
+    try:
+        return printable(repr(value), 500)
+    except ValueError:
+        # Python writes out no number of thousands of digits.
+        return f"a value of {type(value).__name__} that is too long to show"
 
 
 def _line(error: Exception) -> str:

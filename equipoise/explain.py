@@ -101,6 +101,7 @@ EXAMPLES: dict[str, Any] = {
     "data.y": "y.npy",
     "data.groups": "groups.npy",
     "data.clients@arrays": "hospital.npy",
+    "data.clients@adult": "[sex, occupation]",
     "data.classes@cifar": 100,
     "data.classes@imagefolder": "[dog, elephant]",
     "data.clients": 50,

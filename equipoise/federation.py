@@ -13,7 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from equipoise import tasks
+from equipoise import checks, tasks
+from equipoise.arrays import refuse_missing_ids, tensor_of
 from equipoise.attributes import Attribute, Given, attributes_from
 from equipoise.checks import count
 from equipoise.errors import InputError, unknown
@@ -271,8 +272,9 @@ class Federation:
         >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
         [[6], [2], [2]]
         """
-        samples: Tensor | Samples = x if isinstance(x, Samples) else _tensor(x, "x")
-        targets = tasks.build(task).targets(_tensor(y, "y"))
+        samples: Tensor | Samples = x if isinstance(x, Samples) else tensor_of(x, "x")
+        targets = tasks.build(task).targets(tensor_of(y, "y"))
+        refuse_missing_ids(clients)
         ids, holders = _number(clients)
         if len(holders) != len(samples):
             raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
@@ -339,7 +341,7 @@ class Federation:
                 raise InputError(
                     f"item {position} of the dataset must be a pair (x, y), got {type(item).__name__}{length}"
                 )
-        samples, targets = ([_tensor(item[part], "xy"[part]) for item in items] for part in (0, 1))
+        samples, targets = ([tensor_of(item[part], "xy"[part]) for item in items] for part in (0, 1))
         for position, sample in enumerate(samples):
             if sample.shape != samples[0].shape:
                 raise InputError(
@@ -569,10 +571,7 @@ class Federation:
     def _check_targets(self) -> None:
         task = tasks.build(self.task)
         task.check(self.y, self.shape)
-        implied = task.classes_in(self.y)
-        if implied is None and self.classes is not None:
-            raise InputError(f"classes={self.classes} makes no sense for a {self.task}; leave it out")
-        object.__setattr__(self, "classes", self.classes or implied)
+        object.__setattr__(self, "classes", task.number_of_classes(self.y, self.classes))
         if fault := task.fault(self.y, self.classes):
             sample, reason = fault
             raise InputError(f"{self._whose(sample)} {reason}")
@@ -603,6 +602,9 @@ class Federation:
         for part, found in clients.items():
             if found != self.clients:
                 raise InputError(f"{part} has {found} clients, groups has {self.clients}; they must agree")
+        for what, names in (("the name of a client", self.client_names), ("the name of a group", self.group_names)):
+            for name in names or ():
+                checks.name(name, what)
         if len(set(self.group_names)) != len(self.group_names):
             raise InputError(f"group_names must all differ, not {_few(self.group_names)}")
         lost = np.flatnonzero((self.groups < 0) | (self.groups >= len(self.group_names)))
@@ -686,8 +688,8 @@ def _with_server(
                 "server: samples on disk cannot be joined; use Federation(..., server=) with positions in x"
             )
         more, targets = (
-            _tensor(own_x, f"server[{name!r}][0]"),
-            tasks.build(task).targets(_tensor(own_y, f"server[{name!r}][1]")),
+            tensor_of(own_x, f"server[{name!r}][0]"),
+            tasks.build(task).targets(tensor_of(own_y, f"server[{name!r}][1]")),
         )
         if more.shape[1:] != x.shape[1:] or len(more) != len(targets) or targets.shape[1:] != y.shape[1:]:
             raise InputError(
@@ -766,7 +768,10 @@ def _split_units(held: Split, keys: Sequence[str], fractions: Sequence[float], s
 
 
 def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
-    shares = np.asarray(fractions, float)
+    try:
+        shares = np.asarray(fractions, float)
+    except (ValueError, TypeError):
+        shares = np.empty(0)
     if shares.shape != (3,) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6 or shares[0] == 0:
         raise InputError(
             f"splits={fractions!r} must be three shares (train, val, test), none negative, train above 0, summing to 1"
@@ -823,16 +828,6 @@ def _held_out(unseen: Iterable[Hashable]) -> set[Hashable]:
     if not isinstance(unseen, Iterable):
         raise InputError(f"unseen={unseen!r} must be a list of clients, such as [{unseen!r}]")
     return set(_number(unseen if isinstance(unseen, np.ndarray | Tensor) else list(unseen))[0])
-
-
-def _tensor(values: ArrayLike | Tensor, what: str) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    array = np.ascontiguousarray(values)
-    if array.dtype.kind not in "biuf":
-        raise InputError(f"{what} must hold numbers, not {array.dtype}")
-    shaped = array.reshape(np.shape(values))  # a single number would come back with one dimension
-    return torch.tensor(shaped, dtype=torch.get_default_dtype() if array.dtype.kind == "f" else None)
 
 
 def _whole_numbers(values: ArrayLike, what: str) -> Ints:

@@ -15,7 +15,9 @@ Registry = dict[str, str | Callable[..., Any]]
 """Functions by name: where one is found, as ``module:function``, so that nothing is imported early, or itself."""
 
 
-def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
+def import_own(
+    imports: Iterable[str], *, beside: Path | None = None, on_import: Callable[[str], None] | None = None
+) -> None:
     """Import modules by file or by name; what is imported already is left as it is.
 
     Parameters
@@ -25,6 +27,8 @@ def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
         for where files are looked for.
     beside : Path, optional
         A directory to look in first.
+    on_import : callable, optional
+        Called with the path or name of each module before it is executed.
 
     Raises
     ------
@@ -40,6 +44,8 @@ def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
     for given in imports:
         file = file_of(given, beside=beside)
         name, folder = (file.stem, file.parent) if file else (given, Path.cwd())
+        if on_import and not _is_imported(name, file):
+            on_import(str(file or name))
         # At the end, so that a user file never hides an installed module. Child processes inherit it.
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -48,11 +54,66 @@ def import_own(imports: Iterable[str], *, beside: Path | None = None) -> None:
         except (Exception, SystemExit) as error:
             raise InputError(f"imports: {given!r} cannot be imported ({type(error).__name__}: {error})") from error
         # A copy, such as that in a run directory, is accepted.
-        if file and (found.__file__ is None or Path(found.__file__).read_bytes() != file.read_bytes()):
+        if file and not _is_imported(name, file):
             raise InputError(
                 f"imports: {given!r} cannot be imported, because Python finds {found.__file__ or 'a built-in module'} "
                 f"under the name {name!r}; call the file something else"
             )
+
+
+def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
+    """Import the code that a run directory names, if it is trusted.
+
+    Code that is imported already, such as by the process that trained the run, needs no trust: nothing is executed.
+
+    Parameters
+    ----------
+    imports : list of str
+        The section ``imports`` of the run's configuration.
+    directory : Path
+        The run directory, in which the files are.
+    trust : bool
+        Whether the user has said to execute it.
+
+    Raises
+    ------
+    InputError
+        If there is code to execute and it is not trusted. The message says what would be executed.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "mine.py").write_text("print('hello')")
+    >>> import_of_run(["mine.py"], folder, trust=False)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    equipoise.errors.InputError: the run in ... would execute .../mine.py; read it, and if you trust it, pass trust=True (--trust)
+    """
+    if isinstance(imports, str):
+        imports = [imports]
+    if not isinstance(imports, list) or not all(isinstance(given, str) for given in imports):
+        raise InputError(f"imports of the run in {directory} must be a list of files or modules, got {imports!r}")
+    files = {given: file_of(given, beside=directory) for given in imports}
+    pending = [
+        str(file or given) for given, file in files.items() if not _is_imported(file.stem if file else given, file)
+    ]
+    if pending and not trust:
+        raise InputError(
+            f"the run in {directory} would execute {', '.join(pending)}; read it, and if you trust it, pass trust=True "
+            "(--trust)"
+        )
+    # Otherwise the directory is not even added to the places where Python looks for modules.
+    if pending:
+        import_own(imports, beside=directory)
+
+
+def _is_imported(name: str, file: Path | None) -> bool:
+    """Say whether a module is imported already; a copy of its file counts as the same."""
+    found = sys.modules.get(name)
+    if found is None or file is None:
+        return found is not None
+    there = getattr(found, "__file__", None)
+    return there is not None and Path(there).is_file() and Path(there).read_bytes() == file.read_bytes()
 
 
 def file_of(given: str, *, beside: Path | None = None) -> Path | None:

@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise import schedules
-from equipoise.checks import UNLESS_DEFAULT, count
+from equipoise.checks import UNLESS_DEFAULT, count, real, within
 from equipoise.errors import InputError, unknown
 
 Column = float | Tensor
 Count = int | Tensor
 OptimizerState = dict[str, list[Tensor]]
+
+# Beyond any use: numbers like these are typing errors, such as a missing exponent.
+LARGEST_DECAY = 10.0
+
+
+def _check_rates(optimizer: Any) -> None:
+    real(optimizer.lr, "optimizer.lr", least=0)
+    within(optimizer.weight_decay, "optimizer.weight_decay", 0, LARGEST_DECAY)
 
 
 class Optimizer(Protocol):
@@ -76,17 +84,6 @@ def check_optimizer(optimizer: Any, what: str) -> None:
             f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got {kind}; every client has '
             "an optimizer of its own, which is made of them"
         )
-
-
-def _check(optimizer: Any, **limits: tuple[float, float]) -> None:
-    for name, (low, high) in limits.items():
-        _check_number(f"optimizer.{name}", getattr(optimizer, name), low, high)
-
-
-def _check_number(what: str, value: Any, low: float = 0, high: float = math.inf) -> None:
-    if not (isinstance(value, (int, float)) and low <= value < high):
-        limit = f"below {high}" if math.isfinite(high) else "finite"
-        raise InputError(f"{what} must be at least {low} and {limit}, got {value!r}")
 
 
 def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
@@ -175,8 +172,10 @@ class Sgd:
         return self.dampening == 0
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.SGD`` would refuse."""
-        _check(self, lr=(0, math.inf), momentum=(0, math.inf), dampening=(0, math.inf), weight_decay=(0, math.inf))
+        """Refuse values ``torch.optim.SGD`` would refuse, and those with which training cannot converge."""
+        _check_rates(self)
+        within(self.momentum, "optimizer.momentum", 0, 1, below=True)
+        within(self.dampening, "optimizer.dampening", 0, 1)
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise InputError("optimizer.nesterov needs a momentum above 0 and dampening 0")
 
@@ -239,8 +238,9 @@ class Adam:
     replays = True
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.Adam`` would refuse."""
-        _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
+        """Refuse values ``torch.optim.Adam`` would refuse, and those with which training cannot converge."""
+        _check_rates(self)
+        within(self.eps, "optimizer.eps", 0, 1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
 
@@ -287,7 +287,7 @@ class TorchOptimizer:
 
     def __post_init__(self) -> None:
         """Try the options on a dummy parameter, so that a mistake shows before training."""
-        _check(self, lr=(0, math.inf))
+        real(self.lr, "optimizer.lr", least=0)
         try:
             self._make([torch.zeros(1, requires_grad=True)], self.lr)
         except (TypeError, ValueError) as error:
@@ -465,10 +465,13 @@ class Schedule:
             raise InputError(
                 f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
             )
-        _check_number("schedule.decay", self.decay)
-        _check_number("schedule.floor", self.floor)
+        if not within(self.decay, "schedule.decay", 0, 1):
+            raise InputError("schedule.decay must be above 0, got 0")
+        within(self.floor, "schedule.floor", 0, 1)
         for factor in self.factors:
-            _check_number("each of schedule.factors", factor)
+            real(factor, "each of schedule.factors", least=0)
+        for start in self.at:
+            count(start, "each of schedule.at", least=0)
 
     @property
     def needs_total(self) -> str | None:

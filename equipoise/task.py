@@ -9,7 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from equipoise.checks import count
 from equipoise.errors import InputError
+
+# More classes than these must be said: labels that are ids or values by accident would make a model of gigabytes.
+MOST_IMPLIED = 10_000
 
 
 class Task:
@@ -105,6 +109,38 @@ class Task:
     def classes_in(self, y: Tensor) -> int | None:
         """Return the number of classes that targets imply, or ``None`` if the task has no classes."""
         return None
+
+    def number_of_classes(self, y: Tensor, given: int | None) -> int | None:
+        """Return the number of classes: the given one, or what targets imply.
+
+        Parameters
+        ----------
+        y : Tensor
+            The targets of all samples.
+        given : int, optional
+            What the user says.
+
+        Returns
+        -------
+        int or None
+            ``None`` if the task has no classes.
+
+        Raises
+        ------
+        InputError
+            If the given number is no number of classes, or if targets imply so many that they are hardly labels.
+        """
+        if given is not None:
+            if self.classes_in(y) is None:
+                raise InputError(f"classes={given} makes no sense for a {self.name}; leave it out")
+            return count(given, "classes")
+        implied = self.classes_in(y)
+        if implied is not None and implied > MOST_IMPLIED:
+            raise InputError(
+                f"the largest label in y is {implied - 1}, which would make {implied} classes; check that y holds labels, "
+                f"and if it does, pass classes={implied}"
+            )
+        return implied
 
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
         """Refuse targets of the wrong type or shape.

@@ -687,3 +687,36 @@ def test_the_demo_is_a_valid_study():
 def test_python_runs_the_package_as_the_command():
     done = subprocess.run([sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == equipoise.__version__
+
+
+# ---- files from others ------------------------------------------------------------------------------------------------
+
+
+def test_names_in_a_summary_from_others_do_not_act_on_the_terminal(call):
+    run_json(call, "--rounds", 1, "--out", "a", "--no-report")
+    text = Path("a/summary.json").read_text()
+    Path("a/summary.json").write_text(text.replace('"fedavg"', r'"fed\u001b[2J\navg"'))
+    Path("a/SHA256SUMS").unlink()
+    code, stdout, _ = call("run", "a/config.yaml", "--resume", "--no-report")
+    assert code == 0
+    assert r"fed\x1b[2J\navg on digits" in stdout
+    assert "\x1b" not in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--device", "cpu:x"], 2),
+        (["--set", "seed=" + "9" * 5000], 2),
+        (["--set", "data=&a {name: *a}"], 2),
+        (["--set", "training={<<: {rounds: 1}}"], 2),
+        (["--set", "data.name=" + "x" * 1_000_000], 2),
+        (["--set", 'data.name="\\e[2J"'], 2),
+    ],
+    ids=["device", "digits", "alias", "merge", "long", "escape"],
+)
+def test_odd_values_are_one_short_line(arguments, code, call):
+    found, stdout, stderr = call("run", *arguments)
+    assert (found, stdout, stderr.count("\n")) == (code, "", 1)
+    assert stderr[:-1].isprintable()
+    assert len(stderr) < 2200

@@ -376,7 +376,7 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"unseen": [0]}, "all 1 are unseen"),
         ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
         ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
-        ({"y": ["a", "b", "a", "b"]}, "y must hold numbers"),
+        ({"y": ["a", "b", "a", "b"]}, "y must hold real numbers"),
         ({"classes": 1}, "label 1 in y; valid: 0 to 0"),
     ],
 )

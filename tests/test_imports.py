@@ -10,10 +10,15 @@ import sys
 import pytest
 import yaml
 
-from equipoise import data, models
+from equipoise import data, load, models, train
+from equipoise.config import load_experiment
 from equipoise.data import Iid, Source
 from equipoise.errors import InputError
+from equipoise.figures import embed_features, loss_surface
+from equipoise.figures.__main__ import main as figures
+from equipoise.figures.opened import open_run
 from equipoise.imports import import_own
+from equipoise.report import write_report
 
 OWN = '''
 from dataclasses import dataclass
@@ -86,7 +91,7 @@ def test_a_study_of_own_code_runs_in_processes_of_its_own(place):
     assert "halved" in printed
     show = """
 import sys, torch, equipoise
-print(torch.equal(*(equipoise.load(f"runs/{run}/seed0").head.weight for run in sys.argv[1:])))
+print(torch.equal(*(equipoise.load(f"runs/{run}/seed0", trust=True).head.weight for run in sys.argv[1:])))
 """
     # A quarter of the loss with four times the learning rate is plain training, to the last bit.
     assert python(show, "plain/fedavg", "faster/halved", cwd=place)[1] == "True\n"
@@ -107,12 +112,17 @@ def test_a_run_takes_own_code_along(place, tmp_path_factory):
     assert code == 0, errors
     (place / "mine.py").unlink()
     (elsewhere / "mine.py").write_text("raise RuntimeError('not this one')")
-    code, _, errors = equipoise("run", elsewhere / "run" / "config.yaml", "--resume", cwd=place)
+    resume = "run", elsewhere / "run" / "config.yaml", "--resume"
+    code, _, errors = equipoise(*resume, cwd=place)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert f"would execute {elsewhere / 'run' / 'mine.py'}; read it, and if you trust it, pass trust=True" in errors
+    code, _, errors = equipoise(*resume, "--trust", cwd=place)
     assert code == 0, errors
     # Two runs with the same code can be looked at together.
     shutil.copytree(elsewhere / "run", elsewhere / "copy")
-    load = f"import equipoise; [equipoise.load({str(elsewhere)!r} + '/' + run) for run in ('run', 'copy')]"
+    load = f"import equipoise; [equipoise.load({str(elsewhere)!r} + '/' + run, trust=True) for run in ('run', 'copy')]"
     assert python(load, cwd=place)[0] == 0
+    assert "InputError: the run in" in python(load.replace("trust=True", ""), cwd=place)[2]
     (elsewhere / "copy" / "mine.py").write_text(OWN + "# changed")
     assert "under the name 'mine'; call the file something else" in python(load, cwd=place)[2]
 
@@ -126,8 +136,98 @@ def test_the_command_line_knows_own_code(place):
     own = ("--import", "mine.py", "--method", "halved", "--data", "coins", "--model", "oneunit", "--rounds", "1")
     code, printed, errors = equipoise("run", *own, "--out", "run", "--json", cwd=place)
     assert code == 0, errors
-    code, _, errors = equipoise("run", "run/config.yaml", "--resume", cwd=place)
+    assert errors == f"importing {place / 'mine.py'}\n"
+    code, _, errors = equipoise("run", "run/config.yaml", "--resume", "--trust", cwd=place)
     assert code == 0, errors
+
+
+HARMFUL = "import pathlib\npathlib.Path(__file__).with_name('executed').touch()\n"
+
+
+@pytest.fixture
+def strangers_run(tmp_path):
+    """Return a run directory whose code would leave a mark."""
+    train(data.load("digits"), rounds=1, out=tmp_path / "run", sections={"imports": ["harm.py"]})
+    (tmp_path / "run" / "SHA256SUMS").unlink()
+    (tmp_path / "run" / "harm.py").write_text(HARMFUL)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        load,
+        open_run,
+        loss_surface,
+        embed_features,
+        lambda run: figures(["embedding", str(run), "--out", str(run / "x.png")]) == 1 and 1 / 0,
+    ],
+    ids=["load", "open_run", "loss_surface", "embed_features", "figures"],
+)
+def test_code_of_a_run_directory_is_not_executed(use, strangers_run):
+    with pytest.raises((InputError, ZeroDivisionError)):
+        use(strangers_run)
+    assert not (strangers_run / "executed").exists()
+    assert str(strangers_run) not in sys.path
+
+
+def test_code_of_a_run_directory_is_executed_on_ones_word(strangers_run, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    load(strangers_run, trust=True)
+    assert (strangers_run / "executed").exists()
+    # What is imported already is not executed again, so it needs no further word.
+    (strangers_run / "executed").unlink()
+    load(strangers_run)
+    assert not (strangers_run / "executed").exists()
+    del sys.modules["harm"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_report_needs_no_code(finished, strangers_run):
+    if not finished:
+        (strangers_run / "summary.json").unlink()
+    assert write_report([strangers_run]).exists()
+    assert not (strangers_run / "executed").exists()
+
+
+def test_a_report_on_a_task_of_its_own_says_what_it_would_execute(strangers_run):
+    summary = json.loads((strangers_run / "summary.json").read_text())
+    (strangers_run / "summary.json").write_text(json.dumps({**summary, "task": "closeness"}))
+    with pytest.raises(InputError, match=f"would execute {strangers_run}/harm.py"):
+        write_report([strangers_run])
+    assert not (strangers_run / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{imports: harm.py, data: digits, trainin: {}}", "unknown key 'trainin'"),
+        ("{imports: harm.py, data: digits, training: {rounds: ten}}", "training.rounds must be a whole number"),
+        ("{imports: harm.py, data: digits, machine: {device: gpu}}", "unknown device 'gpu'"),
+        ("{imports: harm.py, data: digits, seed: -1}", "seed must be from 0"),
+        ("{imports: [harm.py, 3], data: digits}", "imports must be a list"),
+        ("{imports: harm.py}", "names no data"),
+    ],
+)
+def test_an_experiment_is_checked_before_its_code_is_executed(content, says, tmp_path):
+    (tmp_path / "harm.py").write_text(HARMFUL)
+    (tmp_path / "one.yaml").write_text(content)
+    with pytest.raises(InputError, match=says):
+        load_experiment(tmp_path / "one.yaml")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "changing.py").write_text("VALUE = 1\n")
+    (tmp_path / "one.yaml").write_text("{imports: changing.py, data: digits, training: {rounds: 1}}")
+    load_experiment(tmp_path / "one.yaml").run(tmp_path / "run")
+    (tmp_path / "changing.py").write_text("VALUE = 2\n")
+    del sys.modules["changing"]
+    changed = load_experiment(tmp_path / "one.yaml")
+    with pytest.raises(InputError, match=r"changing.py differs from the copy there, with which the run began"):
+        changed.run(tmp_path / "run", resume=True)
+    del sys.modules["changing"]
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,8 @@ def test_a_damaged_summary_is_named_and_the_others_run(tmp_path, damage):
 
 
 def forget_validation(directory):
-    """Make a run's summary one of an earlier release, which said nothing of validation data."""
+    """Make a run's summary one of an earlier release, which said nothing of validation data and had no checksums."""
+    (directory / "SHA256SUMS").unlink()
     file = directory / "summary.json"
     file.write_text(
         json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "validation"})
@@ -1171,7 +1172,7 @@ def test_compare_ends_with_1_when_a_summary_is_damaged(tmp_path, monkeypatch, ca
     Path("runs/s/base/fedavg/seed0/summary.json").write_text("{")
     code, stdout, stderr = compare(monkeypatch, capsys, "s.yaml")
     assert code == 1
-    said = "cannot read runs/s/base/fedavg/seed0/summary.json: Expecting property name"
+    said = "runs/s/base/fedavg/seed0/summary.json is not what the run wrote"
     assert f"failed: base/fedavg/seed0: {said}" in stdout
     assert stderr.splitlines()[0].startswith(f"[1/2] base/fedavg/seed0: failed: {said}")
     assert stderr.splitlines()[1:] == ["[2/2] base/fedavg/seed1: already there"]

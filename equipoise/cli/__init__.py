@@ -15,6 +15,7 @@ import typer
 from equipoise.cli.flower import flower
 from equipoise.cli.paths import check_directory, check_file
 from equipoise.errors import InputError, RunError
+from equipoise.text import LONGEST_MESSAGE, printable
 
 if TYPE_CHECKING:
     from equipoise.config import Override
@@ -42,6 +43,7 @@ Set = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write a report.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Execute the code that a run directory imports; read it first.")]
 Import = Annotated[
     list[str] | None,
     typer.Option(
@@ -97,6 +99,7 @@ def run(
     import_: Import = None,
     device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    trust: Trust = False,
     no_report: NoReport = False,
     json_: Json = False,
     debug: Debug = False,
@@ -120,12 +123,17 @@ def run(
             out = _directory_of(experiment)
         from equipoise.cli import show
         from equipoise.config import experiment_from, read_yaml
+        from equipoise.imports import import_of_run
 
         overrides = _overrides(flags, set_)
         content: dict[str, Any] = {"data": "digits"} if experiment is None else read_yaml(experiment)
         if experiment and _leaning(content) > 0:
             raise InputError(f"{experiment} is a study, not an experiment; run it with: equipoise compare {experiment}")
-        made = experiment_from(content, "" if experiment is None else str(experiment), overrides)
+        if experiment and "resolved" in content and not import_:
+            # Anybody may have put code into a run directory, while an experiment is a file of one's own.
+            import_of_run(content.get("imports", []), experiment.parent, trust=trust)
+        where = "" if experiment is None else str(experiment)
+        made = experiment_from(content, where, overrides, on_import=_say_import)
         directory = out or _fresh(RUNS / f"{made.data['name']}-{made.method.name}-seed{made.seed}")
         if not resume:
             check_directory(directory, "choose another with --out")
@@ -137,7 +145,8 @@ def run(
             with show.rounds(made.method.name) as on_round:
                 finished = made.run(directory, resume=resume, on_round=on_round)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"go on with: equipoise run {directory}") from None
+            trusted = " --trust" if made.imports else ""
+            raise KeyboardInterrupt(f"go on with: equipoise run {directory}{trusted}") from None
         report_ = None if no_report else _report(directory)
         if json_:
             _print_json({**show.run_document(finished), "report": _name(report_)})
@@ -313,6 +322,7 @@ def compare(
             seeds=seed,
             overrides=_overrides({"machine.device": ("--device", device)}, set_),
             chosen=read_choices(choice) if choice else None,
+            on_import=_say_import,
         )
         check_directory(directory, "choose another with --out")
         if markdown:
@@ -357,6 +367,7 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write all figures as PNG, PDF and SVG.")
     ] = None,
+    trust: Trust = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -373,7 +384,7 @@ def report(
         from equipoise.cli import show
         from equipoise.report import write_report
 
-        written = write_report(runs, out, figures=figures)
+        written = write_report(runs, out, figures=figures, trust=trust)
         if json_:
             _print_json({"report": str(written), "figures": _name(figures)})
         else:
@@ -400,7 +411,7 @@ def _report(directory: Path) -> Path | None:
     try:
         return write_report([directory])
     except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        said = _one_line(f"{type(error).__name__}: {error}")
         print(f"no report: {said} (equipoise report {directory} --debug shows where)", file=sys.stderr)
         return None
 
@@ -473,8 +484,17 @@ def _errors(debug: bool) -> Iterator[None]:
         _end(f"error: {type(error).__name__}: {error} (run again with --debug to see where)", 1, debug)
 
 
+def _say_import(what: str) -> None:
+    print(_one_line(f"importing {what}"), file=sys.stderr)
+
+
+def _one_line(message: str) -> str:
+    """Make a message fit for a terminal; it may repeat names and values from files."""
+    return printable(" ".join(message.split()), LONGEST_MESSAGE)
+
+
 def _end(message: str, code: int, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
-    print(" ".join(message.split()), file=sys.stderr)
+    print(_one_line(message), file=sys.stderr)
     raise typer.Exit(code) from None

@@ -30,15 +30,25 @@ from equipoise.run.api import Run
 from equipoise.run.plain import to_plain
 from equipoise.run.trainer import Progress
 from equipoise.study import Job, Results
+from equipoise.text import LONGEST_MESSAGE, printable
 
 # Wider than any table, so that none is cut if the output is not a terminal.
 UNLIMITED = 10_000
 LEFT_BEHIND = "bold red"
 
 
+class _Console(Console):
+    """A console that writes out control characters: names of groups and clients may come from anywhere."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Turn text into what is printed. New lines before it are our own."""
+        begin = len(text) - len(text.lstrip("\n"))
+        return super().render_str(text[:begin] + printable(text[begin:], LONGEST_MESSAGE), **options)
+
+
 def _console(*, stderr: bool = False) -> Console:
     """Make a console that prints what it is given: names of methods, groups and clients may look like markup."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = UNLIMITED
     return console

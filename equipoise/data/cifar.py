@@ -1,14 +1,11 @@
 """CIFAR-10 and CIFAR-100: 60,000 colour images of 32 by 32 pixels, from the "python version" of the release.
 
-Its files are pickles. A pickle can run any code when it is opened, so these are opened by a reader that knows arrays,
-text, numbers, lists and dictionaries and refuses everything else.
+Its files are pickles. A pickle can run any code when it is opened, so these are read by `equipoise.data.pickles`, which
+knows arrays, text, numbers, lists and dictionaries and calls nothing.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from equipoise.data import pickles
 from equipoise.data.download import Archive
 from equipoise.data.files import as_pixels, data_files, read
 from equipoise.data.partition import Dirichlet
@@ -165,6 +163,7 @@ def read_pickle(path: Path) -> Any:
 
     Examples
     --------
+    >>> import pickle
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "batch")
@@ -174,10 +173,10 @@ def read_pickle(path: Path) -> Any:
     """
     content = read(path)
     try:
-        return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        return pickles.loads(content)
     except InputError as error:
         raise InputError(f"{path} is refused: {error}") from error
-    except Exception as error:  # a damaged pickle can fail in any way
+    except ValueError as error:
         raise InputError(f"{path} is not a pickle or is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -186,43 +185,15 @@ def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int6
     batch = read_pickle(path)
     if not isinstance(batch, dict) or not {b"data", LABELS[classes]} <= batch.keys():
         raise InputError(f"{path} is not a file of CIFAR-{classes}: it must hold data and {LABELS[classes].decode()}")
-    images, labels = batch[b"data"], np.asarray(batch[LABELS[classes]])
+    images, labels = batch[b"data"], batch[LABELS[classes]]
+    # Not before it is known that a list holds numbers: lists of lists may stand for more values than fit into memory.
+    if isinstance(labels, list) and all(type(label) is int for label in labels):
+        labels = np.array(labels, np.int64)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (3072,):
         raise InputError(f"data of {path} must be bytes of shape [N, 3072], three colours of 32 by 32 pixels")
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
-        raise InputError(f"{path} must hold one whole number a label: {len(images)} images, {labels.size} labels")
+    if not isinstance(labels, np.ndarray) or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        given = f"{labels.size} labels" if isinstance(labels, np.ndarray) else "labels that are not"
+        raise InputError(f"{path} must hold one whole number a label: {len(images)} images, {given}")
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
         raise InputError(f"labels of {path} run from {labels.min()} to {labels.max()}; valid: 0 to {classes - 1}")
     return images.reshape(-1, 3, 32, 32), labels.astype(np.int64)
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Replace the function that Python 3 uses to write bytes for Python 2; it always names this encoding."""
-    if encoding != "latin1":
-        raise InputError(f"it asks for the encoding {encoding!r}")
-    return text.encode(encoding)
-
-
-def _allowed() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Name what an array's pickle calls; numpy's own functions are taken from an array, since their home has moved."""
-    array = np.empty(0)
-    rebuild, from_buffer = array.__reduce__()[0], array.__reduce_ex__(5)[0]
-    allowed: dict[tuple[str, str], Any] = {
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): _encode,
-    }
-    for home in ("numpy.core", "numpy._core"):
-        allowed[f"{home}.multiarray", "_reconstruct"] = rebuild
-        allowed[f"{home}.numeric", "_frombuffer"] = from_buffer
-    return allowed
-
-
-class _Unpickler(pickle.Unpickler):
-    allowed = _allowed()
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle may call."""
-        if (module, name) not in self.allowed:
-            raise InputError(f"it asks for {module}.{name}, which files of CIFAR have no use for")
-        return self.allowed[module, name]

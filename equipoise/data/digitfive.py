@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise.arrays import read_npz
 from equipoise.checks import count, real
 from equipoise.data import emnist as emnist_files
 from equipoise.data import mnist as mnist_files
@@ -261,11 +262,7 @@ def _read_mnistm(wanted: _Wanted) -> tuple[_Portion, _Portion]:
 
 
 def _arrays(path: Path) -> _Portion:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["x"], arrays["y"]
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y") from error
+    images, labels = read_npz(path, ["x", "y"])
     return _checked(images, labels, path)
 
 

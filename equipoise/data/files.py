@@ -7,6 +7,7 @@ the working directory. Any file may be compressed with gzip.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import zlib
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.arrays import most_bytes
 from equipoise.data.download import Archive, fetch
 from equipoise.errors import InputError
 
@@ -128,13 +130,23 @@ def read(path: Path) -> bytes:
     ...     read(path)
     b'hello'
     """
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
     if not content.startswith(b"\x1f\x8b"):
         return content
+    most = most_bytes(len(content))
     try:
-        return gzip.decompress(content)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            grown = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} is a broken gzip file ({error}); get it again") from error
+    if len(grown) > most:
+        raise InputError(
+            f"{path} would grow from {len(content)} to more than {most} bytes; decompress it with gunzip if it is meant so"
+        )
+    return grown
 
 
 def read_idx(path: Path) -> NDArray[Any]:

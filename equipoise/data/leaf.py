@@ -124,7 +124,7 @@ def read_leaf(paths: Iterable[Path]) -> dict[str, Read]:
             content = json.loads(read(path))
             held = {user: content["user_data"][user] for user in content["users"]}
             samples = {user: (list(mine["x"]), list(mine["y"])) for user, mine in held.items()}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"{path} is not in LEAF's format, JSON with users and user_data ({type(error).__name__}: {error})"
             ) from error

@@ -66,7 +66,7 @@ def read_roles(path: Path) -> list[Role]:
         try:
             content = json.loads(line)
             role = Role(*(content[field] for field in Role._fields))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(
                 f"line {number} of {path} is not a JSON object with {', '.join(Role._fields)} "
                 f"({type(error).__name__}: {error})"

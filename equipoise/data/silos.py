@@ -15,19 +15,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
 
-from equipoise import tasks
+from equipoise import checks, tasks
+from equipoise.arrays import names_in, read_npz
 from equipoise.attributes import Attribute
 from equipoise.data.federate import federate
 from equipoise.data.files import VARIABLE
 from equipoise.data.partition import Natural
 from equipoise.data.source import Source
+from equipoise.documents import yaml_from
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 
@@ -133,6 +134,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
     read = [_read(directory / name, task) for directory, name in files]
     groups = [_group(directory) for directory, _ in files]
     names = tuple(dict.fromkeys(groups))
+    number = {name: position for position, name in enumerate(names)}
     sizes = [len(x) for x, _, _ in read]
     if len({x.shape[1:] for x, _, _ in read}) > 1:
         shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _, _), (path, _) in zip(read[:8], files, strict=False))
@@ -143,7 +145,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
         task=task,
         classes=classes,
         name="silos",
-        groups=np.repeat([names.index(group) for group in groups], sizes),
+        groups=np.repeat([number[group] for group in groups], sizes),
         group_names=names,
         ids=np.repeat([directory.resolve().name for directory, _ in files], sizes),
         test=np.repeat([name == TESTS for _, name in files], sizes) if tested else None,
@@ -166,14 +168,11 @@ def _attributes(read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[P
 
 def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
     of = tasks.build(task)
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            x, y = arrays["x"], arrays["y"]
-            attributes = {
-                name.removeprefix(ATTRIBUTE): arrays[name] for name in arrays.files if name.startswith(ATTRIBUTE)
-            }
-    except (OSError, BadZipFile, ValueError, KeyError) as error:
-        raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y, one row a sample") from error
+    described = [name for name in names_in(path) if name.startswith(ATTRIBUTE)]
+    x, y, *values_of = read_npz(path, ["x", "y"], described)
+    attributes = {name.removeprefix(ATTRIBUTE): own for name, own in zip(described, values_of, strict=True)}
+    if not x.ndim or not y.ndim:
+        raise InputError(f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a sample")
     if len(x) != len(y) or not len(x):
         raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
     for name, values in attributes.items():
@@ -185,7 +184,10 @@ def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, 
     if of.floating:
         return x, y.astype(np.float32), attributes
     labels = y if y.dtype == np.uint8 else y.astype(np.float64 if y.dtype.kind == "f" else np.int64)
-    return x, of.targets(torch.from_numpy(labels)).numpy(), attributes
+    try:
+        return x, of.targets(torch.from_numpy(labels)).numpy(), attributes
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _group(directory: Path) -> str:
@@ -193,7 +195,7 @@ def _group(directory: Path) -> str:
     if not path.exists():
         return "all"
     try:
-        about = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        about = yaml_from(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if not isinstance(about, dict):
@@ -201,4 +203,4 @@ def _group(directory: Path) -> str:
     for key in about:
         if key != "group":
             raise unknown("key", key, ["group"], where=str(path))
-    return str(about.get("group", "all"))
+    return checks.name(str(about.get("group", "all")), f"group in {path}")

@@ -91,7 +91,9 @@ class Source:
                 f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
                 f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"
             )
-        if self.classes is None:
-            object.__setattr__(self, "classes", tasks.build(self.task).classes_in(self.y))
+        task = tasks.build(self.task)
+        # A federation refuses classes where a task has none.
+        if self.classes is None or task.classes_in(self.y) is not None:
+            object.__setattr__(self, "classes", task.number_of_classes(self.y, self.classes))
         where = f"source {self.name!r}"
         object.__setattr__(self, "attributes", attributes_from(self.attributes, len(self.x), where))

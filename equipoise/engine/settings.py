@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,8 +114,8 @@ class Training:
             object.__setattr__(self, "steps", _count_or_range(self.steps, "training.steps"))
         if not 0 <= real(self.stragglers, "training.stragglers", least=0) <= 1:
             raise InputError(f"training.stragglers must be a probability from 0 to 1, got {self.stragglers!r}")
-        if self.clip is not None and not self.clip > 0:
-            raise InputError(f"training.clip must be above 0, got {self.clip!r}")
+        if self.clip is not None:
+            real(self.clip, "training.clip")
         if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
             raise InputError(
                 f"training.cohort must be a number of clients (a whole number of at least 1) "
@@ -161,8 +162,8 @@ class FineTune:
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be carried out."""
         _check_counts(self, "evaluation.fine_tune", ("epochs", "steps"))
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise InputError(f"evaluation.fine_tune.lr must be above 0 and finite, got {self.lr!r}")
+        if self.lr is not None:
+            real(self.lr, "evaluation.fine_tune.lr")
 
     def phase(self, optimizer: Optimizer) -> Phase:
         """Make the phase, with the optimizer of training."""
@@ -218,11 +219,15 @@ class Machine:
         counts = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
         if self.chunk not in ("auto", "measure") and not counts:
             raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
-        kind = self.device.partition(":")[0]
-        if kind not in ("auto", "cpu", "cuda"):
-            raise unknown("device", self.device, ("auto", "cpu", "cuda"), where="machine.device")
+        kind, colon, number = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (
+            colon and (kind != "cuda" or not re.fullmatch("[0-9]{1,4}", number))
+        ):
+            raise unknown("device", self.device, ("auto", "cpu", "cuda", "cuda:N"), where="machine.device")
         if kind == "cuda" and not torch.cuda.is_available():
             raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")
+        if number and int(number) >= (there := torch.cuda.device_count()):
+            raise InputError(f"machine.device is {self.device!r}, but there are {there} GPUs, numbered from 0")
 
     def carrying_out(self, method: Method) -> Machine:
         """Return the settings for a method: samples are not encoded if it works on images.

@@ -24,6 +24,7 @@ from equipoise.figures import (
 )
 from equipoise.figures.embedding import COLOURS
 from equipoise.run.api import read_config
+from equipoise.text import LONGEST_MESSAGE, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,19 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(cost_table({title: cost(run) for title, run in runs.items()}))
             return 0
         if given.figure == "gaps":
-            measure = sweep_gaps if given.sweep else gap_changes
-            changes = {title: measure(run) for title, run in runs.items()}
+            changes = {
+                title: sweep_gaps(run, trust=given.trust) if given.sweep else gap_changes(run)
+                for title, run in runs.items()
+            }
             path = draw_gap_changes(changes, given.out)
         elif given.figure == "surface":
             surfaces = {
-                title: loss_surface(run, clients=given.clients, steps=given.steps) for title, run in runs.items()
+                title: loss_surface(run, clients=given.clients, steps=given.steps, trust=given.trust)
+                for title, run in runs.items()
             }
             path = draw_surfaces(surfaces, given.out)
         else:
-            embeddings = {title: embed_features(run, samples=given.samples) for title, run in runs.items()}
+            embeddings = {
+                title: embed_features(run, samples=given.samples, trust=given.trust) for title, run in runs.items()
+            }
             path = draw_embeddings(embeddings, given.out, by=given.by)
     except (InputError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), LONGEST_MESSAGE)}", file=sys.stderr)
         return 1
     print(path)
     return 0
@@ -80,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     for figure in (gaps, surface, embedding, costs):
         figure.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or TITLE=DIRECTORY")
     for figure in (gaps, surface, embedding):
+        figure.add_argument("--trust", action="store_true", help="execute the code that the runs import")
         figure.add_argument("--out", type=Path, required=True, help="the file to write (.png, .svg or .pdf)")
     return parser
 

@@ -64,6 +64,7 @@ def embed_features(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     device: str = "auto",
+    trust: bool = False,
 ) -> Embedding:
     """Compute the features that the global model gives to samples of all groups, and embed them by t-SNE.
 
@@ -79,7 +80,7 @@ def embed_features(
         Of t-SNE; at most a third of the samples is used.
     seed : int
         Of the draw and of t-SNE.
-    federation, module, device
+    federation, module, device, trust
         As in :func:`equipoise.figures.opened.open_run`.
 
     Returns
@@ -100,7 +101,7 @@ def embed_features(
     from sklearn.manifold import TSNE
 
     count(samples, "samples")
-    opened = open_run(run, federation=federation, module=module, device=device)
+    opened = open_run(run, federation=federation, module=module, device=device, trust=trust)
     chosen, groups, unseen = _drawn(opened.federation, samples, seed)
     if len(chosen) < 4:
         raise InputError(f"{run}: t-SNE needs at least 4 samples, there are {len(chosen)}")

@@ -108,6 +108,7 @@ def sweep_gaps(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     device: str = "auto",
+    trust: bool = False,
 ) -> list[GapChanges]:
     """Change the weight of one client after the other, and measure its gap under the average of the local models.
 
@@ -123,7 +124,7 @@ def sweep_gaps(
         The largest Δa.
     steps : int
         How many values of Δa are measured.
-    federation, module, device
+    federation, module, device, trust
         As in :func:`equipoise.figures.opened.open_run`.
 
     Returns
@@ -143,7 +144,7 @@ def sweep_gaps(
     """
     real(reach, "reach")
     count(steps, "steps", least=2)
-    opened = open_run(run, federation=federation, module=module, device=device, local=True)
+    opened = open_run(run, federation=federation, module=module, device=device, trust=trust, local=True)
     clients = [c for c in opened.local.clients if opened.federation.split("val").sizes[c]]
     everyone = opened.local.clients
     if len(everyone) < 2 or not clients:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +21,8 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
-from equipoise.imports import import_own
-from equipoise.run.api import GLOBAL, NAMES, load, read_config
+from equipoise.imports import import_of_run
+from equipoise.run.api import GLOBAL, load, read_config, read_names
 from equipoise.run.checkpoint import read_local
 from equipoise.run.evaluation import Models
 from equipoise.run.files import load_tensors
@@ -107,6 +106,7 @@ def open_run(
     module: nn.Module | None = None,
     device: str = "auto",
     local: bool = False,
+    trust: bool = False,
 ) -> OpenedRun:
     """Open a run directory to evaluate its models.
 
@@ -122,6 +122,8 @@ def open_run(
         ``auto``, ``cpu`` or ``cuda``.
     local : bool
         Whether its local models are needed. Without them a run with a global model is enough.
+    trust : bool
+        Whether to execute the code that the run imports; see :func:`equipoise.load`.
 
     Returns
     -------
@@ -130,7 +132,7 @@ def open_run(
     """
     directory = Path(run)
     config = read_config(directory)
-    import_own(config.get("imports", []), beside=directory)
+    import_of_run(config.get("imports", []), directory, trust=trust)
     if federation is None:
         federation = _data_of(directory, config)
     if (there := federation.fingerprint()) != config["resolved"]["fingerprint"]:
@@ -139,16 +141,14 @@ def open_run(
             f"{config['resolved']['fingerprint']}, that of federation {federation.name!r} is {there}"
         )
     client = read_local(directory).clients[0] if local else None
-    network = load(directory, client, local=local, module=module)
+    network = load(directory, client, local=local, module=module, trust=trust)
     machine = Machine(**{**config["machine"], "device": device, "chunk": "auto"})
     return OpenedRun(directory, federation, StackedEngine(federation, network, Training(), machine))
 
 
 def labels_of(run: str | Path, clients: Sequence[int]) -> list[str]:
     """Return what a figure calls clients: their names, with their numbers where these are needed to tell them apart."""
-    path = Path(run) / NAMES
-    names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return distinct_labels(clients, names)
+    return distinct_labels(clients, read_names(Path(run)))
 
 
 def distinct_labels(clients: Sequence[int], names: Sequence[str] | None) -> list[str]:

@@ -51,6 +51,7 @@ def loss_surface(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     device: str = "auto",
+    trust: bool = False,
 ) -> Surface:
     """Compute the loss of unseen clients over the plane through three local models.
 
@@ -68,7 +69,7 @@ def loss_surface(
         Grid points along each axis.
     margin : float
         How far the square grid extends beyond the models, as a part of their extent.
-    federation, module, device
+    federation, module, device, trust
         As in :func:`equipoise.figures.opened.open_run`.
 
     Returns
@@ -90,7 +91,7 @@ def loss_surface(
     """
     count(steps, "steps", least=2)
     real(margin, "margin")
-    opened = open_run(run, federation=federation, module=module, device=device, local=True)
+    opened = open_run(run, federation=federation, module=module, device=device, trust=trust, local=True)
     chosen = _three(opened, clients)
     unseen = np.flatnonzero(opened.federation.unseen & (opened.federation.split("test").sizes > 0))
     if not len(unseen):

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from equipoise.config import Experiment, experiment_from, read_yaml
+from equipoise.documents import yaml_from
 from equipoise.errors import InputError
 from equipoise.imports import file_of
 from equipoise.method import Sees
@@ -142,9 +143,9 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     text, clients = experiment.read_text(encoding="utf-8"), read.flower.clients
     if "clients" not in (content.get("flower") or {}):
         clients = _count_clients(read)
-        text = _with_clients(text, yaml.safe_load(text), clients)
+        text = _with_clients(text, yaml_from(text), clients)
         imports = {"imports": content["imports"]} if "imports" in content else {}
-        experiment_from({**yaml.safe_load(text), **imports}, str(experiment))
+        experiment_from({**yaml_from(text), **imports}, str(experiment))
     facts = {
         "name": name,
         "method": read.method.name,
@@ -180,7 +181,7 @@ def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:
         words = f"{text}\nflower:\n  {line}"
     wanted = {**content, "flower": {"clients": clients, **(content.get("flower") or {})}}
     try:
-        added = yaml.safe_load(words) == wanted
+        added = yaml_from(words) == wanted
     except yaml.YAMLError:
         added = False
     return words if added else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)

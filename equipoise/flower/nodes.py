@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from equipoise.errors import InputError, RunError
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.settings import FlowerSettings
+from equipoise.text import printable
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -288,5 +289,5 @@ def _unavailable(reply: Message) -> bool:
 
 
 def _reason(text: str | None) -> str:
-    line = " ".join((text or "an error without a reason").split())
+    line = printable(" ".join((text or "an error without a reason").split()))
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."

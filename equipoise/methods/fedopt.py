@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from equipoise.checks import real, within
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, Cohort, Sees, State, Updates, mix
 from equipoise.methods import register
@@ -42,9 +43,11 @@ class FedAvgM(Aggregation):
     variant: str = "hsu"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown variant."""
+        """Refuse an unknown variant, and values outside the paper's range."""
         if self.variant not in ("hsu", "dampened", "nesterov"):
             raise unknown("fedavgm.variant", self.variant, ("hsu", "dampened", "nesterov"))
+        within(self.momentum, "fedavgm.momentum", 0, 1, below=True)
+        real(self.lr, "fedavgm.lr", least=0)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the velocity."""
@@ -82,6 +85,7 @@ class _Adaptive(Aggregation):
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
+        real(self.lr, f"{self.name}.lr", least=0)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{self.name}.{name} must be in [0, 1), got {getattr(self, name)!r}")

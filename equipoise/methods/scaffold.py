@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equipoise.checks import real
 from equipoise.client import Client, Finished
 from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
 from equipoise.methods import register
@@ -34,6 +35,10 @@ class Scaffold(LocalRule, Aggregation):
     needs_everyone = True
     receives = sends = ("control",)
     uploads = collects = ("control_change",)
+
+    def __post_init__(self) -> None:
+        """Refuse a learning rate that is out of range."""
+        real(self.lr, "scaffold.lr", least=0)
 
     def phases(self) -> Sequence[Phase]:
         """One phase with the corrected loss."""

@@ -35,7 +35,11 @@ REPORT = "report.html"
 
 
 def write_report(
-    paths: Sequence[str | Path], out: str | Path | None = None, *, figures: str | Path | None = None
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    trust: bool = False,
 ) -> Path:
     """Write a report on runs.
 
@@ -50,6 +54,9 @@ def write_report(
     figures : path, optional
         A directory for all figures as PNG, PDF and SVG. This needs Matplotlib
         (``pip install 'equipoise[report]'``).
+    trust : bool
+        Whether to execute the code that runs import, where their tasks are not known without it; see
+        :func:`equipoise.load`.
 
     Returns
     -------
@@ -70,7 +77,7 @@ def write_report(
     Traceback (most recent call last):
     equipoise.errors.InputError: ... holds no run and no study: ...
     """
-    entries, left_out = find_entries(paths)
+    entries, left_out = find_entries(paths, trust=trust)
     where = Path(out) if out is not None else _usual(paths)
     sections = _distinct([*_sections(entries), *_left_out(left_out)])
     command = shlex.join(["equipoise", "report", *map(str, paths)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
 from equipoise.report.reading import RunRecord, is_run, read_run
 from equipoise.study.runs import flat
@@ -35,13 +35,15 @@ class Entry:
     record: RunRecord
 
 
-def find_entries(paths: Sequence[str | Path]) -> tuple[list[Entry], dict[Path, str]]:
+def find_entries(paths: Sequence[str | Path], *, trust: bool = False) -> tuple[list[Entry], dict[Path, str]]:
     """Find and read the runs in directories.
 
     Parameters
     ----------
     paths : sequence of paths
         Run directories, and directories of studies, whose runs are in ``<setting>/<method>/seed<k>``.
+    trust : bool
+        Whether to execute the code that runs import, where their tasks are not known without it.
 
     Returns
     -------
@@ -73,15 +75,15 @@ def find_entries(paths: Sequence[str | Path]) -> tuple[list[Entry], dict[Path, s
         if not path.is_dir():
             raise InputError(f"{path} is a file; give a run directory or the directory of a study")
         if is_run(path):
-            single.append(read_run(path))
+            single.append(read_run(path, trust=trust))
         else:
-            found, failed = _study(path)
+            found, failed = _study(path, trust=trust)
             entries += found
             left_out |= failed
     return entries + _labelled(single), left_out
 
 
-def _study(directory: Path) -> tuple[list[Entry], dict[Path, str]]:
+def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str]]:
     found = sorted((path.parent for path in directory.glob("*/*/seed*/config.yaml")), key=_by_number)
     if not found:
         raise InputError(
@@ -92,7 +94,7 @@ def _study(directory: Path) -> tuple[list[Entry], dict[Path, str]]:
     left_out: dict[Path, str] = {}
     for run in found:
         try:
-            record = read_run(run)
+            record = read_run(run, trust=trust)
         except (InputError, RunError) as error:
             # A study may be reported although some of its runs have just begun or are damaged.
             left_out[run] = str(error)
@@ -114,9 +116,9 @@ def _by_number(run: Path) -> tuple[Path, int, str]:
 def _order(directory: Path) -> dict[tuple[str, str], int]:
     """Return the order of settings and methods in the study, if it has written its results."""
     try:
-        rows = json.loads((directory / "results.json").read_text(encoding="utf-8"))["results"]
+        rows = read_json(directory / "results.json")["results"]
         pairs = dict.fromkeys((row["setting"], row["method"]) for row in rows)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (RunError, KeyError, TypeError):
         return {}
     return {pair: position for position, pair in enumerate(pairs)}
 

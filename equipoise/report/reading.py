@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from equipoise import tasks
+from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
-from equipoise.imports import import_own
-from equipoise.run.api import CONFIG, NAMES, SUMMARY, read_config
+from equipoise.imports import import_of_run
+from equipoise.run.api import CONFIG, SUMMARY, read_config, read_names
+from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
 from equipoise.run.records import MODELS, Row, summarize_rows, task_of
 from equipoise.task import Task
@@ -187,13 +188,15 @@ def is_run(directory: Path) -> bool:
     return (directory / CONFIG).is_file()
 
 
-def read_run(run: str | Path) -> RunRecord:
+def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
     """Read a run directory, finished or not.
 
     Parameters
     ----------
     run : path
         The run directory.
+    trust : bool
+        Whether to execute the code that the run imports, where its task is not known without it.
 
     Returns
     -------
@@ -220,11 +223,17 @@ def read_run(run: str | Path) -> RunRecord:
     directory = Path(run)
     config = read_config(directory)
     finished = (directory / SUMMARY).exists()
+    if finished:
+        journals = (f"{name}.jsonl" for name in ("metrics", "rounds", "timings"))
+        verify(directory, SUMMARY, *(name for name in journals if (directory / name).exists()))
     try:
-        summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8")) if finished else _begun(config)
-        task = _task_of(summary, config, directory)
+        summary = read_json(directory / SUMMARY) if finished else _begun(config)
+        task = _task_of(summary, config, directory, trust=trust)
         made = _Journals(directory, task, summary.get("round")).read()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        timings = list(Journal(directory / "timings.jsonl").complete())
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise RunError(
             f"cannot read the run in {directory}: {type(error).__name__}: {error}; a file of the run is damaged"
         ) from error
@@ -235,7 +244,6 @@ def read_run(run: str | Path) -> RunRecord:
     elif "validation" not in summary:
         # Written by a release whose summaries are of test data only.
         summary["validation"] = summarize_rows(made.rows, task, split="val")
-    names = directory / NAMES
     return RunRecord(
         directory=directory,
         config=config,
@@ -252,8 +260,8 @@ def read_run(run: str | Path) -> RunRecord:
         groups=made.groups,
         unseen=frozenset(made.unseen),
         rounds=made.rounds,
-        timings=list(Journal(directory / "timings.jsonl").complete()),
-        names=json.loads(names.read_text(encoding="utf-8")) if names.exists() else None,
+        timings=timings,
+        names=read_names(directory),
     )
 
 
@@ -268,19 +276,27 @@ def _begun(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task_of(summary: dict[str, Any], config: Mapping[str, Any], directory: Path) -> Task:
+def _task_of(summary: dict[str, Any], config: Mapping[str, Any], directory: Path, *, trust: bool) -> Task:
+    imports = config.get("imports", [])
     if "task" not in summary and "rounds" not in summary:
         # An unfinished run: its task is found by the metrics in its rows.
         first = next(Journal(directory / "metrics.jsonl").complete(), {})
-        import_own(config.get("imports", []), beside=directory)
-        scores = {tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"}
-        named = next((scores[metric] for metric in first if metric in scores), "regression")
+        named = _task_with(first)
+        if named is None:
+            import_of_run(imports, directory, trust=trust)
+            named = _task_with(first) or "regression"
         summary |= {"task": named, "score": tasks.build(named).score}
     try:
         return task_of(summary)
     except InputError:
-        import_own(config.get("imports", []), beside=directory)
+        import_of_run(imports, directory, trust=trust)
         return task_of(summary)
+
+
+def _task_with(row: Mapping[str, Any]) -> str | None:
+    """Return the name of the task whose score is in a row, unless that is the loss."""
+    scores = {tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"}
+    return next((scores[metric] for metric in row if metric in scores), None)
 
 
 class _Journals:

@@ -21,17 +21,19 @@ from torch.nn.parameter import is_lazy
 import equipoise
 from equipoise import methods, models
 from equipoise.checks import count
+from equipoise.documents import read_json, yaml_from
 from equipoise.engine.network import frozen_digest, slots_of
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.federation import Federation
-from equipoise.imports import import_own
+from equipoise.imports import import_of_run
 from equipoise.method import Method, personal_model
 from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import convert
 from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_local, read_note, refuse_another_version
+from equipoise.run.checksums import SUMS, read_sums, verify, write_sums
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
@@ -221,7 +223,7 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished, longer = _open(directory, config, federation, machine, module, begun, resume)
+    config, finished, longer = _open(directory, config, federation, machine, module, begun, resume, attached or {})
     if longer and directory:
         _refuse_to_lengthen(directory, training, made, best=evaluation.select == "best" and engine is not StackedEngine)
     chosen = config["resolved"].get("chunk")
@@ -230,16 +232,18 @@ def train(
     trainer = Trainer(
         federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine, begun
     )
+    if directory:
+        trainer.identity = _identity(config)
     with ExitStack() as until_done:
         there = directory is not None and directory.exists()
         if directory and there:
             until_done.enter_context(sole_writer(directory))
+        if directory and (finished or (longer and (directory / SUMMARY).exists())):
+            verify(directory)
         if longer and directory:
-            # In this order: with a summary, the run would be taken for complete.
-            (directory / SUMMARY).unlink(missing_ok=True)
-            write_atomically(directory / CONFIG, _yaml(config))
+            _lengthen(directory, _yaml(config), attached or {})
         if resume:
-            trainer.restore_checkpoint()
+            trainer.restore_checkpoint(finished=finished)
         if longer:
             # The callback that stopped it spoke of the shorter run.
             trainer.stopped = None
@@ -255,11 +259,9 @@ def train(
                     until_done.enter_context(sole_writer(directory))
                     # Another run may have used the directory in the meantime.
                     _refuse_a_run_in(directory)
-                write_atomically(directory / CONFIG, _yaml(config))
-                for name, content in (attached or {}).items():
-                    write_atomically(directory / name, content)
+                _begin(directory, _yaml(config), attached or {})
         if finished and directory:
-            return Run(json.loads((directory / SUMMARY).read_text()), config, directory, trainer)
+            return Run(read_json(directory / SUMMARY), config, directory, trainer)
         listeners = Listeners(callbacks, json.loads(json.dumps(config)), directory)
         try:
             trainer.run(on_round, listeners)
@@ -269,6 +271,27 @@ def train(
             raise
         listeners.end(run.summary)
         return run
+
+
+def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
+    """Write the first files of a run. The configuration comes last: a directory with this file holds a run."""
+    for name, content in attached.items():
+        write_atomically(directory / name, content)
+    write_sums(directory, {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()})
+    write_atomically(directory / CONFIG, config)
+
+
+def _lengthen(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
+    """Write the configuration of a longer run.
+
+    In this order: with a summary the run would be taken for complete, and with checksums the configuration for damaged.
+    """
+    (directory / SUMMARY).unlink(missing_ok=True)
+    had_sums = read_sums(directory) is not None
+    (directory / SUMS).unlink(missing_ok=True)
+    write_atomically(directory / CONFIG, config)
+    if had_sums:
+        write_sums(directory, {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()})
 
 
 def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) -> Run:
@@ -283,13 +306,25 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
             save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
         if trainer.method.local.makes_index:
             trainer.client_index().write(directory / INDEX)
+        content = json.dumps(summary, indent=2).encode() + b"\n"
+        # Without checksums from the beginning, as in a run that an older version has begun, there are none at the end.
+        if (sums := read_sums(directory)) is not None:
+            journals = {journal.path.name: journal.digest for journal in trainer.journals.values() if journal.path}
+            there = {name: digest for name, digest in journals.items() if (directory / name).exists()}
+            named = {NAMES: _sha256((directory / NAMES).read_bytes())} if names else {}
+            write_sums(directory, {**sums, **there, **named, SUMMARY: _sha256(content)})
         # The summary is written last: a run with a summary is complete.
-        write_atomically(directory / SUMMARY, json.dumps(summary, indent=2).encode() + b"\n")
+        write_atomically(directory / SUMMARY, content)
     return Run(summary, config, directory, trainer)
 
 
 def load(
-    run: str | Path, client: int | str | None = None, *, local: bool = False, module: nn.Module | None = None
+    run: str | Path,
+    client: int | str | None = None,
+    *,
+    local: bool = False,
+    module: nn.Module | None = None,
+    trust: bool = False,
 ) -> nn.Module:
     """Return a trained model from a run directory.
 
@@ -309,6 +344,9 @@ def load(
     module : nn.Module, optional
         The model's architecture, needed only if the run was made with a module of its own and not a named model. It is
         divided where it was divided in training.
+    trust : bool
+        Whether to execute the code that the run imports, if it does and this process has not imported it already. Anybody
+        may have put it into the directory, so without ``trust`` such a run is refused with the names of the files.
 
     Returns
     -------
@@ -327,18 +365,14 @@ def load(
     """
     directory = Path(run)
     config = read_config(directory)
-    import_own(config.get("imports", []), beside=directory)
-    if module is None:
-        name = config["model"]["name"]
-        if name.startswith("custom:"):
-            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
-        resolved = config["resolved"]
-        module = models.build(
-            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
-        )
-    else:
-        module = _divided(copy.deepcopy(module), config["model"].get("head"))
-    module = methods.build(**config["method"]).extend(module, tuple(config["resolved"]["shape"]), config["seed"])
+    import_of_run(config.get("imports", []), directory, trust=trust)
+    try:
+        module = _model_of(config, directory, module)
+    except InputError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"cannot build the model that {directory / CONFIG} describes ({said})") from error
     # Runs of older versions hold their frozen tensors themselves.
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
@@ -346,8 +380,7 @@ def load(
             f"the frozen tensors of the model differ from those of the run in {directory}: their hash is {here}, the "
             f"run's {recorded}; the run's model is {config['model']}"
         )
-    named = (directory / NAMES).exists()
-    number = _number(client, json.loads((directory / NAMES).read_text(encoding="utf-8")) if named else None)
+    number = _number(client, read_names(directory))
     if local:
         return _undivided(_filled(convert(module), _local(read_local(directory), number)), config)
     shared, note = load_tensors(directory / GLOBAL)
@@ -355,9 +388,10 @@ def load(
     clients: list[int] = []
     if (directory / PERSONAL).exists():
         own, held = load_tensors(directory / PERSONAL)
-        clients = held["clients"]
-    chosen = Models(note["round"], shared, clients, own)
-    filled = _module(convert(module), chosen, config["resolved"]["clients"], number, whole=note["whole"])
+        clients = _noted(held, "clients", list, directory / PERSONAL)
+    chosen = Models(_noted(note, "round", int, directory / GLOBAL), shared, clients, own)
+    whole = _noted(note, "whole", bool, directory / GLOBAL)
+    filled = _module(convert(module), chosen, config["resolved"]["clients"], number, whole=whole)
     return _undivided(filled, config)
 
 
@@ -371,14 +405,53 @@ def _undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     return module.whole().eval() if isinstance(module, Headed) and "head" in config["model"] else module
 
 
+def _model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | None) -> nn.Module:
+    """Build the model that a configuration describes, with the parts that its method brings."""
+    resolved = config["resolved"]
+    if module is None:
+        name = config["model"]["name"]
+        if name.startswith("custom:"):
+            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
+        module = models.build(
+            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
+        )
+    else:
+        module = _divided(copy.deepcopy(module), config["model"].get("head"))
+    method = methods.build(**config["method"])
+    return method.extend(module, tuple(resolved["shape"]), config["seed"])
+
+
+def _noted(note: Mapping[str, Any], key: str, kind: type[S], path: Path) -> S:
+    """Return a value that the note of a file must have."""
+    value = note.get(key)
+    if not isinstance(value, kind):
+        raise RunError(f"{path} is not a file of a run's models: its note has no {key}")
+    return value
+
+
+def read_names(directory: Path) -> list[str] | None:
+    """Read the names of a run's clients by number; ``None`` if they have no names."""
+    if not (directory / NAMES).exists():
+        return None
+    if (directory / SUMMARY).exists():
+        verify(directory, NAMES)
+    names = read_json(directory / NAMES)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RunError(f"{directory / NAMES} must hold a list of names")
+    return names
+
+
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a run's configuration; a directory that holds none is refused."""
+    """Read a run's configuration; a directory that holds none, or a changed one, is refused."""
     path = directory / CONFIG
+    if path.exists():
+        verify(directory, CONFIG)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml_from(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{directory} holds no run: cannot read {path.name} ({error})") from error
-    if not isinstance(config, dict) or "resolved" not in config:
+        said = " ".join(str(error).split())
+        raise InputError(f"{directory} holds no run: cannot read {path.name} ({said})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("resolved"), dict):
         raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
     return config
 
@@ -471,6 +544,7 @@ def _open(
     module: nn.Module,
     begun: Tree,
     resume: bool,
+    attached: Mapping[str, bytes],
 ) -> tuple[dict[str, Any], bool, bool]:
     """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
     resolved = {
@@ -512,6 +586,7 @@ def _open(
             refuse_another_version(directory)
             same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
             raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
+        _check_code(directory, attached)
         finished = (directory / SUMMARY).exists()
         if finished and not (directory / CHECKPOINT).exists():
             raise RunError(
@@ -519,9 +594,7 @@ def _open(
                 "is nothing to resume. equipoise.load reads its models"
             )
         return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished and not longer, longer
-    # A process that is killed while it writes the first file leaves only that temporary file behind.
-    leftover = f"{CONFIG}.tmp"
-    if directory.exists() and (not directory.is_dir() or any(path.name != leftover for path in directory.iterdir())):
+    if directory.exists() and (not directory.is_dir() or not all(_left_over(p, attached) for p in directory.iterdir())):
         raise InputError(f"{directory} exists and is no run directory; choose another")
     return config, False, False
 
@@ -542,6 +615,41 @@ def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, 
             f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ from those of a run with "
             f"training.rounds of {training.rounds}; begin it anew in another directory"
         )
+
+
+def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
+    """Refuse to go on with other code than the run began with."""
+    for name, content in attached.items():
+        path = directory / name
+        if not path.exists():
+            # Runs of older versions may lack a copy.
+            continue
+        verify(directory, name)
+        if path.read_bytes() != content:
+            raise InputError(
+                f"{directory} holds another experiment: {name} differs from the copy there, with which the run began; "
+                f"go on with that copy (equipoise run {directory / CONFIG} --resume --trust) or choose another directory"
+            )
+
+
+def _left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
+    """Say whether a process that was killed before its run began may have left a file behind."""
+    first = (*attached, SUMS, CONFIG)
+    if path.name == SUMS or path.name in {f"{name}.tmp" for name in first}:
+        return True
+    return path.is_file() and path.read_bytes() == attached.get(path.name)
+
+
+def _identity(config: Mapping[str, Any]) -> str:
+    """Hash the settings of a run that stay the same when it is made longer or followed by another tracker."""
+    resolved = {name: value for name, value in config["resolved"].items() if name not in ("clients", "chunk")}
+    training = {name: value for name, value in config["training"].items() if name != "rounds"}
+    same = {**config, "resolved": resolved, "training": training, "tracking": None}
+    return _sha256(json.dumps(same, sort_keys=True).encode())[:16]
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _architecture(module: nn.Module) -> str:

@@ -66,7 +66,7 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
     Raises
     ------
     RunError
-        If the file is damaged, or was written by another version.
+        If the file is damaged, of another model, or was written by another version.
     """
     path = directory / CHECKPOINT
     if not path.exists():
@@ -87,6 +87,13 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
     # Numbers of clients stay on the CPU, where the server computes, whatever device the model is on.
     for tree, values in server.items():
         server[tree] = values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
+    there, here = ({name: tuple(tensor.shape) for name, tensor in of.items()} for of in (model, like.model))
+    if there != here or not isinstance(note.get("round"), int):
+        differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        raise RunError(
+            f"{path} is a checkpoint of another model: {differing[0] if differing else 'its round'} differs; restore the "
+            "file that belongs to this run"
+        )
     # The tensors of a file come sorted by name; the model's own order is what later sums follow.
     ordered = {name: model[name] for name in like.model}
     return Checkpoint(State(note["round"], ordered, server), memory, note)
@@ -165,4 +172,6 @@ def read_models(path: Path) -> Models:
     tensors, note = load_tensors(path)
     shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
     own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
+    if not isinstance(note.get("round"), int) or not isinstance(note.get("clients"), list):
+        raise RunError(f"{path} is not a file of models: it does not name its round and its clients")
     return Models(note["round"], shared, note["clients"], own)

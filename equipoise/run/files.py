@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -62,6 +64,11 @@ def sole_writer(directory: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically: a crash at any moment leaves the old or the new content.
 
+    Raises
+    ------
+    RunError
+        If it cannot be written, such as on a full disk; the old content is intact.
+
     Examples
     --------
     >>> import tempfile
@@ -71,20 +78,28 @@ def write_atomically(path: Path, content: bytes) -> None:
     b'hello'
     """
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        # Half a file helps nobody, least of all where the disk is full.
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = None) -> None:
     """Write tensors and a small JSON note into one safetensors file, atomically; the same content gives the same bytes.
+
+    The file carries a checksum of all its tensors and of the note.
 
     Examples
     --------
@@ -94,37 +109,67 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     >>> load_tensors(path)
     ({'w': tensor([1., 1.])}, {'round': 3})
     """
-    # The note is a single entry, because the format does not keep the order of entries.
-    metadata = {_KEY: json.dumps(note or {}, sort_keys=True)}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    text = json.dumps(note or {}, sort_keys=True)
+    # A single entry, because the format does not keep the order of entries. The checksum follows the note, so that no
+    # single damaged bit makes the file look like one of an older version, which has none.
+    metadata = {_KEY: f"{text} sha256={_checksum(plain, text)}"}
     write_atomically(path, save(plain, metadata))
 
 
+def _checksum(tensors: Tree, note: str) -> str:
+    """Return the SHA-256 of a note and of the names, types, shapes and values of tensors, in the order of their names."""
+    digest = hashlib.sha256(note.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        if tensor.numel():  # an empty tensor cannot be viewed as bytes
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
-    """Read what :func:`save_tensors` wrote.
+    """Read what :func:`save_tensors` wrote, and compare it with its checksum; files of older versions have none.
 
     Raises
     ------
     RunError
-        If the file is missing, truncated or of another kind.
+        If the file is missing, truncated, damaged or of another kind.
     """
     try:
         with safe_open(path, "pt") as file:
-            note = json.loads((file.metadata() or {})[_KEY])
+            entry = (file.metadata() or {})[_KEY]
             # Copied, because tensors in the file are not aligned. Kernels round differently for
             # other alignments, and new memory is aligned like that of the tensors before they were
             # written.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}, note  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        note, end = json.JSONDecoder().raw_decode(entry)
+        if not isinstance(note, dict):
+            raise ValueError("its note is no mapping")
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise RunError(
             f"cannot read {path}: {error}; the file is missing, truncated or not written by Equipoise"
         ) from error
+    if entry[end:] and entry[end:] != f" sha256={_checksum(tensors, entry[:end])}":
+        raise RunError(f"{path} is damaged: its content differs from what was written (SHA-256); restore the file")
+    return tensors, note
+
+
+def _digest_of(path: Path, length: int) -> hashlib._Hash:
+    """Hash the beginning of a file."""
+    digest = hashlib.sha256()
+    if length:
+        with path.open("rb") as file:
+            while length and (piece := file.read(min(length, 1 << 20))):
+                digest.update(piece)
+                length -= len(piece)
+    return digest
 
 
 class Journal:
     """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
-    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint. ``digest`` tells whether the
+    rows before it are still what was written.
 
     Examples
     --------
@@ -137,6 +182,7 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._rows: list[str] = []
+        self._digest = hashlib.sha256()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows at the end."""
@@ -144,8 +190,13 @@ class Journal:
         if self.path is None:
             self._rows += lines
         else:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
+            content = "".join(line + "\n" for line in lines).encode()
+            try:
+                with self.path.open("ab") as file:
+                    file.write(content)
+            except OSError as error:
+                raise RunError(f"cannot write {self.path}: {error.strerror or error}") from error
+            self._digest.update(content)
 
     def mark(self) -> int:
         """Flush the file to disk, and return its length."""
@@ -153,20 +204,56 @@ class Journal:
             return len(self._rows)
         if not self.path.exists():
             return 0
-        with self.path.open("ab") as file:
-            os.fsync(file.fileno())
-            return file.tell()
+        try:
+            with self.path.open("ab") as file:
+                os.fsync(file.fileno())
+                return file.tell()
+        except OSError as error:
+            raise RunError(f"cannot write {self.path}: {error.strerror or error}") from error
 
-    def rewind(self, mark: int) -> None:
-        """Truncate the file to a mark."""
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all rows that were appended, or kept when the file was checked."""
+        return self._digest.hexdigest()
+
+    def check(self, mark: int, digest: str | None = None) -> None:
+        """Compare the file up to a mark with what was written; the file is left as it is.
+
+        Parameters
+        ----------
+        mark : int
+            Its length then.
+        digest : str, optional
+            Its digest then.
+
+        Raises
+        ------
+        RunError
+            If rows are missing or were changed.
+        """
         if self.path is None:
-            del self._rows[mark:]
             return
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < mark:
             raise RunError(f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed")
-        if size > mark:
+        self._digest = _digest_of(self.path, mark)
+        if digest not in (None, self.digest):
+            raise RunError(
+                f"{self.path} was changed since the checkpoint was written (SHA-256); the run cannot be resumed. "
+                "Restore the file, or begin anew in another directory"
+            )
+
+    def truncate(self, mark: int) -> None:
+        """Drop the rows after a mark, after :meth:`check`."""
+        if self.path is None:
+            del self._rows[mark:]
+        elif self.path.exists() and self.path.stat().st_size > mark:
             os.truncate(self.path, mark)
+
+    def rewind(self, mark: int) -> None:
+        """Go back to a mark."""
+        self.check(mark)
+        self.truncate(mark)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if self.path is None:

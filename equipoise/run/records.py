@@ -176,7 +176,9 @@ def _summary(
     gaps: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """Summarise a column of rows of which all have a value; ``names`` are those of the groups."""
-    groups = np.array([names.index(row["group"]) for row in rows])
+    # There may be as many groups as clients.
+    position_of = {name: position for position, name in enumerate(names)}
+    groups = np.array([position_of[row["group"]] for row in rows])
     values = np.array([row[column] for row in rows])
     counts = np.array([row["n"] for row in rows])
     gap = np.array([(gaps or {}).get(row["client"], np.nan) for row in rows])

@@ -32,6 +32,7 @@ from equipoise.random import Purpose, fold
 from equipoise.run.callbacks import Listeners
 from equipoise.run.checkpoint import (
     BEST,
+    CHECKPOINT,
     IF_LONGER,
     LOCAL,
     Checkpoint,
@@ -169,6 +170,8 @@ class Trainer:
         self.bytes = dict.fromkeys(BYTES, 0)
         self.stopped: str | None = None
         self._listeners = Listeners()
+        # A hash of the run's configuration, by which its checkpoints are known.
+        self.identity = ""
         self._saved_round = 0
         self._best_models: Models | None = None
         self._local_models: Models | None = None
@@ -573,7 +576,8 @@ class Trainer:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
-    def _journals(self) -> dict[str, Journal]:
+    def journals(self) -> dict[str, Journal]:
+        """The journals by name."""
         return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings, "server": self.server}
 
     def save_checkpoint(self) -> None:
@@ -587,7 +591,9 @@ class Trainer:
             "best_loss": standing.best_loss if standing.best_round else None,
             "stale": standing.stale,
             **({"stopped": self.stopped} if self.stopped else {}),
-            "marks": {name: journal.mark() for name, journal in self._journals.items()},
+            "marks": {name: journal.mark() for name, journal in self.journals.items()},
+            "sha256": {name: journal.digest for name, journal in self.journals.items()},
+            "run": self.identity,
             "total_was_read": self._total_was_read,
         }
         if self._if_longer is not None:
@@ -595,16 +601,23 @@ class Trainer:
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
 
-    def restore_checkpoint(self) -> None:
+    def restore_checkpoint(self, *, finished: bool = False) -> None:
         """Go on from the last checkpoint of the directory, or from the start if none has been written yet.
+
+        Parameters
+        ----------
+        finished : bool
+            Whether the run is finished. Then no file is changed.
 
         Raises
         ------
         RunError
-            If the journals show that there was a checkpoint which is gone: going on would empty them.
+            If the journals show that there was a checkpoint which is gone: going on would empty them. Or if the
+            checkpoint is of another run, or a journal was changed since.
         """
         if self.directory is None:
             return
+        note: dict[str, Any] = {}
         found = read_checkpoint(self.directory, self.state, self.engine.network.device)
         if found is None:
             if any(row["round"] > self.checkpoint_every for row in self.rounds.complete()):
@@ -613,21 +626,43 @@ class Trainer:
                     "nothing was changed. Restore checkpoint.safetensors, or begin anew in another directory"
                 )
         else:
-            self.state = found.state
-            self.engine.restore(found.memory)
-            note = dict(found.note)
-            self.engine.total_was_read = note.get("total_was_read", False)
-            if self.state.round < self.training.rounds:
-                note |= self._longer(note)
-            self.bytes = {name: note["bytes"][name] for name in BYTES}
-            self.stopped = note.get("stopped")
-            best = note["best_loss"] if note["best_loss"] is not None else float("inf")
-            self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
-            self._saved_round = self.state.round
-        for name, journal in self._journals.items():
-            journal.rewind(note["marks"].get(name, 0) if found else 0)
-        if found and note.get("row"):
+            if found.note.get("run", self.identity) != self.identity:
+                raise RunError(
+                    f"{self.directory / CHECKPOINT} is the checkpoint of another run; restore the file that belongs to "
+                    "this run"
+                )
+            try:
+                note = self._go_on_from(found)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunError(f"{self.directory / CHECKPOINT} does not fit this run ({error!r})") from error
+            if self.evaluator.standing.best_round and (self.directory / BEST).exists():
+                # Now and not after the last round, which may be days away.
+                read_models(self.directory / BEST)
+        marks, digests = (note.get(key, {}) for key in ("marks", "sha256"))
+        # All are checked before one is changed.
+        for name, journal in self.journals.items():
+            journal.check(marks.get(name, 0), digests.get(name))
+        if finished:
+            return
+        for name, journal in self.journals.items():
+            journal.truncate(marks.get(name, 0))
+        if note.get("row"):
             self.rounds.append([json.loads(note["row"])])
+
+    def _go_on_from(self, found: Checkpoint) -> dict[str, Any]:
+        """Take over what a checkpoint holds, and return its note, for a run that may have become longer."""
+        self.state = found.state
+        self.engine.restore(found.memory)
+        note = dict(found.note)
+        self.engine.total_was_read = note.get("total_was_read", False)
+        if self.state.round < self.training.rounds:
+            note |= self._longer(note)
+        self.bytes = {name: note["bytes"][name] for name in BYTES}
+        self.stopped = note.get("stopped")
+        best = note["best_loss"] if note["best_loss"] is not None else float("inf")
+        self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
+        self._saved_round = self.state.round
+        return note
 
     @property
     def _total_was_read(self) -> bool:
@@ -640,9 +675,10 @@ class Trainer:
         bytes of the report for that evaluation do not count.
         """
         standing = self.evaluator.standing
-        marks = {"metrics": self.metrics.mark(), "rounds": self.rounds.mark(), "server": self.server.mark()}
+        rewound = {"metrics": self.metrics, "rounds": self.rounds, "server": self.server}
         self._if_longer = {
-            "marks": marks,
+            "marks": {name: journal.mark() for name, journal in rewound.items()},
+            "sha256": {name: journal.digest for name, journal in rewound.items()},
             "bytes": self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes},
             "best_round": standing.best_round,
             "best_loss": standing.best_loss if standing.best_round else None,
@@ -656,7 +692,7 @@ class Trainer:
         if IF_LONGER not in note:
             return {}
         before = note[IF_LONGER]
-        return {**before, "marks": {**note["marks"], **before["marks"]}}
+        return {**before, **{key: {**note[key], **before[key]} for key in ("marks", "sha256")}}
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""

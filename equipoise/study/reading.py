@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -16,6 +16,7 @@ from equipoise.study.choice import Choices, read_choices
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
+from equipoise.text import printable
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
 SPLITS = ("test", "val")
@@ -123,6 +124,7 @@ def study_from(
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str | Override] = (),
     chosen: Choices | None = None,
+    on_import: Callable[[str], None] | None = None,
 ) -> Study:
     """Make a study from plain values.
 
@@ -160,6 +162,8 @@ def study_from(
     chosen : dict, optional
         What tuning has chosen, by setting and method (:func:`equipoise.study.choice.read_choices`). Methods with a grid
         run with these values. If they differ from those in the mapping, the run directory is that of the values.
+    on_import : callable, optional
+        As in :func:`equipoise.config.experiment_from`.
 
     Returns
     -------
@@ -182,6 +186,8 @@ def study_from(
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
     """
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where} must hold base and methods, got {printable(repr(mapping), 500)}")
     for key in mapping:
         if key not in KEYS:
             raise unknown("key", key, KEYS, where=where)
@@ -218,7 +224,8 @@ def study_from(
         named = Override("method", method.options, f"methods of {where}")
         tuned_with = changes if tuned else []
         between = [*part[setting].changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
-        return experiment_from(base, f"base of {where}", [named, *between, *for_all, *part[setting].left_out])
+        overrides = [named, *between, *for_all, *part[setting].left_out]
+        return experiment_from(base, f"base of {where}", overrides, on_import=on_import)
 
     settings_of = {fold: label for label, own in divided.items() for fold in own}
     used = {} if tune else _choices(chosen or {}, made, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
 from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
+from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
 from equipoise.run.records import summarize_rows, task_of
 
@@ -98,11 +99,13 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
     if not path.exists() or not (directory / CONFIG).exists():
         return None
     try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"round", "score", "results"} - set(summary)
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"cannot read {path}: {error}; {_AGAIN}") from error
-    if missing:
+        verify(directory, SUMMARY)
+        summary: dict[str, Any] = read_json(path)
+    except RunError as error:
+        raise RunError(f"{error}; {_AGAIN}") from error
+    if not isinstance(summary, dict):
+        raise RunError(f"{path} holds no summary; {_AGAIN}")
+    if missing := {"round", "score", "results"} - set(summary):
         raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}; {_AGAIN}")
     if "validation" not in summary and (validation or split == "val"):
         summary["validation"] = _validated(summary, directory)

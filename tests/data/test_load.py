@@ -87,6 +87,7 @@ def test_every_registered_name_resolves() -> None:
         "cifar",
         "leaf",
         "shakespeare",
+        "arrays",
         "silos",
         "imagefolder",
         "prostate",

@@ -249,3 +249,13 @@ def test_training_with_any_batch_larger_than_the_largest_client_is_the_same(meth
     wanted = trained(max(SIZES_OF_IMAGES))
     assert distance(trained(10**6), wanted) == 0
     assert distance(trained(20), wanted) > 1e-6
+
+
+@pytest.mark.parametrize("a_step", [1, 2])
+def test_a_full_batch_is_no_wider_than_the_largest_client(a_step):
+    """Memory follows the data, however large the batch size is."""
+    batches = drawn(batch_size=1_000_000, a_step=a_step)
+    assert batches.positions.shape[2] == max(SIZES.values())
+    for row, client in enumerate(ORDERED):
+        assert all(sorted(step) == list(HELD[client]) for step in samples_of(batches, row))
+    assert torch.equal(batches.positions, drawn(batch_size=12, a_step=a_step).positions)

@@ -51,7 +51,7 @@ def test_a_cohort_larger_than_the_federation_is_refused():
 
 @pytest.mark.parametrize("clip", [0, -1.0, float("nan")])
 def test_a_gradient_limit_is_positive(clip):
-    with pytest.raises(InputError, match="training.clip must be above 0"):
+    with pytest.raises(InputError, match="training.clip must be a finite number above 0"):
         Training(clip=clip)
 
 
@@ -59,6 +59,11 @@ def test_a_gradient_limit_is_positive(clip):
     ("options", "message"),
     [
         ({"device": "gpu"}, "unknown device 'gpu' in machine.device"),
+        ({"device": "cpu:x"}, "unknown device 'cpu:x' in machine.device.*Valid: auto, cpu, cuda, cuda:N"),
+        ({"device": "cpu:3"}, "unknown device 'cpu:3'"),
+        ({"device": "cuda:"}, "unknown device 'cuda:'"),
+        ({"device": "cuda:-1"}, "unknown device 'cuda:-1'"),
+        ({"device": "auto:0"}, "unknown device 'auto:0'"),
         ({"precision": "float16"}, "unknown precision 'float16'.*did you mean"),
         ({"chunk": 0}, "machine.chunk must be"),
         ({"chunk": "atuo"}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 'atuo'"),

@@ -145,3 +145,17 @@ def test_a_name_that_is_taken_is_refused():
     with pytest.raises(InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"):
         register("fedprox")(Impostor)
     assert part_class("fedprox") is FedProx
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("fedavgm", {"momentum": 1.2}, "fedavgm.momentum must be at least 0 and below 1, got 1.2"),
+        ("fedavgm", {"lr": -1.0}, "fedavgm.lr must be a finite number of at least 0, got -1.0"),
+        ("fedadam", {"lr": float("nan")}, "fedadam.lr must be a finite number of at least 0, got nan"),
+        ("scaffold", {"lr": -0.5}, "scaffold.lr must be a finite number of at least 0, got -0.5"),
+    ],
+)
+def test_rates_of_the_server_out_of_range_are_refused(method, options, message):
+    with pytest.raises(InputError, match=message):
+        build(method, **options)

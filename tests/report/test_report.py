@@ -407,7 +407,7 @@ def test_a_run_without_evaluated_rounds_is_refused(tmp_path):
 def test_damaged_files_are_named_with_their_run(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / name).write_text('{"round": 1, "clients"\n' + (run / name).read_text())
-    with pytest.raises(RunError, match=f"cannot read the run in {run}"):
+    with pytest.raises(RunError, match=f"cannot read (the run in )?{run}"):
         write_report([run])
 
 

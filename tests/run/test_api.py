@@ -236,6 +236,10 @@ def test_a_journal_shorter_than_the_checkpoint_says_is_refused(name, gone, broke
 @pytest.mark.parametrize("text", ["", "just words", "method: [", "method: fedavg"])
 def test_a_damaged_configuration_is_refused(text, broken_off):
     (broken_off / "config.yaml").write_text(text)
+    with pytest.raises(RunError, match="config.yaml is not what the run wrote"):
+        small_run(broken_off, resume=True)
+    # As in runs of older versions, which have no checksums.
+    (broken_off / "SHA256SUMS").unlink()
     with pytest.raises(InputError, match=f"{broken_off} holds no run: .*config.yaml"):
         small_run(broken_off, resume=True)
 
@@ -315,7 +319,7 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
         ({"batch_size": 0}, "training.batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": True}, "training.batch_size must be a whole number of at least 1, got True"),
         ({"steps": 0}, "training.steps must be a whole number of at least 1, got 0"),
-        ({"clip": 0}, "training.clip must be above 0, got 0"),
+        ({"clip": 0}, "training.clip must be a finite number above 0, got 0"),
         ({"cohort": 0}, "training.cohort must be a number of clients"),
         ({"cohort": 1.5}, "training.cohort must be a number of clients"),
         ({"cohort": -0.1}, "training.cohort must be a number of clients"),
@@ -504,6 +508,9 @@ def test_clients_are_known_by_their_names(tmp_path):
 def test_a_name_that_two_clients_have_is_no_answer(tmp_path):
     train(federation(), method="local", rounds=1, out=tmp_path / "run")
     (tmp_path / "run" / "names.json").write_text('["a", "b", "a"]')
+    with pytest.raises(RunError, match="names.json is not what the run wrote"):
+        load(tmp_path / "run", "a")
+    (tmp_path / "run" / "SHA256SUMS").unlink()
     with pytest.raises(InputError, match="client 'a': clients 0, 2 are called so; give a number"):
         load(tmp_path / "run", "a")
 

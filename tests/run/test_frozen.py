@@ -138,6 +138,7 @@ def make_old(directory, module):
     for setting in ("frozen", "encode"):
         del config["machine"][setting]
     write_config(directory, config)
+    (directory / "SHA256SUMS").unlink()
     slots = {name: t for name, t in module.state_dict().items() if t.is_floating_point()}
     for file, prefix in (("model.safetensors", ""), ("checkpoint.safetensors", "model/")):
         if (directory / file).exists():

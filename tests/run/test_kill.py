@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.run.small import promised, rows_of
+from tests.trials import trials
 
 pytestmark = pytest.mark.slow
 
@@ -116,3 +118,18 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
     assert len(set(lengths)) >= KILLS // 2, "the kills came at the same moments"
     assert promised(directory) == promised(tmp_path / "alone")
     assert [row["round"] for row in rows_of(directory, "rounds")] == list(range(1, ROUNDS + 1))
+
+
+@pytest.mark.parametrize(("kind", "full"), [("steps", 120), ("random", 200)])
+def test_kills_of_many_runs_change_no_byte(kind, full, tmp_path):
+    """Kill before and after every fsync, rename and truncation, and at random moments; see tests/run/killing.py."""
+    command = [sys.executable, "-m", "tests.run.killing", kind, str(tmp_path), str(trials(full))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["different"] == [], done.stderr
+    assert found["steps"] >= 40
+    # A run may end before the moment of its kill.
+    assert found["trials"] == found["killed"] if kind == "steps" else found["killed"] >= found["trials"] * 0.6
+    assert found["trials"] >= min(trials(full), 2 * found["steps"])

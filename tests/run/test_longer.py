@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_while_it_is_made_longer_can_be_resumed(at, tmp_pa
     small_run(tmp_path / "whole", **how, rounds=6)
     small_run(tmp_path / "run", **how, rounds=3)
 
-    def stop(trainer, *args):
+    def stop(trainer, *args, **options):
         raise Stop
 
     monkeypatch.setattr(Trainer, at, stop)

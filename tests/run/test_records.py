@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -134,3 +136,12 @@ def test_a_regression_is_judged_by_its_loss_and_the_worst_client_has_the_largest
     assert seen["worst_client_id"] == max(losses, key=losses.get)
     assert seen["worst_client"] == max(losses.values())
     assert seen["mean"] == pytest.approx(sum(losses.values()) / 4)
+
+
+def test_summaries_with_as_many_groups_as_clients_take_linear_time():
+    rows = [row(client, client / 40_000, group=f"g{client}") for client in range(40_000)]
+    began = time.process_time()
+    summary = summarize_rows(rows, TASK)["global"]["seen"]
+    # Looking each group up in a list of all groups took 25 s.
+    assert time.process_time() - began < 5
+    assert summary["groups"]["g10000"] == 0.25

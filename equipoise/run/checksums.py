@@ -1,0 +1,113 @@
+"""Checksums of the text files of a run directory, in the format of ``sha256sum``.
+
+Files of tensors carry their own (:func:`equipoise.run.files.save_tensors`). ``SHA256SUMS`` is written before the files it
+lists: when a run begins, with its configuration and the code that it imports, and when it ends, with its journals and its
+summary too. Until then the checkpoint holds the checksums of the journals. Runs of older versions have no such file;
+nothing about them can be checked. ``sha256sum -c SHA256SUMS`` checks a finished run without Equipoise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from equipoise.errors import RunError
+from equipoise.run.files import write_atomically
+
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
+
+
+def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
+    """Write the checksums of some files, in place of those that were there.
+
+    Parameters
+    ----------
+    directory : Path
+        The run directory.
+    digests : mapping
+        The SHA-256 of each file in hexadecimal digits, by its name.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.yaml").write_text("seed: 3")
+    >>> write_sums(folder, {"config.yaml": hashlib.sha256(b"seed: 3").hexdigest()})
+    >>> verify(folder, "config.yaml")
+    """
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    write_atomically(directory / SUMS, text.encode())
+
+
+def read_sums(directory: Path) -> dict[str, str] | None:
+    """Read the checksums of a run directory; ``None`` if it has none.
+
+    Raises
+    ------
+    RunError
+        If the file is damaged.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> read_sums(Path(tempfile.mkdtemp())) is None
+    True
+    """
+    path = directory / SUMS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    found = [_LINE.fullmatch(line) for line in lines]
+    if not lines or not all(found):
+        raise RunError(f"{path} is damaged: it must hold a SHA-256 and the name of a file in each line")
+    return {match[2]: match[1] for match in found if match}
+
+
+def verify(directory: Path, *names: str) -> None:
+    """Compare files with their checksums. A run directory without checksums passes.
+
+    Parameters
+    ----------
+    directory : Path
+        The run directory.
+    *names : str
+        Which files; by default all that have a checksum.
+
+    Raises
+    ------
+    RunError
+        If a file is not what the run wrote, is missing, or has no checksum although others have one.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> write_sums(folder, {"config.yaml": hashlib.sha256(b"seed: 3").hexdigest()})
+    >>> _ = (folder / "config.yaml").write_text("seed: 4")
+    >>> verify(folder)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    equipoise.errors.RunError: .../config.yaml is not what the run wrote: ...
+    """
+    sums = read_sums(directory)
+    if sums is None:
+        return
+    for name in names or sums:
+        path = directory / name
+        if name not in sums:
+            raise RunError(f"{directory / SUMS} has no checksum of {name}; one of the two files was changed")
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise RunError(f"cannot read {path}, which {SUMS} lists: {error.strerror}") from error
+        if found != sums[name]:
+            raise RunError(
+                f"{path} is not what the run wrote: its SHA-256 differs from that in {SUMS}; restore the file, or remove "
+                f"{SUMS} if the change is meant"
+            )
