@@ -107,7 +107,8 @@ class Cohort(Protocol):
 
         A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
         batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
-        client's split batch by batch and adds the answers up.
+        client's split batch by batch and adds the answers up. With :func:`~equipoise.method.finished_by` the client
+        turns the sums into its answer.
 
         Parameters
         ----------

@@ -33,6 +33,7 @@ from equipoise.phases import (
     Phase,
     PlainGradient,
     Value,
+    finished_by,
     personal_loss,
     plain_gradient,
     task_loss,
@@ -69,6 +70,7 @@ __all__ = [
     "carried_over",
     "check_state",
     "combine_checked",
+    "finished_by",
     "held_by",
     "locate",
     "mix",
@@ -219,9 +221,9 @@ class LocalRule(Part):
     interleaved : bool
         Whether phases take turns batch by batch instead of following each other.
     makes_index : bool
-        Whether the trained model makes a client index. Then the rule has a question ``index_sums``,
-        which returns the sums of the feature and of the label indices of samples and their number,
-        and every run leaves the index of all clients.
+        Whether the trained model makes a client index. Then the rule has a question ``own_index``,
+        which returns the ``features`` and the ``labels`` of a client's index, and every run leaves
+        the index of all clients.
     """
 
     makes_index: ClassVar[bool] = False
@@ -229,6 +231,10 @@ class LocalRule(Part):
     receives: tuple[str, ...] = ()
     uploads: tuple[str, ...] = ()
     interleaved: bool = False
+
+    def index_epsilon(self) -> float | None:
+        """Return the ε of the index that the rule makes, if clients add noise to it."""
+        return None
 
     def phases(self) -> Sequence[Phase]:
         """List the phases of local training."""

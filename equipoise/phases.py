@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -181,6 +181,45 @@ class Phase:
         """Return the loss of each batch that a step looks at; steps are counted from 0."""
         batches, losses = self.gradient.batches, self.losses
         return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
+
+
+Question = TypeVar("Question", bound=Callable[..., Any])
+
+
+def finished_by(name: str) -> Callable[[Question], Question]:
+    """Let another method of the same part turn the sums of a question into its answer, on the client.
+
+    So the server receives what that method returns, and not the sums.
+
+    Parameters
+    ----------
+    name : str
+        The method. It takes the sums over all samples of one client, and returns a tensor or a
+        nested structure of tensors.
+
+    Returns
+    -------
+    callable
+        A decorator for questions.
+
+    Examples
+    --------
+    >>> from equipoise.method import LocalRule
+    >>> class Averaging(LocalRule):
+    ...     @finished_by("divided")
+    ...     def mean_image(self, client):
+    ...         return client.sum(client.x), client.sum(torch.ones_like(client.y))
+    ...     def divided(self, sums):
+    ...         return sums[0] / sums[1]
+    >>> Averaging().mean_image.finished_by
+    'divided'
+    """
+
+    def mark(question: Question) -> Question:
+        question.finished_by = name  # type: ignore[attr-defined]
+        return question
+
+    return mark
 
 
 FACT_MODELS = ("first", "received", "trained")

@@ -39,6 +39,8 @@ class Purpose(IntEnum):
     EXTEND = 7
     SERVER = 8
     NOISE = 20
+    NOISE_OF_FIRST = 21
+    NOISE_OF_INDEX = 22
 
 
 @contextmanager

@@ -331,6 +331,7 @@ class StackedCohort:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
+        finish = getattr(answer.__self__, answer.finished_by) if hasattr(answer, "finished_by") else None  # type: ignore[attr-defined]
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -353,7 +354,8 @@ class StackedCohort:
             )
             part = _part_of(chunk, here)
             asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
-            answers.append(sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}"))
+            sums = sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}")
+            answers.append(vmap(finish)(sums) if finish else sums)
         self.messages += len(self.ids)
         sent = 0 if model is None else self._size_sent(model, Layout(local, model))
         self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)

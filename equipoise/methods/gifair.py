@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.checks import one_of
+from equipoise.checks import count, one_of
 from equipoise.client import Finished
+from equipoise.client_index import COMPARED
+from equipoise.clustering import CHOICES, CLUSTERINGS, cluster_points
 from equipoise.errors import InputError
+from equipoise.index_clusters import index_digest, index_points
 from equipoise.method import (
     Aggregation,
     Cohort,
@@ -50,12 +54,24 @@ class Gifair(LocalRule, Aggregation):
     relative : bool
         Whether ``lam`` is a fraction of λ_max.
     fairness : {"group", "individual"}
-        Between the federation's groups, or between clients, each a group of its own.
+        Between the federation's groups, or between clients, each a group of its own. With ``index``,
+        groups are clusters of clients.
     exact : bool
         Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of reporting those of its
         own θ_k.
     personal : bool
         GIFAIR-FL-Per (Algorithm 3): clients keep their θ_k as personal models.
+    index : str, optional
+        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data that name no groups: groups
+        are clusters of the index. Only the server reads it. The notes of a round give the group of each client.
+    compare : {"both", "features", "labels"}
+        Which part of the index is clustered.
+    clusters : int
+        How many groups the index is divided into, or the largest number to choose from.
+    clustering, choice : str
+        How; see :func:`equipoise.clustering.cluster_points`.
+    digest : str, optional
+        The hash of the index in the file. It is filled in, so that a run is not resumed with another index.
     """
 
     lam: float = 0.5
@@ -63,6 +79,12 @@ class Gifair(LocalRule, Aggregation):
     fairness: str = "group"
     exact: bool = False
     personal: bool = False
+    index: str | None = None
+    compare: str = "both"
+    clusters: int = 5
+    clustering: str = "gmm"
+    choice: str = "bic"
+    digest: str | None = None
     lasting = ("loss",)
     ignores_prior = "GIFAIR uses the clients' shares of all samples, whoever takes part"
     needs_everyone = True
@@ -77,6 +99,14 @@ class Gifair(LocalRule, Aggregation):
             raise InputError(
                 "gifair.exact asks for losses of the global model, but gifair.personal ranks those of personal models"
             )
+
+        if self.index is not None and self.fairness != "group":
+            raise InputError("gifair.index makes groups of clients, but gifair.fairness='individual' has none")
+        one_of(self.compare, COMPARED, "gifair.compare")
+        count(self.clusters, "gifair.clusters")
+        one_of(self.clustering, CLUSTERINGS, "gifair.clustering")
+        one_of(self.choice, CHOICES, "gifair.choice")
+        object.__setattr__(self, "digest", index_digest(self.index, self.digest, "gifair"))
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -98,7 +128,7 @@ class Gifair(LocalRule, Aggregation):
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Ask everyone for the loss of the first model, and work out λ/(p_k |A|), which r_k is multiplied with."""
-        groups = everyone.groups if self.fairness == "group" else everyone.ids
+        groups = self._groups(everyone)
         _, group, members = np.unique(groups, return_inverse=True, return_counts=True)
         share = torch.from_numpy(everyone.sizes / everyone.sizes.sum() * members[group])
         largest = float(share.min()) / (len(members) - 1) if len(members) > 1 else float("inf")
@@ -118,6 +148,13 @@ class Gifair(LocalRule, Aggregation):
         }
         return state.with_server(clients=clients)
 
+    def _groups(self, everyone: Cohort) -> NDArray[np.int64]:
+        """Return the group of each client: its cluster, the one in the data, or itself."""
+        if self.index is None:
+            return everyone.groups if self.fairness == "group" else everyone.ids
+        points = index_points(self.index, everyone.ids, self.compare)
+        return cluster_points(points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key)
+
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send θ, and to each client the factor of its steps."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
@@ -131,7 +168,8 @@ class Gifair(LocalRule, Aggregation):
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))
         loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
-        return new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+        new = new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+        return new if self.index is None else new.with_notes(clusters=clients["group"][here])
 
 
 def ordering(losses: Tensor) -> Tensor:

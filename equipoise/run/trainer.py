@@ -464,13 +464,13 @@ class Trainer:
         cohort = self.engine.cohort(self.method, clients, self.state.round)
         while True:
             try:
-                features, labels, counts = cohort.ask("index_sums", model=model)
+                found = cohort.ask("own_index", model=model)
                 break
             except ClientsLost as lost:
                 cohort = cohort.without(lost.ids)
-        means = [(sums.double() / counts.double().unsqueeze(1)).float().cpu() for sums in (features, labels)]
+        features, labels = (found[name].float().cpu() for name in ("features", "labels"))
         made_by = digest({**model, f"frozen {self.engine.network.frozen_digest}": torch.empty(0)})
-        return ClientIndex(cohort.ids, means[0], means[1], made_by)
+        return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""
