@@ -57,6 +57,7 @@ SECTIONS = (
 IGNORED = ("resolved",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_MERGE = "tag:yaml.org,2002:merge"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -600,17 +601,28 @@ class _Reader:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys."""
+    """A YAML loader that refuses duplicate keys; those that come with ``<<`` may be replaced."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # Afterwards, keys that were merged and replaced are there twice.
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            self._refuse_duplicates(node)
+        super().flatten_mapping(node)
+
+    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == _MERGE:
+                continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key_node, yaml.ScalarNode) and key in seen:
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+            seen.add(key)
 
 
 def _override(content: dict[str, Any], override: Override) -> None:
