@@ -30,7 +30,7 @@ from equipoise.method import (
     locate,
 )
 from equipoise.methods import build, register
-from equipoise.models.base import width_of
+from equipoise.models.base import outputs_of, width_of
 from equipoise.privacy import check_release, index_epsilon, noise_sums, released_index
 from equipoise.random import Purpose, choose, choose_by_weight
 from equipoise.tree import PERSONAL, Tree, in_parts
@@ -344,7 +344,7 @@ class Client2Vec(Wrapper):
             z = width_of(model, shape)
             width = z if self.width is None else self.width
             model.add_module(_PROJECTION, nn.Linear(z, width, bias=False))
-            model.add_module(_CLASSIFIER, nn.Linear(width, _outputs(model, z)))
+            model.add_module(_CLASSIFIER, nn.Linear(width, outputs_of(model, z)))
         return model
 
     def phases(self) -> Sequence[Phase]:
@@ -443,13 +443,3 @@ def _moves_features(part: str, prefix: str) -> bool:
     """Say whether a part contains features, of the shared or of the personal model."""
     whole = part == "personal" if prefix else part == "all"
     return whole or in_parts(part, f"{prefix}features")
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, width: int) -> int:
-    """Return how many outputs the head has."""
-    training, like = model.training, next(model.parameters())
-    head: nn.Module = model.eval().head  # type: ignore[assignment]
-    outputs = head(torch.zeros(1, width, dtype=like.dtype)).shape[-1]
-    model.train(training)
-    return int(outputs)
