@@ -106,6 +106,7 @@ class Client:
     positions: Tensor | None = None
     # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
     recorded: Tree | None = field(init=False, default=None)
+    _noted: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
     _level: int = field(init=False, default_factory=transform_level)
 
@@ -113,6 +114,18 @@ class Client:
         """Note the BatchNorm statistics that forward passes leave in ``recorded``, if given, and return the client."""
         object.__setattr__(self, "recorded", recorded)
         return self
+
+    def noting(self, noted: Tree) -> Client:
+        """Keep the task's loss in ``noted`` when it is first computed in a step, and return the client."""
+        object.__setattr__(self, "_noted", noted)
+        return self
+
+    def task_loss_of_step(self) -> Tensor | None:
+        """Return the task's loss of each sample, as far as the method's loss has computed it or the output."""
+        if self._noted is None or "task_loss" in self._noted:
+            return None if self._noted is None else self._noted["task_loss"]
+        output = self._computed.get("output")
+        return None if output is None else self.network.task.loss(output.detach(), self.y)
 
     @property
     def mask(self) -> Tensor | None:
@@ -242,7 +255,10 @@ class Client:
 
     def task_loss(self) -> Tensor:
         """Return the task's loss, sample by sample."""
-        return self.network.task.loss(self.output(), self.y)
+        values = self.network.task.loss(self.output(), self.y)
+        if self._noted is not None and transform_level() == self._level:
+            self._noted.setdefault("task_loss", values.detach())
+        return values
 
     def personal(self) -> Client:
         """Return the same client with its personal parts in place of the shared ones."""
@@ -251,6 +267,8 @@ class Client:
         client = replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
         if "z" in self._computed and not any(in_parts(name, "features") for name in own):
             client._computed["z"] = self._computed["z"]
+        if self._noted is not None:
+            client.noting(self._noted)
         return client if self.recorded is None else client.recording(self.recorded)
 
     def distance_to_received(self) -> Tensor:

@@ -33,7 +33,8 @@ class Updates:
     uploads : dict of Tree
         What the local rule sends besides (see ``LocalRule.uploads``).
     reports : dict of Tensor
-        Per-client numbers, float64 ``[K]``: ``train_loss``, ``steps``, and those the aggregation ``needs``.
+        Per-client numbers, float64 ``[K]``: ``train_loss``, the task's loss on the batches of training; ``method_terms``,
+        what the local rule has added to it, if it has losses of its own; ``steps``; and those the aggregation ``needs``.
     """
 
     params: Tree

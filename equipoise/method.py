@@ -232,6 +232,11 @@ class LocalRule(Part):
     uploads: tuple[str, ...] = ()
     interleaved: bool = False
 
+    @property
+    def adds_terms(self) -> bool:
+        """Whether clients train with more than the task's loss, so that they report ``method_terms`` besides."""
+        return any(phase.adds_terms for phase in self.phases())
+
     def index_epsilon(self) -> float | None:
         """Return the ε of the index that the rule makes, if clients add noise to it."""
         return None

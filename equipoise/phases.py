@@ -32,6 +32,10 @@ def personal_loss(client: Client) -> Tensor:
     return client.personal().task_loss()
 
 
+PLAIN_LOSSES = (task_loss, personal_loss)
+"""Losses that are the task's own, without terms of a method."""
+
+
 Value = Callable[[list[Tensor]], Tensor]
 
 
@@ -176,6 +180,11 @@ class Phase:
     def turns(self) -> int:
         """How many steps it takes until the same losses are used again."""
         return max(1, len(self.losses) // self.gradient.batches)
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether a loss may be more than the task's own."""
+        return any(loss not in PLAIN_LOSSES for loss in self.losses)
 
     def losses_in(self, step: int) -> tuple[Loss, ...]:
         """Return the loss of each batch that a step looks at; steps are counted from 0."""

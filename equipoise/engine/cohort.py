@@ -187,13 +187,13 @@ class StackedCohort:
         reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members)
-        losses, steps = engine.workshop.train(chunk, local, batches, paces)
-        remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
+        trained = engine.workshop.train(chunk, local, batches, paces)
+        remembered, uploads = finish_chunk(chunk, local, trained["steps"], paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= {"train_loss": losses, "steps": steps} | self._reports("after", chunk, members)
+        reports |= trained | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if layout.kept:

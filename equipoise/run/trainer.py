@@ -266,8 +266,12 @@ class Trainer:
             cohorts.append(cohort)
         moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        loss = float((updates.reports["train_loss"] * cohort.prior).sum())
-        row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
+        losses: Row = {
+            name: float((updates.reports[name] * cohort.prior).sum())
+            for name in ("train_loss", "method_terms")
+            if name in updates.reports
+        }
+        row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
         if cohort.left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
         if due:
@@ -289,7 +293,7 @@ class Trainer:
                 save_models(self.directory / LOCAL, self._local_models)
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
-        return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
+        return Progress(number, self.training.rounds, losses["train_loss"], **self.evaluator.latest)
 
     def _only_evaluate(self) -> None:
         # A run that was interrupted after its checkpoint has its metrics already.
@@ -349,7 +353,8 @@ class Trainer:
         """Return the model that was sent to the clients, and their updates."""
         shared, each = self.method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, self.method.local)
-        self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
+        finite = torch.isfinite(updates.reports["train_loss"] + updates.reports.get("method_terms", 0))
+        self._refuse_non_finite(finite, cohort, number, "training loss")
         return shared["model"], updates
 
     def _screen(
@@ -477,7 +482,8 @@ class Trainer:
         number = self.evaluator.selected_round(self.state.round)
         rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
-        results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
+        how: dict[str, Any] = {"metrics": metrics, "federation": self.federation}
+        results, validation = (summarize_rows(rows, task, split=split, **how) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             for measured in (part, *part.get("metrics", {}).values()):
                 if "worst_client_id" in measured:

@@ -8,6 +8,7 @@ import torch
 
 from equipoise import Federation, fairness, tasks, train
 from equipoise.federation import Split
+from equipoise.metrics import Metric
 from equipoise.run.records import client_rows, summarize_rows
 
 TASK = tasks.build("classification")
@@ -134,3 +135,29 @@ def test_a_regression_is_judged_by_its_loss_and_the_worst_client_has_the_largest
     assert seen["worst_client_id"] == max(losses, key=losses.get)
     assert seen["worst_client"] == max(losses.values())
     assert seen["mean"] == pytest.approx(sum(losses.values()) / 4)
+
+
+def test_clients_without_samples_are_counted_and_their_groups_stay():
+    """Client 1, alone in group y, has no test samples; the last client is unseen."""
+    rows = [row(0, 1.0, n=2), row(2, 0.5, n=1), row(3, 0.25, group="z", n=3, unseen=True)]
+    auroc = Metric(function=lambda output, y: None, name="auroc", higher_is_better=True)
+    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients(), metrics=[auroc])["global"]
+    assert (found["seen"]["clients"], found["seen"]["left_out"]) == (2, 1)
+    assert found["seen"]["groups"] == {"x": 0.75, "y": None}
+    assert (found["seen"]["mean_groups"], found["seen"]["worst_group_name"]) == (0.75, "x")
+    named = {"0": "undefined", "2": "undefined", "1": "no samples"}
+    assert (found["seen"]["metrics"]["auroc"]["left_out"], found["seen"]["metrics"]["auroc"]["left_out_clients"]) == (
+        3,
+        named,
+    )
+    assert (found["unseen"]["left_out"], found["unseen"]["groups"]) == (0, {"z": 0.25})
+    without = summarize_rows(rows, tasks.build("classification"))["global"]["seen"]
+    assert (without["left_out"], without["groups"]) == (0, {"x": 0.75})
+
+
+def test_of_local_models_only_clients_that_took_part_are_counted():
+    rows = [row(0, 1.0, model="local"), row(2, 0.5, model="local"), row(1, 0.5, model="local", split="val", group="y")]
+    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    assert found["left_out"] == 1
+    found = summarize_rows(rows[:2], tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    assert found["left_out"] == 0

@@ -152,7 +152,8 @@ def test_clients_without_samples_in_a_split_are_left_out_of_it(method, model):
         assert ["gap" in row for row in final_rows(run, split="val")] == [True, True, False]
     scores = [row["accuracy"] for row in final_rows(run, split="test", unseen=False)]
     seen = run.summary["results"][model]["seen"]
-    assert (seen["clients"], seen["mean"]) == (2, pytest.approx(sum(scores) / 2))
+    assert (seen["clients"], seen["mean"], seen["left_out"]) == (2, pytest.approx(sum(scores) / 2), 1)
+    assert len(seen["groups"]) == len({run.trainer.federation.groups[k] for k in range(3)})
     if unseen:
         apart = run.summary["results"]["global"]["unseen"]
         assert (apart["clients"], apart["worst_client_id"]) == (1, 3)
