@@ -254,6 +254,10 @@ class TorchOptimizer:
         optimizer.step()
 
 
+OPTIMIZER_OPTIONS = tuple(dict.fromkeys([*Sgd.__dataclass_fields__, *Adam.__dataclass_fields__]))
+"""Options of SGD and Adam, which are often looked for one level higher."""
+
+
 def optimizer_named(name: str, **options: Any) -> Optimizer:
     """Build an optimizer by its name in ``torch.optim``, in any case.
 

@@ -141,6 +141,8 @@ class Phase:
         ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
         that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
         :meth:`equipoise.engine.batches.Batches.split`.
+    scheduled : bool
+        Whether the learning rate follows the schedule of the training settings.
 
     Examples
     --------
@@ -155,6 +157,7 @@ class Phase:
     steps: int | None = None
     optimizer: Optimizer | None = None
     batch: str = "next"
+    scheduled: bool = True
 
     def __post_init__(self) -> None:
         """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""

@@ -295,6 +295,13 @@ def test_keys_that_are_merged_may_be_replaced(tmp_path):
     assert (found["c"], found["d"]) == ({"name": "y", "mu": 2}, [changed, changed])
 
 
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "betas"])
+def test_options_of_the_optimizer_are_pointed_to(key):
+    message = rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? Valid: .*training\.rounds"
+    with pytest.raises(InputError, match=message):
+        experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match=r"^cannot read nowhere\.yaml: No such file"):
         load_experiment("nowhere.yaml")

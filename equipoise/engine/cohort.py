@@ -222,7 +222,8 @@ class StackedCohort:
                 )
                 batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
             optimizer = self._optimizer(phase)
-            lr: Column = optimizer.lr * training.schedule.factor(self.round, training.rounds)
+            factor = training.schedule.factor(self.round, training.rounds) if phase.scheduled else 1.0
+            lr: Column = optimizer.lr * factor
             if "step_factor" in chunk.each:
                 lr = lr * chunk.each["step_factor"]
             paces.append(Pace(optimizer, lr, training.clip))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,10 @@ from equipoise.method import (
 from equipoise.methods import register
 from equipoise.tree import PERSONAL, Parts, Tree
 
+log = logging.getLogger("equipoise")
+# A factor that is nearer to one changes little; clients with a smaller share of all samples are few.
+_LITTLE, _FEW = 0.01, 0.01
+
 
 @register("gifair", paper="Yue et al., INFORMS Journal on Data Science 2022", sees=Sees.SCALARS)
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Gifair(LocalRule, Aggregation):
     training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss share one r. The factor scales the
     client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d groups it stays
     positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so
-    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little.
+    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little, and a warning says so
+    before round 1.
 
     The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling (Remark 2). With
     ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients drawn by p_k (Algorithm 2). Clients
@@ -139,6 +145,8 @@ class Gifair(LocalRule, Aggregation):
             )
         # With a single group r is 0, and no λ is too large.
         strength = self.lam * largest if self.relative and len(members) > 1 else self.lam
+        if self.lam and len(members) > 1 and not state.round:
+            _say_if_little_changes(everyone, share, strength, largest, len(members))
         clients = {
             "ids": torch.from_numpy(everyone.ids),
             "group": torch.from_numpy(group),
@@ -170,6 +178,21 @@ class Gifair(LocalRule, Aggregation):
         loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
         new = new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
         return new if self.index is None else new.with_notes(clusters=clients["group"][here])
+
+
+def _say_if_little_changes(everyone: Cohort, share: Tensor, strength: float, largest: float, groups: int) -> None:
+    """Say so if clients with 99 % of all samples have factors within 1 % of one, whatever the losses."""
+    reach = strength * (groups - 1) / share
+    affected = float(everyone.sizes[(reach > _LITTLE).numpy()].sum() / everyone.sizes.sum())
+    if affected <= _FEW:
+        smallest = int(everyone.ids[int(share.argmin())])
+        log.warning(
+            "gifair: lambda_max = %.3g, because of client %d; clients with %.1f %% of all samples have factors within 1 %% "
+            "of one, so this is nearly FedAvg. Groups of more equal size leave more to redistribute.",
+            largest,
+            smallest,
+            100 * (1 - affected),
+        )
 
 
 def ordering(losses: Tensor) -> Tensor:

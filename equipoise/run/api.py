@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -29,6 +30,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method, personal_model
 from equipoise.models.layers import convert
+from equipoise.optimizers import OPTIMIZER_OPTIONS
 from equipoise.run.checkpoint import CHECKPOINT, read_local, refuse_another_version
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
@@ -37,6 +39,7 @@ from equipoise.run.trainer import MakeEngine, Progress, Trainer
 from equipoise.tree import Tree
 
 S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG, SUMMARY, NAMES = "config.yaml", "summary.json", "names.json"
 GLOBAL, PERSONAL, INDEX = "model.safetensors", "personal.safetensors", "client_index.safetensors"
@@ -97,6 +100,23 @@ class Run:
         return _filled(blank, _local(self.trainer.local_models(), _number(client, federation.client_names)))
 
 
+def _names_arguments(function: F) -> F:
+    """Call settings in errors what the caller calls them: ``rounds`` instead of ``training.rounds``."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except InputError as error:
+            said = re.sub(r"\btraining\.(\w+)", lambda found: found[1] if found[1] in given else found[0], str(error))
+            if said == str(error):
+                raise
+            raise InputError(said) from error
+
+    return called  # type: ignore[return-value]
+
+
+@_names_arguments
 def train(
     federation: Federation,
     *,
@@ -518,7 +538,12 @@ def _checked(settings: S | None, kind: type[S], name: str) -> S | None:
 
 def _training(training: Training | None, settings: Mapping[str, Any]) -> Training:
     valid = [field.name for field in dataclasses.fields(Training)]
-    for key in settings:
+    for key, value in settings.items():
+        if key in OPTIMIZER_OPTIONS:
+            raise InputError(
+                f"unknown setting {key!r} in train(); it is an option of the optimizer: "
+                f"optimizer={{'name': 'sgd', {key!r}: {value!r}}}"
+            )
         if key not in valid:
             raise unknown("setting", key, valid, where="train()")
     made = dict(settings)

@@ -329,11 +329,17 @@ class Trainer:
     def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
         """Have the sampler choose, and check what it returns."""
         sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
-        chosen: NDArray[np.int64] = np.sort(sampler.select(self.state, candidates, count))
-        found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
-        if len(chosen) != count or (np.diff(chosen) == 0).any() or (candidates.ids[found] != chosen).any():
+        answer = sampler.select(self.state, candidates, count)
+        chosen: NDArray[np.int64] = np.asarray(answer)
+        fits = chosen.ndim == 1 and len(chosen) == count and np.issubdtype(chosen.dtype, np.integer)
+        if fits:
+            chosen = np.sort(chosen)
+            found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
+            fits = bool((np.diff(chosen) > 0).all() and (candidates.ids[found] == chosen).all())
+        if not fits:
+            shown = chosen.tolist()[:8] if chosen.ndim == 1 else answer
             raise InputError(
-                f"sampler {sampler.name or type(sampler).__name__!r} chose {chosen.tolist()[:8]}; "
+                f"sampler {sampler.name or type(sampler).__name__!r} chose {shown!r}; "
                 f"valid: {count} distinct ids of registered clients"
             )
         return chosen

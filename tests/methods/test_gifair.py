@@ -519,3 +519,22 @@ def test_groups_of_digits_come_closer_than_under_fedavg(seed):
         found[name] = run.summary["results"]["global"]["seen"]
     assert found["gifair"]["sigma_groups"] < 0.75 * found["fedavg"]["sigma_groups"], found
     assert found["gifair"]["mean"] > found["fedavg"]["mean"] - 0.01, found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "says"),
+    [
+        # Client 5 alone is a group with a thousandth of the samples, so λ_max is small for all others.
+        ([300, 300, 200, 199, 1], {}, True),
+        ([300, 300, 200, 199, 1], {"lam": 0.0}, False),
+        ([300, 300, 200, 199, 1], {"fairness": "individual"}, True),
+        ([200, 200, 200, 200, 200], {}, False),
+        ([200, 200, 200, 200, 200], {"lam": 0.009}, True),
+    ],
+)
+def test_it_says_once_when_nothing_is_left_to_redistribute(sizes, options, says, caplog):
+    factors = factors_of([1.0, 2.0, 3.0, 4.0, 5.0], sizes, [0, 0, 1, 1, 2], **options)
+    assert len(caplog.messages) == says
+    if says:
+        assert "nearly FedAvg" in caplog.messages[0]
+        assert np.abs(factors[:4] - 1).max() <= 0.01
