@@ -108,7 +108,7 @@ def _names_arguments(function: F) -> F:
         try:
             return function(*args, **given)
         except InputError as error:
-            said = re.sub(r"\btraining\.(\w+)", lambda found: found[1] if found[1] in given else found[0], str(error))
+            said = re.sub(r"^training\.(\w+)", lambda found: found[1] if found[1] in given else found[0], str(error))
             if said == str(error):
                 raise
             raise InputError(said) from error

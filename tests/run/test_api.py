@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 from equipoise import Evaluation, Federation, Machine, Training, load, train
 from equipoise.data import load as load_data
 from equipoise.errors import InputError, RunError
+from equipoise.method import LocalRule
+from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, optimizer_named
 from equipoise.run.api import _number
@@ -409,7 +412,8 @@ def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
     run = small_run(tmp_path / "run", "local")
     data, rounds = federation(), run.summary["round"]
     rows = [row for row in rows_of(tmp_path / "run") if row["round"] == rounds and row["split"] == "test"]
-    assert [row["client"] for row in rows] == data.seen.tolist()
+    # Clients that were never drawn, and those held out of training, train before they are evaluated.
+    assert [row["client"] for row in rows] == list(range(data.clients))
     for row in rows:
         for module in (load(tmp_path / "run", client=row["client"]), run.model(row["client"])):
             loss, accuracy = measure(module, data, "test", row["client"])
@@ -427,15 +431,24 @@ def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
     assert all(torch.equal(given[name], written[name]) for name in written)
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "local"])
+@dataclass(frozen=True)
+class KeepsHead(LocalRule):
+    """Clients that never took part do not adapt anything."""
+
+    name = "keepshead"
+    keeps = "head"
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "local", build("fedavg", local=KeepsHead())])
 def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
     run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
     taken_part = run.trainer.selected().clients
-    # With the parts others keep, whoever has data can make a model its own; a client alone has nothing to begin with.
+    # Whoever has data can make a model of its own, unless the rule does not say how.
     absent = [client for client in range(run.trainer.federation.clients) if client not in taken_part]
-    assert bool(absent) == (method == "local")
+    assert bool(absent) == (not isinstance(method, str))
     valid = f"valid: client= one of {', '.join(map(str, taken_part))}"
-    for give in (run.model, lambda client=None: load(tmp_path / "run", client)):
+    loaded = [lambda client=None: load(tmp_path / "run", client)] if isinstance(method, str) else []
+    for give in (run.model, *loaded):
         with pytest.raises(InputError, match=f"there is no global model, and clients of this method keep.*{valid}"):
             give()
         for client in absent:

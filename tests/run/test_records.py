@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from equipoise import Federation, fairness, tasks, train
+from equipoise import Evaluation, Federation, fairness, tasks, train
 from equipoise.federation import Split
 from equipoise.metrics import Metric
 from equipoise.run.records import client_rows, summarize_rows
+from tests.run.small import rows_of, small_run
 
 TASK = tasks.build("classification")
 
@@ -161,3 +165,29 @@ def test_of_local_models_only_clients_that_took_part_are_counted():
     assert found["left_out"] == 1
     found = summarize_rows(rows[:2], tasks.build("classification"), federation=four_clients())["local"]["seen"]
     assert found["left_out"] == 0
+
+
+def documented(begin, end):
+    """The entries of the tables between two lines of docs/metrics.md."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.split(begin)[1].split(end)[0].splitlines() if line.startswith("| ")]
+    return {name for cell in cells for name in re.findall(r"`([a-z_.]+)`", cell)}
+
+
+def test_the_documentation_lists_what_runs_leave(tmp_path):
+    evaluation = Evaluation(metrics=["auroc"], local=True, select="best", select_by="auroc")
+    run = small_run(tmp_path / "run", {"name": "scaffold", "guard": "norm"}, evaluation=evaluation, rounds=2)
+    part = run.summary["results"]["global"]["seen"]
+    of_part = documented("as far as there are some", "At its top")
+    assert set(part) == set(fairness.METRICS) | of_part
+    assert set(part["metrics"]["auroc"]) - set(fairness.METRICS) == of_part - {"loss", "metrics"} | {"left_out_clients"}
+    top = documented("At its top", "A row of `metrics.jsonl`")
+    assert set(run.summary) | {"bytes_overhead"} == top | {"results", "validation"}
+    in_rows = {name for found in rows_of(tmp_path / "run") for name in found}
+    columns = documented("A row of `metrics.jsonl`", "A row of `rounds.jsonl`")
+    assert in_rows - {"accuracy", "auroc"} == columns - {"evaluation.metrics"}
+    in_rounds = {name for found in rows_of(tmp_path / "run", "rounds") for name in found}
+    others = {"left_out", "not_evaluated", "bytes_overhead"}
+    assert in_rounds | others == documented("A row of `rounds.jsonl`", "A row of `timings.jsonl`")
+    timed = {name for found in rows_of(tmp_path / "run", "timings") for name in found}
+    assert timed == {"round", "train", "guard", "combine", "evaluate"}
