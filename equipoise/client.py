@@ -121,11 +121,12 @@ class Client:
         return self
 
     def task_loss_of_step(self) -> Tensor | None:
-        """Return the task's loss of each sample, as far as the method's loss has computed it or the output."""
-        if self._noted is None or "task_loss" in self._noted:
-            return None if self._noted is None else self._noted["task_loss"]
-        output = self._computed.get("output")
-        return None if output is None else self.network.task.loss(output.detach(), self.y)
+        """Return the task's loss of each sample, if the method's loss has computed it or the model's output."""
+        if self._noted is None:
+            return None
+        if "task_loss" not in self._noted and "output" in self._computed:
+            self._noted["task_loss"] = self.network.task.loss(self._computed["output"].detach(), self.y)
+        return self._noted.get("task_loss")
 
     @property
     def mask(self) -> Tensor | None:
