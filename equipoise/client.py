@@ -106,6 +106,7 @@ class Client:
     positions: Tensor | None = None
     # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
     recorded: Tree | None = field(init=False, default=None)
+    _noted: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
     _level: int = field(init=False, default_factory=transform_level)
 
@@ -113,6 +114,19 @@ class Client:
         """Note the BatchNorm statistics that forward passes leave in ``recorded``, if given, and return the client."""
         object.__setattr__(self, "recorded", recorded)
         return self
+
+    def noting(self, noted: Tree) -> Client:
+        """Keep the task's loss in ``noted`` when it is first computed in a step, and return the client."""
+        object.__setattr__(self, "_noted", noted)
+        return self
+
+    def task_loss_of_step(self) -> Tensor | None:
+        """Return the task's loss of each sample, if the method's loss has computed it or the model's output."""
+        if self._noted is None:
+            return None
+        if "task_loss" not in self._noted and "output" in self._computed:
+            self._noted["task_loss"] = self.network.task.loss(self._computed["output"].detach(), self.y)
+        return self._noted.get("task_loss")
 
     @property
     def mask(self) -> Tensor | None:
@@ -253,7 +267,10 @@ class Client:
         Tensor
             ``[samples]``.
         """
-        return self.network.task.loss(self.output() if output is None else output, self.y)
+        values = self.network.task.loss(self.output() if output is None else output, self.y)
+        if output is None and self._noted is not None and transform_level() == self._level:
+            self._noted.setdefault("task_loss", values.detach())
+        return values
 
     @property
     def classes(self) -> int:
@@ -277,6 +294,8 @@ class Client:
         client = replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
         if "z" in self._computed and not any(in_parts(name, "features") for name in own):
             client._computed["z"] = self._computed["z"]
+        if self._noted is not None:
+            client.noting(self._noted)
         return client if self.recorded is None else client.recording(self.recorded)
 
     def distance_to_received(self) -> Tensor:

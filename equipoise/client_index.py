@@ -39,6 +39,8 @@ class ClientIndex:
         β_l, ``[clients, width]``: which labels it has. The width may be another one.
     made_by : str
         A hash of what made the index, for the record.
+    epsilon : float, optional
+        The ε of the noise that clients have added to their rows, if they have.
 
     Examples
     --------
@@ -51,6 +53,7 @@ class ClientIndex:
     features: Tensor
     labels: Tensor
     made_by: str = ""
+    epsilon: float | None = None
 
     def __post_init__(self) -> None:
         """Check the shapes and values, and sort the rows."""
@@ -92,7 +95,7 @@ class ClientIndex:
                 f"it has {len(self.ids)} clients, from {int(self.ids[0])} to {int(self.ids[-1])}"
             )
         where = torch.from_numpy(rows)
-        return ClientIndex(np.asarray(ids), self.features[where], self.labels[where], self.made_by)
+        return ClientIndex(np.asarray(ids), self.features[where], self.labels[where], self.made_by, self.epsilon)
 
     def digest(self) -> str:
         """Return a hash of ids, vectors and what made them."""
@@ -123,7 +126,10 @@ class ClientIndex:
         >>> ClientIndex.read(path).made_by
         'abc'
         """
-        save_tensors(Path(path), self._tensors(), {"kind": _KIND, "made_by": self.made_by})
+        note: dict[str, Any] = {"kind": _KIND, "made_by": self.made_by}
+        if self.epsilon is not None:
+            note["epsilon"] = self.epsilon
+        save_tensors(Path(path), self._tensors(), note)
 
     @classmethod
     def read(cls, path: str | Path) -> ClientIndex:
@@ -134,7 +140,7 @@ class ClientIndex:
             raise InputError(f"{path} is no client index: {error}") from error
         if note.get("kind") != _KIND or set(tensors) != {"ids", "features", "labels"}:
             raise InputError(f"{path} is no client index: it has {', '.join(sorted(tensors))}")
-        return cls(tensors["ids"].numpy(), tensors["features"], tensors["labels"], note["made_by"])
+        return cls(tensors["ids"].numpy(), tensors["features"], tensors["labels"], note["made_by"], note.get("epsilon"))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"ids": torch.from_numpy(self.ids), "features": self.features, "labels": self.labels}

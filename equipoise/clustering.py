@@ -254,6 +254,35 @@ def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gm
     return max(numbers, key=lambda number: (round(_stability(scaled, number, kind, key), 6), number))
 
 
+def cluster_points(points: Floats, number: int, *, kind: str = "gmm", choice: str = "fixed", key: int = 0) -> Labels:
+    """Divide points into clusters, whose number is fixed or chosen.
+
+    Parameters
+    ----------
+    points : float array of shape [n, d]
+        One row a client.
+    number : int
+        How many clusters, or the most to choose from.
+    kind, key
+        As in :func:`cluster`.
+    choice : {"fixed", "bic", "stability"}
+        As in :func:`choose_number`.
+
+    Returns
+    -------
+    int array
+        The cluster of each point.
+
+    Examples
+    --------
+    >>> cluster_points(np.array([[0.0], [0.1], [5.0], [5.1]]), 2).tolist()
+    [0, 0, 1, 1]
+    """
+    if choice != "fixed":
+        number = choose_number(points, number, by=choice, kind=kind, key=key)
+    return cluster(points, number, kind=kind, key=key)
+
+
 def _bic(points: Floats, labels: Labels) -> float:
     """Return −2 log L + k log n of a mixture with these clusters and a single variance.
 

@@ -35,7 +35,7 @@ from equipoise.imports import file_of, import_own
 from equipoise.losses import LOSSES, loss_from
 from equipoise.method import Method
 from equipoise.metrics import Metric, several_from
-from equipoise.optimizers import Adam, Schedule, Sgd
+from equipoise.optimizers import OPTIMIZER_OPTIONS, Adam, Schedule, Sgd
 from equipoise.run.api import Run, train
 from equipoise.run.callbacks import Callback
 from equipoise.run.evaluation import Evaluation
@@ -658,7 +658,14 @@ class _Reader:
             if key not in types:
                 if not types:
                     raise InputError(f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options here")
-                raise unknown("key", inner, [f"{path}.{name}" for name in types], where=self.origins.of(inner))
+                valid = [f"{path}.{name}" for name in types]
+                if path == "training" and key in OPTIMIZER_OPTIONS:
+                    meant = f"{path}.optimizer.{key}"
+                    raise InputError(
+                        f"unknown key {inner!r} in {self.origins.of(inner)}; did you mean {meant!r}? Valid: "
+                        f"{', '.join(sorted([*valid, meant]))}"
+                    )
+                raise unknown("key", inner, valid, where=self.origins.of(inner))
             checked[key] = special[key](value, inner) if key in special else self.value(value, types[key], inner)
         return checked
 

@@ -23,12 +23,13 @@ LONGEST_NUMBER = 64
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, merge keys, and documents beyond the limits of this module."""
+    """A YAML loader that refuses duplicate keys, and documents beyond the limits of this module."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = 0
         self._found = 0
+        self._flattened: set[int] = set()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a value, counting how many there are and how deep they are nested."""
@@ -76,18 +77,23 @@ class Loader(yaml.SafeLoader):
         except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
             raise self._refused(f"{printable(str(node.value), 60)!r} has no value ({error})", node) from error
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Make a mapping whose keys all differ."""
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Write merge keys (``<<``) out. A key that is written twice is refused; a merged one may be replaced."""
+        # Afterwards, keys that were merged and replaced are there twice.
+        if id(node) not in self._flattened:
+            self._flattened.add(id(node))
+            self._refuse_duplicates(node)
+        super().flatten_mapping(node)
+
+    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         seen = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                raise self._refused("merge keys (<<) are not supported; write the keys out", key_node)
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key_node, yaml.ScalarNode):
-                if key in seen:
-                    raise self._refused(f"the key {key!r} comes twice", key_node)
-                seen.add(key)
-        return super().construct_mapping(node, deep)
+            if key in seen:
+                raise self._refused(f"the key {key!r} comes twice", key_node)
+            seen.add(key)
 
     def bounded_number(self, node: yaml.ScalarNode) -> Any:
         """Make a number that has no more digits than a number needs."""

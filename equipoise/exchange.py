@@ -33,7 +33,8 @@ class Updates:
     uploads : dict of Tree
         What the local rule sends besides (see ``LocalRule.uploads``).
     reports : dict of Tensor
-        Per-client numbers, float64 ``[K]``: ``train_loss``, ``steps``, and those the aggregation ``needs``.
+        Per-client numbers, float64 ``[K]``: ``train_loss``, the task's loss on the batches of training; ``method_terms``,
+        what the local rule has added to it, if it has losses of its own; ``steps``; and those the aggregation ``needs``.
     """
 
     params: Tree
@@ -110,7 +111,8 @@ class Cohort(Protocol):
 
         A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
         batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
-        client's split batch by batch and adds the answers up.
+        client's split batch by batch and adds the answers up. With :func:`~equipoise.method.finished_by` the client
+        turns the sums into its answer.
 
         Parameters
         ----------

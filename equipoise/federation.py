@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -274,8 +275,11 @@ class Federation:
         """
         samples: Tensor | Samples = x if isinstance(x, Samples) else tensor_of(x, "x")
         targets = tasks.build(task).targets(tensor_of(y, "y"))
+        if classes is None and tasks.build(task).labels:
+            _warn_of_skipped_labels(targets, name)
         refuse_missing_ids(clients)
         ids, holders = _number(clients)
+        _warn_of_missing_names("clients", ids, name)
         if len(holders) != len(samples):
             raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
         names = _names(ids)
@@ -285,6 +289,7 @@ class Federation:
         for what, named in (("groups: ", groups or ()), ("unseen ", held_out)):
             if strays := sorted(set(named) - set(ids), key=str):
                 raise InputError(f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
+        _warn_of_missing_names("groups", (groups or {}).values(), name)
         group_names, group_of = _number(["all"] * len(ids) if groups is None else [groups[client] for client in ids])
         held = Split(np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids))))
         described = attributes_from(attributes, len(samples), f"federation {name!r}")
@@ -797,6 +802,31 @@ def _shuffle_keys(keys: Sequence[str], holders: Ints, place: Ints, seed: int) ->
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+# How missing values are called, as they are and written as text.
+_MISSING = ("None", "nan", "NaN", "<NA>", "NaT")
+
+
+def _warn_of_missing_names(what: str, names: Iterable[Any], federation: str) -> None:
+    """Warn of clients or groups that are probably missing values."""
+    missing = [name for name in names if str(name) in _MISSING]
+    if missing:
+        warnings.warn(
+            f"{what} of {federation!r} has {len(missing)} named {missing[0]!r}, which is usually a missing value; drop "
+            f"these samples, or name their {what} otherwise",
+            stacklevel=3,
+        )
+
+
+def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
+    """Warn of labels that begin above 0, because the model gets outputs for the classes below."""
+    if labels.dim() == 1 and len(labels) and (first := int(labels.min())) > 0:
+        warnings.warn(
+            f"labels of {federation!r} go from {first} to {int(labels.max())}, so there are no samples of class 0; "
+            f"subtract {first} from them, or give the number of classes if this is intended",
+            stacklevel=3,
+        )
 
 
 def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[Any], Ints]:

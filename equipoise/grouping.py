@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from equipoise.checks import count, flag, one_of
+from equipoise.client_index import COMPARED
 from equipoise.clustering import (
     CHOICES,
     CLUSTERINGS,
     Labels,
     centres_of,
-    choose_number,
-    cluster,
+    cluster_points,
     mixture_shares,
     nearest,
     numbered,
 )
+from equipoise.index_clusters import index_digest, index_points
 from equipoise.method import Aggregation, Cohort, State, locate
 from equipoise.solvers import Floats
 from equipoise.tree import Tree
@@ -36,6 +37,11 @@ class Grouping(Aggregation):
     its last centre, so that it can be given again. With fewer clients than T', every client is a
     cluster of its own. A representation that is not finite is ignored: the client's last one stays.
 
+    With a client index, clusters are known before round 1: those of the index. The server asks all
+    clients for their representations under the initial model, so that it knows the centres of these
+    clusters. From round 1 on, clients are clustered by what they send, as without an index, and those
+    that have not taken part yet keep the cluster of their index.
+
     Parameters
     ----------
     clusters : int
@@ -48,12 +54,23 @@ class Grouping(Aggregation):
     soft : bool
         Whether clients with data of several types belong to several clusters; see
         :func:`equipoise.clustering.mixture_shares`.
+    index : str, optional
+        The file of a client index (:class:`~equipoise.client_index.ClientIndex`). Only the server
+        reads it.
+    compare : {"both", "features", "labels"}
+        Which part of the index is clustered.
+    digest : str, optional
+        The hash of the index in the file. It is filled in, so that a run is not resumed with
+        another index.
     """
 
     clusters: int = 5
     clustering: str = "gmm"
     choice: str = "fixed"
     soft: bool = False
+    index: str | None = None
+    compare: str = "both"
+    digest: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown values."""
@@ -61,6 +78,29 @@ class Grouping(Aggregation):
         one_of(self.clustering, CLUSTERINGS, f"{self.name}.clustering")
         one_of(self.choice, CHOICES, f"{self.name}.choice")
         flag(self.soft, f"{self.name}.soft")
+        one_of(self.compare, COMPARED, f"{self.name}.compare")
+        object.__setattr__(self, "digest", index_digest(self.index, self.digest, self.name))
+
+    @property
+    def needs_everyone(self) -> bool:  # type: ignore[override]
+        """Clients have a cluster before round 1 if there is an index."""
+        return self.index is not None
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Cluster all clients by their index, and ask for the representations that centres are made of."""
+        if self.index is None:
+            return state
+        representations = everyone.ask("first_representation", model=state.model)["h"]
+        return self.grouped(state, representations, everyone, self._by_index(everyone))
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Leave clients that join without a cluster until they send a representation."""
+        return state
+
+    def _by_index(self, everyone: Cohort) -> Labels:
+        """Return the clusters of the client index."""
+        points = index_points(str(self.index), everyone.ids, self.compare)
+        return cluster_points(points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send H to all, and to each client the place of its cluster in H, or its shares."""
@@ -75,17 +115,21 @@ class Grouping(Aggregation):
         each = {"membership": own.to(like.dtype)} if self.soft else {"cluster": place}
         return {"model": state.model, "centres": {"h": centres.to(like)}}, each
 
-    def grouped(self, state: State, points: Tensor, cohort: Cohort) -> State:
-        """Return the state with the cohort's new representations, clusters and centres, and notes."""
+    def grouped(self, state: State, points: Tensor, cohort: Cohort, labels: Labels | None = None) -> State:
+        """Return the state with the cohort's new representations, clusters and centres, and notes.
+
+        Before round 1 clusters may be given, one label for each client of the cohort.
+        """
         ids, vectors, shares = _known(state, cohort, points, self.clusters)
         if not len(ids):
             return self.noted(state, cohort)
         before = state.server.get("clusters", {"h": torch.full((self.clusters, vectors.shape[1]), torch.nan)})
         last = before["h"].double().cpu().numpy()
-        number = self.clusters
-        if self.choice != "fixed":
-            number = choose_number(vectors, self.clusters, by=self.choice, kind=self.clustering, key=cohort.key)
-        labels = numbered(cluster(vectors, number, kind=self.clustering, key=cohort.key), vectors, last)
+        if labels is None:
+            found = cluster_points(vectors, self.clusters, kind=self.clustering, choice=self.choice, key=cohort.key)
+            labels = numbered(found, vectors, last)
+        else:
+            labels = labels[np.isin(cohort.ids, ids)]
         here = np.isin(ids, cohort.ids)
         shares[here] = np.eye(self.clusters)[labels[here]]
         centres = centres_of(vectors, shares)

@@ -34,6 +34,7 @@ from equipoise.phases import (
     PlainGradient,
     Value,
     class_counts,
+    finished_by,
     personal_loss,
     plain_gradient,
     task_loss,
@@ -71,6 +72,7 @@ __all__ = [
     "check_state",
     "class_counts",
     "combine_checked",
+    "finished_by",
     "held_by",
     "locate",
     "mix",
@@ -223,9 +225,9 @@ class LocalRule(Part):
     proximal : float
         The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, with wᵗ the received model; FedNova uses it.
     makes_index : bool
-        Whether the trained model makes a client index. Then the rule has a question ``index_sums``,
-        which returns the sums of the feature and of the label indices of samples and their number,
-        and every run leaves the index of all clients.
+        Whether the trained model makes a client index. Then the rule has a question ``own_index``,
+        which returns the ``features`` and the ``labels`` of a client's index, and every run leaves
+        the index of all clients.
     """
 
     makes_index: ClassVar[bool] = False
@@ -234,6 +236,15 @@ class LocalRule(Part):
     uploads: tuple[str, ...] = ()
     interleaved: bool = False
     proximal: float = 0.0
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether clients train with more than the task's loss, so that they report ``method_terms`` besides."""
+        return any(phase.adds_terms for phase in self.phases())
+
+    def index_epsilon(self) -> float | None:
+        """Return the ε of the index that the rule makes, if clients add noise to it."""
+        return None
 
     def phases(self) -> Sequence[Phase]:
         """List the phases of local training."""

@@ -117,20 +117,18 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
             [0.7500]])]
     """
     if isinstance(lr, Tensor):
-        return list(torch._foreach_sub(params, _scaled(directions, lr)))
+        columns = _columns(lr, directions)
+        return [torch.addcmul(p, d, c, value=-1) for p, d, c in zip(params, directions, columns, strict=True)]
     return list(torch._foreach_add(params, directions, alpha=-lr))
 
 
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Do what :func:`descended` does, in place."""
     if isinstance(lr, Tensor):
-        torch._foreach_sub_(params, _scaled(directions, lr))
+        for param, direction, column in zip(params, directions, _columns(lr, directions), strict=True):
+            param.addcmul_(direction, column, value=-1)
     else:
         torch._foreach_add_(params, directions, alpha=-lr)
-
-
-def _scaled(directions: list[Tensor], lr: Tensor) -> list[Tensor]:
-    return [d * column for d, column in zip(directions, _columns(lr, directions), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +178,22 @@ class Sgd:
             raise InputError("optimizer.nesterov needs a momentum above 0 and dampening 0")
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
-        """Make room for the momentum, if there is any."""
-        return {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
+        """Make room for the momentum, if there is any, and on a CPU for gradients with weight decay."""
+        state = {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
+        if self.weight_decay and all(tensor.device.type == "cpu" for tensor in params):
+            # New memory in every step takes longer than the addition: the system hands it out page by page.
+            state["decayed"] = [torch.zeros_like(tensor) for tensor in params]
+        return state
 
     def step(
         self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
     ) -> None:
         """Make one step."""
-        if self.weight_decay:
+        if "decayed" in state:
+            for room, gradient, param in zip(state["decayed"], gradients, params, strict=True):
+                torch.add(gradient, param, alpha=self.weight_decay, out=room)
+            gradients = state["decayed"]
+        elif self.weight_decay:
             gradients = list(torch._foreach_add(gradients, params, alpha=self.weight_decay))
         if self.momentum:
             velocity = state["momentum"]
@@ -312,6 +318,10 @@ class TorchOptimizer:
         for leaf, gradient in zip(state["leaves"], gradients, strict=True):
             leaf.grad = gradient
         optimizer.step()
+
+
+OPTIMIZER_OPTIONS = tuple(dict.fromkeys([*Sgd.__dataclass_fields__, *Adam.__dataclass_fields__]))
+"""Options of SGD and Adam, which are often looked for one level higher."""
 
 
 def optimizer_named(name: str, **options: Any) -> Optimizer:

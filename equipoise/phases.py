@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ def task_loss(client: Client) -> Tensor:
 def personal_loss(client: Client) -> Tensor:
     """Return the task's own loss of the client's personal model, sample by sample."""
     return client.personal().task_loss()
+
+
+PLAIN_LOSSES = (task_loss, personal_loss)
+"""Losses that are the task's own, without terms of a method."""
 
 
 Value = Callable[[list[Tensor]], Tensor]
@@ -136,6 +140,8 @@ class Phase:
         ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
         that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
         :meth:`equipoise.engine.batches.Batches.split`.
+    scheduled : bool
+        Whether the learning rate follows the schedule of the training settings.
 
     Examples
     --------
@@ -150,6 +156,7 @@ class Phase:
     steps: int | None = None
     optimizer: Optimizer | None = None
     batch: str = "next"
+    scheduled: bool = True
 
     def __post_init__(self) -> None:
         """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""
@@ -180,6 +187,11 @@ class Phase:
     def turns(self) -> int:
         """How many steps it takes until the same losses are used again."""
         return max(1, len(self.losses) // self.gradient.batches)
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether a loss may be more than the task's own."""
+        return any(loss not in PLAIN_LOSSES for loss in self.losses)
 
     def losses_in(self, step: int) -> tuple[Loss, ...]:
         """Return the loss of each batch that a step looks at; steps are counted from 0."""
@@ -220,6 +232,45 @@ def _class_counts(client: Client) -> Tree:
             torch.ones_like(client.y, dtype=client.network.dtype), client.y, client.classes, client.mask
         )
     }
+
+
+Question = TypeVar("Question", bound=Callable[..., Any])
+
+
+def finished_by(name: str) -> Callable[[Question], Question]:
+    """Let another method of the same part turn the sums of a question into its answer, on the client.
+
+    So the server receives what that method returns, and not the sums.
+
+    Parameters
+    ----------
+    name : str
+        The method. It takes the sums over all samples of one client, and returns a tensor or a
+        nested structure of tensors.
+
+    Returns
+    -------
+    callable
+        A decorator for questions.
+
+    Examples
+    --------
+    >>> from equipoise.method import LocalRule
+    >>> class Averaging(LocalRule):
+    ...     @finished_by("divided")
+    ...     def mean_image(self, client):
+    ...         return client.sum(client.x), client.sum(torch.ones_like(client.y))
+    ...     def divided(self, sums):
+    ...         return sums[0] / sums[1]
+    >>> Averaging().mean_image.finished_by
+    'divided'
+    """
+
+    def mark(question: Question) -> Question:
+        question.finished_by = name  # type: ignore[attr-defined]
+        return question
+
+    return mark
 
 
 FACT_MODELS = ("first", "received", "trained")

@@ -40,6 +40,8 @@ class Purpose(IntEnum):
     SERVER = 8
     WORK = 9
     NOISE = 20
+    NOISE_OF_FIRST = 21
+    NOISE_OF_INDEX = 22
 
 
 @contextmanager

@@ -131,6 +131,10 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Whether the trained model makes a client index."""
         return self.host.local.makes_index
 
+    def index_epsilon(self) -> float | None:
+        """Return the ε of the index, if clients add noise to it."""
+        return self.host.local.index_epsilon()
+
     @property
     def keeps(self) -> Parts:  # type: ignore[override]
         """Parts that stay with the client."""

@@ -51,6 +51,11 @@ def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="fl
     return played
 
 
+def minimised(reports):
+    """The whole loss of each client: the task's, and what the method adds."""
+    return reports["train_loss"] + reports["method_terms"]
+
+
 def engine_run(module, federation, cohorts, *, chunk, method="fedavg", **how):
     """Play one round a cohort of a method given by name, and return the last global model."""
     return play(build(method), federation, module, cohorts, chunk=chunk, **how).model

@@ -22,7 +22,7 @@ from equipoise.optimizers import Sgd
 from equipoise.tree import select
 from tests.engine.federations import images
 from tests.own_rules import Projected
-from tests.rounds import play
+from tests.rounds import minimised, play
 
 SIZES = [9, 6, 4]
 CHUNKS = pytest.mark.parametrize("chunk", [1, 3])
@@ -74,7 +74,7 @@ def test_the_stem_is_applied_once_and_layers_have_names():
     cohort = engine.cohort(method, np.arange(3), 0)
     updates = cohort.train({"model": engine.network.initial()}, {}, method.local)
     assert passed == SIZES
-    for client, found in enumerate(updates.reports["train_loss"].tolist()):
+    for client, found in enumerate(minimised(updates.reports).tolist()):
         x, y = held(client)
         scores, layer = module(x), features[0](x.flatten(1))
         wanted = F.cross_entropy(scores, y) + F.cross_entropy(scores + 1, y) + layer.mean()
@@ -98,7 +98,7 @@ def losses(module):
 
 
 def reported(played):
-    return played.updates[0].reports["train_loss"].tolist()
+    return minimised(played.updates[0].reports).tolist()
 
 
 def assert_statistics_unchanged(played):
@@ -366,7 +366,7 @@ def test_the_round_counts_those_finished(chunk):
     cohorts = [[0, 1, 2], [1], [0, 2]]
     played = play(method, images(sizes=SIZES), normalised().eval(), cohorts, chunk=chunk, **STILL)
     for round_, updates in enumerate(played.updates):
-        assert ((updates.reports["train_loss"] / 100).floor() == round_).all()
+        assert ((minimised(updates.reports) / 100).floor() == round_).all()
 
 
 @CHUNKS

@@ -272,6 +272,7 @@ def test_errors_of_training_name_what_was_set_for_them_or_the_file():
     ("content", "message"),
     [
         (b"seed: 1\nseed: 2\n", "the key 'seed' comes twice"),
+        (b"data: &a {name: digits}\nmethod: {<<: *a, name: fedavg, name: fedprox}", "the key 'name' comes twice"),
         (b"data: {name: digits, name: digits}", "the key 'name' comes twice"),
         (b"seed: [1", "is not valid YAML"),
         (b"\xff\xfe\xff", "is not valid YAML"),
@@ -286,6 +287,22 @@ def test_broken_files_are_refused(tmp_path, content, message):
         load_experiment(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_are_merged_may_be_replaced(tmp_path):
+    content = "a: &a {name: x, mu: 1}\nb: &b {<<: *a, mu: 2}\nc: {<<: *b, name: y}\nd: [*b, {<<: *b}]\n"
+    (tmp_path / "merged.yaml").write_text(content)
+    found = read_yaml(tmp_path / "merged.yaml")
+    changed = {"name": "x", "mu": 2}
+    assert (found["a"], found["b"]) == ({"name": "x", "mu": 1}, changed)
+    assert (found["c"], found["d"]) == ({"name": "y", "mu": 2}, [changed, changed])
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "betas"])
+def test_options_of_the_optimizer_are_pointed_to(key):
+    message = rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? Valid: .*training\.rounds"
+    with pytest.raises(InputError, match=message):
+        experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
 
 
 def test_a_missing_file_is_named():

@@ -25,7 +25,10 @@ HARMFUL = {
     "recursive document": ("&a\ndata: digits\nmodel: *a", "an alias refers to a value that contains it"),
     "deep lists": ("data: " + "[" * 5000 + "]" * 5000, "values are nested more than 40 deep"),
     "deep mappings": ("\n".join(" " * depth + "a:" for depth in range(500)), "values are nested more than 40 deep"),
-    "merge key": ("data: digits\ntraining: {<<: {rounds: 2}}", "merge keys (<<) are not supported; write the keys out"),
+    "a key beside a merge key twice": (
+        "data: digits\ntraining: {<<: {rounds: 2}, epochs: 1, epochs: 2}",
+        "the key 'epochs' comes twice",
+    ),
     "digits": ("data: digits\nseed: " + "9" * 5000, "a number has 5000 digits; at most 64 are read"),
     "hexadecimal digits": ("data: digits\nseed: 0x" + "f" * 5000, "a number has 5002 digits"),
     "sexagesimal digits": ("data: digits\nseed: " + "1:" * 100_000 + "1", "a number has 200001 digits"),

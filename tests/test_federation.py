@@ -483,3 +483,36 @@ def test_a_federation_is_printed_as_one_short_line() -> None:
     )
     many = small(group_names=tuple("abcdefghijkl"), y=torch.arange(7.0), task="regression", classes=None)
     assert "regression; 2 clients in 12 groups (a, b, c, d, e, f, g, h, …); 7 samples" in repr(many)
+
+
+# ---- what is probably a mistake --------------------------------------------------------------------------------------
+
+
+def test_labels_that_skip_0_are_warned_of():
+    x, y = np.zeros((6, 2)), np.array([1, 2, 3] * 2)
+    with pytest.warns(
+        UserWarning, match="labels of 'mine' go from 1 to 3, so there are no samples of class 0; subtract 1"
+    ):
+        federation = Federation.from_arrays(x, y, clients=[0] * 6, name="mine")
+    assert federation.classes == 4
+    # No warning where the number of classes is given, or where targets are no labels.
+    Federation.from_arrays(x, y, clients=[0] * 6, classes=4)
+    Federation.from_arrays(x, y.astype(float), clients=[0] * 6, task="regression")
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), "nan", "None"])
+def test_clients_and_groups_named_like_missing_values_are_warned_of(missing):
+    x, y = np.zeros((6, 2)), np.array([0, 1] * 3)
+    clients = ["a"] * 3 + [missing] * 3
+    if isinstance(missing, str):
+        with pytest.warns(UserWarning, match=r"clients of 'mine' has 1 named '(None|nan)', which is usually a missing"):
+            Federation.from_arrays(x, y, clients=clients, name="mine")
+    else:
+        with pytest.raises(InputError, match=r"clients: sample 3 has no client \((None|nan)\)"):
+            Federation.from_arrays(x, y, clients=clients, name="mine")
+    groups = {"a": "north", "b": missing}
+    with pytest.warns(
+        UserWarning, match=r"groups of 'mine' has 1 named .*(None|nan)'?, which is usually a missing value"
+    ):
+        federation = Federation.from_arrays(x, y, clients=["a"] * 3 + ["b"] * 3, groups=groups, name="mine")
+    assert federation.group_names == ("north", str(missing))

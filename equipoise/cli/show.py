@@ -356,6 +356,7 @@ def index_document(index: ClientIndex, federation: Federation, picture: Path | N
         "clients": index.ids.tolist(),
         "made_by": index.made_by,
         "digest": index.digest(),
+        "epsilon": index.epsilon,
         "group_names": [federation.group_names[group] for group in sorted(set(groups.tolist()))],
         "similarity": {
             compare: {key: plain(value) for key, value in found.items()} for compare, found in compared.items()

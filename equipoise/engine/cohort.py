@@ -197,13 +197,13 @@ class StackedCohort:
         reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members, work)
-        losses, steps = engine.workshop.train(chunk, local, batches, paces)
-        remembered, uploads = finish_chunk(chunk, local, steps, paces[0].lr)
+        trained = engine.workshop.train(chunk, local, batches, paces)
+        remembered, uploads = finish_chunk(chunk, local, trained["steps"], paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= {"train_loss": losses, "steps": steps} | self._reports("after", chunk, members)
+        reports |= trained | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
             reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
         if "gradient_weight" in self.wanted_reports:
@@ -243,7 +243,8 @@ class StackedCohort:
                 )
                 batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
             optimizer = self._optimizer(phase)
-            lr: Column = optimizer.lr * training.schedule.factor(self.round, training.rounds)
+            factor = training.schedule.factor(self.round, training.rounds) if phase.scheduled else 1.0
+            lr: Column = optimizer.lr * factor
             if "step_factor" in chunk.each:
                 lr = lr * chunk.each["step_factor"]
             paces.append(Pace(optimizer, lr, training.clip))
@@ -352,6 +353,7 @@ class StackedCohort:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
+        finish = getattr(answer.__self__, answer.finished_by) if hasattr(answer, "finished_by") else None  # type: ignore[attr-defined]
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -374,7 +376,8 @@ class StackedCohort:
             )
             part = _part_of(chunk, here)
             asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
-            answers.append(sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}"))
+            sums = sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}")
+            answers.append(vmap(finish)(sums) if finish else sums)
         self.messages += len(self.ids)
         sent = 0 if model is None else self._size_sent(model, Layout(local, model))
         self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)

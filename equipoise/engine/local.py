@@ -32,7 +32,7 @@ from equipoise.engine.replay import Replay
 from equipoise.engine.stack import first_rows, in_plain_words, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
-from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Value
+from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Reports, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Count, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
@@ -121,6 +121,8 @@ class PhaseRun:
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
+        # The task's part of the losses, where a method adds something to it.
+        self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
         self._active = 0
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
@@ -138,6 +140,7 @@ class PhaseRun:
         self._counts = torch.from_numpy(batches.counts).to(self.losses)
         self._numbers = torch.arange(1, int(batches.steps[0]) + 1).to(self.losses)
         self.losses.zero_()
+        self.task_losses.zero_()
         if self.pace.optimizer.stacked:
             for tensors in self.state.values():
                 for tensor in tensors:
@@ -191,6 +194,8 @@ class PhaseRun:
         """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
+        # By where losses are in memory: a gradient rule returns those of one of its looks at a batch.
+        self._of_task: dict[int, tuple[Tensor, Tensor]] = {}
         each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
         losses_used = self.phase.losses_in(step)
         values = [self._value(batch, loss, recorded) for batch, loss in zip(each_batch, losses_used, strict=True)]
@@ -206,6 +211,10 @@ class PhaseRun:
                 self._fixed_rows[name].copy_(new.detach())
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
             self.losses[:active] += losses.double() * samples
+            if self.phase.adds_terms:
+                _, of_task = self._of_task.get(losses.data_ptr(), (losses, losses))
+                self.task_losses[:active] += of_task.double() * samples
+            self._of_task.clear()
 
     def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
         """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
@@ -222,7 +231,9 @@ class PhaseRun:
         def value(moving: list[Tensor]) -> Tensor:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
             with in_plain_words(f"the loss {_named(loss)}"):
-                losses, buffers = of_all(moving, *given)
+                losses, of_task, buffers = of_all(moving, *given)
+            # Losses are kept, so that no others of the step take their place in memory.
+            self._of_task |= {losses.data_ptr(): (losses, values) for values in of_task.values()}
             # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
             if not recorded:
                 recorded.update(buffers)
@@ -243,8 +254,8 @@ class PhaseRun:
         memory: dict[str, Tree],
         seen: Tensor,
         key: Tensor,
-    ) -> tuple[Tensor, Tree]:
-        """Return one client's mean loss and the BatchNorm statistics its forward pass leaves."""
+    ) -> tuple[Tensor, Tree, Tree]:
+        """Return one client's mean loss, that of the task if it is another, and the BatchNorm statistics."""
         client = Client(
             network=self.chunk.network,
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
@@ -259,14 +270,18 @@ class PhaseRun:
             moving=self.moving,
         )
         recorded: Tree = {}
-        values = loss(client.recording(recorded))
+        client.recording(recorded)
+        values = loss(client.noting({}) if self.phase.adds_terms else client)
         if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
             what = f"values of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
             raise InputError(
                 f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a sample, of shape "
                 f"({len(y)},), so that padding can be left out"
             )
-        return masked_mean(values, mask), {n: value for n, value in recorded.items() if n in self.moving_buffers}
+        task_loss = client.task_loss_of_step()
+        of_task = {} if task_loss is None else {"task_loss": masked_mean(task_loss, mask)}
+        buffers = {n: value for n, value in recorded.items() if n in self.moving_buffers}
+        return masked_mean(values, mask), of_task, buffers
 
     def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Change the images of a batch, and their masks where pixels move."""
@@ -317,13 +332,14 @@ class LocalTraining:
         self.chunk, self.rule, self.paces, self.frozen = chunk, rule, paces, frozen
         self.runs = [PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)]
 
-    def run(self, batches: Sequence[Batches]) -> tuple[Tensor, Tensor]:
+    def run(self, batches: Sequence[Batches]) -> Reports:
         """Carry out the rule with the batches of each phase.
 
         Returns
         -------
-        tuple
-            Every client's mean training loss over all samples it saw, and the steps it made; ``[clients]``, float64.
+        dict of Tensor
+            ``train_loss``, every client's mean of the task's loss over all samples it saw; ``method_terms``, what the
+            method has added to it, if it may have added something; and ``steps``. ``[clients]``, float64.
         """
         for stretch in self._stretches(list(zip(self.runs, batches, strict=True))):
             frozen = self._frozen_during(stretch)
@@ -336,8 +352,12 @@ class LocalTraining:
                 stretch[turn][0].step(step)
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
-        losses = torch.stack([run.losses for run in self.runs]).sum(0)
-        return losses.cpu() / torch.from_numpy(samples), torch.from_numpy(steps)
+        of_task, losses = (
+            torch.stack(sums).sum(0).cpu() / torch.from_numpy(samples)
+            for sums in zip(*((run.task_losses, run.losses) for run in self.runs), strict=True)
+        )
+        reports = {"train_loss": of_task, "steps": torch.from_numpy(steps)}
+        return reports | ({"method_terms": losses - of_task} if self.rule.adds_terms else {})
 
     def _stretches(self, runs: list[tuple[PhaseRun, Batches]]) -> list[list[tuple[PhaseRun, Batches]]]:
         """Group consecutive phases that all train the features, or all do not."""
@@ -378,9 +398,7 @@ class Workshop:
         self._replay = Replay() if replays else None
         self._frozen = FrozenFeatures()
 
-    def train(
-        self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
-    ) -> tuple[Tensor, Tensor]:
+    def train(self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]) -> Reports:
         """Carry out a local rule for a chunk; its parameters are trained in place. See :meth:`LocalTraining.run`."""
         if self._replay is None or not all(pace.optimizer.replays for pace in paces):
             return LocalTraining(chunk, rule, paces, self._frozen).run(batches)

@@ -564,7 +564,8 @@ class FlowerCohort:
     def _unreported(self, client: int, content: RecordDict) -> str | None:
         reports = numbers_of(content)
         sizes = self.engine.roster.known[client].sizes
-        for name in ("train_loss", "steps", *sorted(self.wanted_reports)):
+        of_training = ("train_loss", "steps", *(["method_terms"] if self.method.local.adds_terms else []))
+        for name in (*of_training, *sorted(self.wanted_reports)):
             if name not in reports:
                 return f"answered without the report {name}"
             # The loss on a split without samples is NaN and is not used.

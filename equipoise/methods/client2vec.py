@@ -16,10 +16,23 @@ from equipoise.client import Client
 from equipoise.client_index import COMPARED, ClientIndex, similarity_to
 from equipoise.errors import InputError, unknown
 from equipoise.masked import label_sums
-from equipoise.method import Candidates, Cohort, Loss, Method, Phase, Sees, State, Updates, carried_over, locate
+from equipoise.method import (
+    Candidates,
+    Cohort,
+    Loss,
+    Method,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    carried_over,
+    finished_by,
+    locate,
+)
 from equipoise.methods import build, register
-from equipoise.models.base import width_of
-from equipoise.random import choose, choose_by_weight
+from equipoise.models.base import outputs_of, width_of
+from equipoise.privacy import check_release, index_epsilon, noise_sums, released_index
+from equipoise.random import Purpose, choose, choose_by_weight
 from equipoise.tree import PERSONAL, Tree, in_parts
 from equipoise.wrapping import WithPrior, Wrapper
 
@@ -78,6 +91,15 @@ class Client2Vec(Wrapper):
         γ in [0, 1], how much earlier rounds count in aggregation.
     lam : float
         λ, the temperature of aggregation, above 0.
+    clip : float, optional
+        C, the length to which β_f and β_l are clipped before clients send them. Only for an index
+        that is not read from a file.
+    noise : float
+        The standard deviation of Gaussian noise on both, as a multiple of C. The notes of a round
+        give the ε that was spent on the index (``index_epsilon``); see
+        :func:`equipoise.privacy.gaussian_epsilon`. What the host sends is not protected by it.
+    privacy_delta : float
+        The δ that belongs to this ε.
     weight : float
         Of L_orth and L_dist, at least 0.
     orthogonal : bool
@@ -99,6 +121,9 @@ class Client2Vec(Wrapper):
     weight: float = 1.0
     orthogonal: bool = True
     unit_length: bool = False
+    clip: float | None = None
+    noise: float = 0.0
+    privacy_delta: float = 1e-5
 
     def __post_init__(self) -> None:
         """Refuse values that are not defined, and hosts that cannot use the index."""
@@ -117,6 +142,12 @@ class Client2Vec(Wrapper):
             raise InputError(f"client2vec.gamma must be in [0, 1], got {self.gamma!r}")
         if self.width is not None:
             count(self.width, "client2vec.width")
+        check_release("client2vec", self.clip, self.noise, self.privacy_delta)
+        if self.clip is not None and self.index is not None:
+            raise InputError(
+                "client2vec.clip is for an index that clients are asked for, but client2vec.index names a file; valid: an "
+                "index made with clip and noise of the local rule dsaign"
+            )
         self._refuse_host()
         self._read_about_index()
 
@@ -173,15 +204,20 @@ class Client2Vec(Wrapper):
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Look up the indices of clients that join."""
-        kept = carried_over(state.server[_KEPT], self._of_clients(state, everyone))
+        before = state.server[_KEPT]
+        kept = carried_over(before, self._of_clients(state, everyone, before["ids"].numpy()))
         return super().admit(state, everyone).with_server(**{_KEPT: kept})
 
-    def _of_clients(self, state: State, everyone: Cohort) -> Tree:
-        """Return what the server keeps of clients that have never taken part."""
+    def _of_clients(self, state: State, everyone: Cohort, known: Sequence[int] | NDArray[np.int64] = ()) -> Tree:
+        """Return what the server keeps of clients that have never taken part.
+
+        With noise, clients whose index is known do not release it again.
+        """
         ids = torch.from_numpy(everyone.ids)
         if self.index is None:
-            sums = everyone.ask("index_sums", model=state.model)
-            features, labels = (sums[name] / sums["count"].unsqueeze(1) for name in ("features", "labels"))
+            each = {"new": torch.from_numpy(~np.isin(everyone.ids, known))} if self.noise else None
+            said = everyone.ask("mean_index", model=state.model, each=each)
+            features, labels = said["features"], said["labels"]
         else:
             found = ClientIndex.read(self.index).of(everyone.ids)
             features, labels = found.features, found.labels
@@ -195,15 +231,25 @@ class Client2Vec(Wrapper):
             "profit": torch.zeros(len(ids), dtype=torch.float64),
         }
 
-    def index_sums(self, client: Client) -> Tree:
-        """Answer with the sums of z and of labels, and the number of samples."""
+    @finished_by("released_mean")
+    def mean_index(self, client: Client) -> Tree:
+        """Answer with the means of z and of labels, clipped and noised if this is wanted."""
         z = client.features().flatten(1)
         ones = torch.ones_like(z[:, 0])
         if client.network.task.labels:
             labels = label_sums(ones, client.y, client.output().shape[1], client.mask)
         else:
             labels = client.sum(client.y.flatten(1) if client.y.dim() > 1 else client.y.unsqueeze(1))
-        return {"features": client.sum(z), "labels": labels, "count": client.sum(ones)}
+        sums = {"features": client.sum(z), "labels": labels.to(z.dtype), "count": client.sum(ones)}
+        width = z.shape[1] + labels.shape[0]
+        if not self.noise:
+            return sums
+        sums |= noise_sums(client, width, Purpose.NOISE_OF_INDEX)
+        return {n: t if n in ("count", "passes") else t * client.each["new"] for n, t in sums.items()}
+
+    def released_mean(self, sums: Tree) -> Tree:
+        """Make the index of the sums."""
+        return released_index(sums, self.clip, self.noise)
 
     def _similarity(self, clients: Tree, members: Tensor) -> Tensor:
         return similarity_to(clients["features"], clients["labels"], clients["size"], members, self.compare)
@@ -254,6 +300,8 @@ class Client2Vec(Wrapper):
         """Let the host combine with the new prior."""
         weighed = self._weighed(state, cohort)
         new = super().combine(state, updates, weighed)
+        if self.noise:
+            new = new.with_notes(index_epsilon=index_epsilon(self.noise, self.privacy_delta))
         if "aggregation" not in self.uses:
             return new
         kept = {**state.server[_KEPT], "profit": self._profit(state, cohort)}
@@ -296,7 +344,7 @@ class Client2Vec(Wrapper):
             z = width_of(model, shape)
             width = z if self.width is None else self.width
             model.add_module(_PROJECTION, nn.Linear(z, width, bias=False))
-            model.add_module(_CLASSIFIER, nn.Linear(width, _outputs(model, z)))
+            model.add_module(_CLASSIFIER, nn.Linear(width, outputs_of(model, z)))
         return model
 
     def phases(self) -> Sequence[Phase]:
@@ -395,13 +443,3 @@ def _moves_features(part: str, prefix: str) -> bool:
     """Say whether a part contains features, of the shared or of the personal model."""
     whole = part == "personal" if prefix else part == "all"
     return whole or in_parts(part, f"{prefix}features")
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, width: int) -> int:
-    """Return how many outputs the head has."""
-    training, like = model.training, next(model.parameters())
-    head: nn.Module = model.eval().head  # type: ignore[assignment]
-    outputs = head(torch.zeros(1, width, dtype=like.dtype)).shape[-1]
-    model.train(training)
-    return int(outputs)

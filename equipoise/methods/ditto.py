@@ -22,6 +22,11 @@ class Ditto(LocalRule):
     it is constant during a round. v_k never leaves the client, and is constant while the client
     does not take part. Any aggregation can be used for the global model.
 
+    v_k starts as a copy of the global model that the client receives when it first takes part. In the authors' code all
+    v_k start at the first global model w⁰; with all clients in round 1 this is the same. Clients are weighted by their
+    numbers of samples here, unless ``weights`` says otherwise. The authors draw clients by these numbers and count them
+    alike: ``{name: ditto, sampling: size, weights: uniform}``.
+
     Parameters
     ----------
     lam : float

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from equipoise.checks import count, flag
 from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import Cohort, LocalRule, Phase, Sees, View
+from equipoise.method import Cohort, LocalRule, Phase, Sees, View, finished_by
 from equipoise.methods import register
-from equipoise.random import choose, fold
+from equipoise.privacy import check_release, index_epsilon, noise_sums, released_index
+from equipoise.random import Purpose, choose, fold
+from equipoise.tree import Tree
 
 
 @register("dsaign", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS, method=False)
@@ -42,12 +44,25 @@ class DsaIgn(LocalRule):
     ----------
     div, sim, orth, recon : bool
         Which of the four losses there are (table 2).
+    clip : float, optional
+        C, the length to which β_f and β_l of a client are clipped before it sends them.
+    noise : float
+        The standard deviation of Gaussian noise on both, as a multiple of C. The file of the index
+        gives the ε of this release; see :func:`equipoise.privacy.gaussian_epsilon`. Parameters that
+        clients send while DSA-IGN is trained, and the embeddings of GLOBAL, are not protected by
+        it. Noise is drawn from the run's seed, which must therefore not be known to those who see
+        the index.
+    privacy_delta : float
+        The δ that belongs to this ε.
     """
 
     div: bool = True
     sim: bool = True
     orth: bool = True
     recon: bool = True
+    clip: float | None = None
+    noise: float = 0.0
+    privacy_delta: float = 1e-5
     usual_model = "dsaign"
     makes_index: ClassVar[bool] = True
 
@@ -56,6 +71,7 @@ class DsaIgn(LocalRule):
         losses = [flag(getattr(self, name), f"dsaign.{name}") for name in ("div", "sim", "orth", "recon")]
         if not any(losses):
             raise InputError("dsaign needs at least one of the losses div, sim, orth and recon")
+        check_release("dsaign", self.clip, self.noise, self.privacy_delta)
 
     def phases(self) -> Sequence[Phase]:
         """One phase with all losses."""
@@ -76,12 +92,24 @@ class DsaIgn(LocalRule):
             total = total + (client.part("reconstruction", split) - client.x.flatten(1)).square().mean(1)
         return total + diversity(u, kept) if self.div else total
 
-    def index_sums(self, client: Client) -> tuple[Tensor, Tensor, Tensor]:
+    @finished_by("released_index")
+    def own_index(self, client: Client) -> Tree:
         """Return the sums of u and of label vectors, and the number of samples; a question."""
         _, u = client.features().chunk(2, dim=1)
         head: Any = client.network.module.head
         own = torch.arange(len(head.vectors), device=u.device) == client.y.unsqueeze(1)
-        return client.sum(u), client.sum(own.to(u.dtype) @ head.vectors), client.sum(torch.ones_like(u[:, 0]))
+        labels = client.sum(own.to(u.dtype) @ head.vectors)
+        sums = {"features": client.sum(u), "labels": labels, "count": client.sum(torch.ones_like(u[:, 0]))}
+        width = u.shape[1] + len(labels)
+        return sums | (noise_sums(client, width, Purpose.NOISE_OF_INDEX) if self.noise else {})
+
+    def released_index(self, sums: Tree) -> Tree:
+        """Make the index of the sums, clipped and noised if this is wanted."""
+        return released_index(sums, self.clip, self.noise)
+
+    def index_epsilon(self) -> float | None:
+        """Return the ε of the index, if there is noise."""
+        return index_epsilon(self.noise, self.privacy_delta)
 
     def chosen_samples(self, client: Client) -> tuple[Tensor, Tensor]:
         """Return the samples at the positions ``client.each["chosen"]``, and targets; a question."""

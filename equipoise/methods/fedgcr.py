@@ -14,13 +14,14 @@ from equipoise.checks import one_of, real
 from equipoise.client import Client, Finished
 from equipoise.errors import InputError
 from equipoise.grouping import Grouping
+from equipoise.index_clusters import index_points
 from equipoise.masked import label_sums
-from equipoise.method import Cohort, Fact, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.method import Cohort, Fact, LocalRule, Phase, Sees, State, Updates, finished_by, mix
 from equipoise.methods import register
 from equipoise.models.fedgc import Customized
 from equipoise.models.vit import Prompted
-from equipoise.privacy import gaussian_epsilon
-from equipoise.random import Purpose, fold_tensor, normal
+from equipoise.privacy import check_release, gaussian_epsilon, noise_sums, released
+from equipoise.random import Purpose
 from equipoise.tree import Tree, select
 
 _GCNET = "features.gcnet"
@@ -81,12 +82,7 @@ class Customization(LocalRule):
         real(self.tau, f"{self.name}.tau")
         one_of(self.similarity, ("dot", "cosine"), f"{self.name}.similarity")
         one_of(self.representation, ("trained", "received"), f"{self.name}.representation")
-        if self.clip is not None:
-            real(self.clip, f"{self.name}.clip")
-        if real(self.noise, f"{self.name}.noise", least=0) and self.clip is None:
-            raise InputError(f"{self.name}.noise={self.noise} is a multiple of {self.name}.clip, which is not given")
-        if not 0 < self.privacy_delta < 1:
-            raise InputError(f"{self.name}.privacy_delta must be between 0 and 1, got {self.privacy_delta!r}")
+        check_release(self.name, self.clip, self.noise, self.privacy_delta)
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Refuse a model without GC-Net."""
@@ -137,7 +133,12 @@ class Customization(LocalRule):
         """Compute h̃ every round."""
         return {"representation": Fact(sums=self.sums_of_h, then=self.released, model=self.representation)}
 
-    def sums_of_h(self, client: Client) -> Tree:
+    @finished_by("released")
+    def first_representation(self, client: Client) -> Tree:
+        """Answer with h̃ of the initial model, clipped and noised like any other."""
+        return self.sums_of_h(client, Purpose.NOISE_OF_FIRST)
+
+    def sums_of_h(self, client: Client, purpose: Purpose = Purpose.NOISE) -> Tree:
         """Sum h over the samples of each class, and count them."""
         h, labels = _shift_of(client), client.y
         classes = len(client.network.initial()["head.bias"])
@@ -148,25 +149,17 @@ class Customization(LocalRule):
             "h": label_sums(h, labels, classes, client.mask),
             "count": label_sums(torch.ones_like(h[:, 0]), labels, classes, client.mask),
         }
-        if self.noise and client.forward.key is not None:
-            # Every pass over some of the samples adds the same noise, so passes are counted.
-            numbers = torch.arange(h.shape[1], device=h.device)
-            sums["noise"] = normal(fold_tensor(client.forward.key, Purpose.NOISE, numbers), h.dtype)
-            sums["passes"] = torch.ones_like(h[0, 0])
-        return sums
+        return sums | (noise_sums(client, h.shape[1], purpose) if self.noise else {})
 
     def released(self, sums: Tree) -> Tree:
         """Make h̃ of the sums, clipped and noised if this is wanted."""
-        h = balanced_mean(sums)["h"]
-        if self.clip is not None:
-            h = h * (self.clip / h.norm().clamp(min=self.clip))
-            if self.noise:
-                h = h + self.noise * self.clip * sums["noise"] / sums["passes"]
-        return {"h": h}
+        draws = sums["noise"] / sums["passes"] if self.noise else None
+        return {"h": released(balanced_mean(sums)["h"], self.clip, self.noise, draws)}
 
-    def spent(self, state: State) -> dict[str, float]:
-        """Return the note of the ε spent after a round, if there is noise."""
-        return {"epsilon": gaussian_epsilon(self.noise, state.round + 1, self.privacy_delta)} if self.noise else {}
+    def spent(self, state: State, before: int) -> dict[str, float]:
+        """Return the note of the ε spent after a round and ``before`` it, if there is noise."""
+        releases = before + state.round + 1
+        return {"epsilon": gaussian_epsilon(self.noise, releases, self.privacy_delta)} if self.noise else {}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Return the received prompts and GC-Net; ``seen`` keeps losses from using them."""
@@ -228,7 +221,7 @@ class FedGC(Customization, Grouping):
         The losses; see :class:`Customization`.
     representation, clip, noise, privacy_delta
         The client representations; see :class:`Customization`.
-    clusters, clustering, choice, soft
+    clusters, clustering, choice, soft, index, compare, digest
         The clusters; see :class:`~equipoise.grouping.Grouping`.
     """
 
@@ -243,7 +236,7 @@ class FedGC(Customization, Grouping):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average the models, and cluster the clients."""
         state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
-        return state.with_global(mix(updates, cohort.prior)).with_notes(**self.spent(state))
+        return state.with_global(mix(updates, cohort.prior)).with_notes(**self.spent(state, int(self.needs_everyone)))
 
 
 @register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
@@ -257,11 +250,12 @@ class FedGR(Grouping):
 
     Parameters
     ----------
-    clusters, clustering, choice, soft
+    clusters, clustering, choice, soft, index, compare, digest
         The clusters; see :class:`~equipoise.grouping.Grouping`.
-    groups : {"classtoken", "representation", "given"}
+    groups : {"classtoken", "representation", "index", "given"}
         Clusters of the clients' mean frozen class tokens, for which a client is asked once;
-        clusters of h̃, which the local rule must send (``fedgc``); or the federation's own groups.
+        clusters of h̃, which the local rule must send (``fedgc``); clusters of a client index, for
+        any model; or the federation's own groups.
     q : float
         How much more clients with high losses count; −1 gives data weights.
     delta : float
@@ -280,7 +274,13 @@ class FedGR(Grouping):
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         super().__post_init__()
-        one_of(self.groups, ("classtoken", "representation", "given"), f"{self.name}.groups")
+        one_of(self.groups, ("classtoken", "representation", "index", "given"), f"{self.name}.groups")
+        if self.groups == "index" and self.index is None:
+            raise InputError(f"{self.name}.groups='index' needs {self.name}.index, the file of a client index")
+        if self.index is not None and self.groups in ("classtoken", "given") and not self.sends:
+            raise InputError(
+                f"{self.name}.index is not used with {self.name}.groups={self.groups!r}; valid: groups='index'"
+            )
         real(self.q, f"{self.name}.q", least=-1)
         for name in ("delta", "gamma"):
             if not real(getattr(self, name), f"{self.name}.{name}", least=0) <= 1:
@@ -301,9 +301,20 @@ class FedGR(Grouping):
         if self.groups == "classtoken" and not isinstance(getattr(model, "features", None), Customized | Prompted):
             raise InputError(
                 f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as vitprompts or fedgc; "
-                "valid for other models: groups='given'"
+                "valid for other models: groups='given' or groups='index'"
             )
         return model
+
+    def begin(self, state: State, everyone: Cohort) -> State:
+        """Cluster all clients by their index, and ask for representations if centres are needed."""
+        if self.groups != "index":
+            return super().begin(state, everyone)
+        points = torch.from_numpy(index_points(str(self.index), everyone.ids, self.compare))
+        return self.grouped(state, points, everyone)
+
+    def admit(self, state: State, everyone: Cohort) -> State:
+        """Cluster clients that join together with the others, if clusters are those of the index."""
+        return self.begin(state, everyone) if self.groups == "index" else super().admit(state, everyone)
 
     def prepare(self, state: State, cohort: Cohort) -> State:
         """Ask for class tokens if the cohort has clients that have not been asked."""
@@ -325,7 +336,7 @@ class FedGR(Grouping):
         """Weigh clients by their losses and those of their groups."""
         if self.collects:
             state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
-        elif self.groups == "classtoken":
+        elif self.groups in ("classtoken", "index"):
             state = self.noted(state, cohort)
         if self.groups == "given":
             group = torch.from_numpy(np.unique(cohort.groups, return_inverse=True)[1].reshape(-1))
@@ -393,7 +404,7 @@ class FedGCR(Customization, FedGR):
         The losses; see :class:`Customization`.
     representation, clip, noise, privacy_delta
         The client representations; see :class:`Customization`.
-    clusters, clustering, choice, soft
+    clusters, clustering, choice, soft, index, compare, digest
         The clusters; see :class:`~equipoise.grouping.Grouping`.
     groups : {"representation", "given"}
         The groups of the weights: the clusters, or the federation's own.
@@ -414,7 +425,7 @@ class FedGCR(Customization, FedGR):
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Weigh clients by their losses and those of their clusters."""
-        return super().combine(state, updates, cohort).with_notes(**self.spent(state))
+        return super().combine(state, updates, cohort).with_notes(**self.spent(state, int(self.needs_everyone)))
 
 
 def representations_of(state: State, cohort: Cohort) -> Tensor:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.checks import one_of
+from equipoise.checks import count, one_of
 from equipoise.client import Finished
+from equipoise.client_index import COMPARED
+from equipoise.clustering import CHOICES, CLUSTERINGS, cluster_points
 from equipoise.errors import InputError
+from equipoise.index_clusters import index_digest, index_points
 from equipoise.method import (
     Aggregation,
     Cohort,
@@ -27,6 +32,10 @@ from equipoise.method import (
 from equipoise.methods import register
 from equipoise.tree import PERSONAL, Parts, Tree
 
+log = logging.getLogger("equipoise")
+# A factor that is nearer to one changes little; clients with a smaller share of all samples are few.
+_LITTLE, _FEW = 0.01, 0.01
+
 
 @register("gifair", paper="Yue et al., INFORMS Journal on Data Science 2022", sees=Sees.SCALARS)
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Gifair(LocalRule, Aggregation):
     training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss share one r. The factor scales the
     client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d groups it stays
     positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so
-    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little.
+    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little, and a warning says so
+    before round 1.
 
     The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling (Remark 2). With
     ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients drawn by p_k (Algorithm 2). Clients
@@ -50,12 +60,24 @@ class Gifair(LocalRule, Aggregation):
     relative : bool
         Whether ``lam`` is a fraction of λ_max.
     fairness : {"group", "individual"}
-        Between the federation's groups, or between clients, each a group of its own.
+        Between the federation's groups, or between clients, each a group of its own. With ``index``,
+        groups are clusters of clients.
     exact : bool
         Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of reporting those of its
         own θ_k.
     personal : bool
         GIFAIR-FL-Per (Algorithm 3): clients keep their θ_k as personal models.
+    index : str, optional
+        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data that name no groups: groups
+        are clusters of the index. Only the server reads it. The notes of a round give the group of each client.
+    compare : {"both", "features", "labels"}
+        Which part of the index is clustered.
+    clusters : int
+        How many groups the index is divided into, or the largest number to choose from.
+    clustering, choice : str
+        How; see :func:`equipoise.clustering.cluster_points`.
+    digest : str, optional
+        The hash of the index in the file. It is filled in, so that a run is not resumed with another index.
     """
 
     lam: float = 0.5
@@ -63,6 +85,12 @@ class Gifair(LocalRule, Aggregation):
     fairness: str = "group"
     exact: bool = False
     personal: bool = False
+    index: str | None = None
+    compare: str = "both"
+    clusters: int = 5
+    clustering: str = "gmm"
+    choice: str = "bic"
+    digest: str | None = None
     lasting = ("loss",)
     ignores_prior = "GIFAIR uses the clients' shares of all samples, whoever takes part"
     needs_everyone = True
@@ -77,6 +105,14 @@ class Gifair(LocalRule, Aggregation):
             raise InputError(
                 "gifair.exact asks for losses of the global model, but gifair.personal ranks those of personal models"
             )
+
+        if self.index is not None and self.fairness != "group":
+            raise InputError("gifair.index makes groups of clients, but gifair.fairness='individual' has none")
+        one_of(self.compare, COMPARED, "gifair.compare")
+        count(self.clusters, "gifair.clusters")
+        one_of(self.clustering, CLUSTERINGS, "gifair.clustering")
+        one_of(self.choice, CHOICES, "gifair.choice")
+        object.__setattr__(self, "digest", index_digest(self.index, self.digest, "gifair"))
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -98,7 +134,7 @@ class Gifair(LocalRule, Aggregation):
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Ask everyone for the loss of the first model, and work out λ/(p_k |A|), which r_k is multiplied with."""
-        groups = everyone.groups if self.fairness == "group" else everyone.ids
+        groups = self._groups(everyone)
         _, group, members = np.unique(groups, return_inverse=True, return_counts=True)
         share = torch.from_numpy(everyone.sizes / everyone.sizes.sum() * members[group])
         largest = float(share.min()) / (len(members) - 1) if len(members) > 1 else float("inf")
@@ -109,6 +145,8 @@ class Gifair(LocalRule, Aggregation):
             )
         # With a single group r is 0, and no λ is too large.
         strength = self.lam * largest if self.relative and len(members) > 1 else self.lam
+        if self.lam and len(members) > 1 and not state.round:
+            _say_if_little_changes(everyone, share, strength, largest, len(members))
         clients = {
             "ids": torch.from_numpy(everyone.ids),
             "group": torch.from_numpy(group),
@@ -117,6 +155,13 @@ class Gifair(LocalRule, Aggregation):
             "loss": everyone.evaluate(state.model, "train")["loss"],
         }
         return state.with_server(clients=clients)
+
+    def _groups(self, everyone: Cohort) -> NDArray[np.int64]:
+        """Return the group of each client: its cluster, the one in the data, or itself."""
+        if self.index is None:
+            return everyone.groups if self.fairness == "group" else everyone.ids
+        points = index_points(self.index, everyone.ids, self.compare)
+        return cluster_points(points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send θ, and to each client the factor of its steps."""
@@ -131,7 +176,23 @@ class Gifair(LocalRule, Aggregation):
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))
         loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
-        return new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+        new = new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
+        return new if self.index is None else new.with_notes(clusters=clients["group"][here])
+
+
+def _say_if_little_changes(everyone: Cohort, share: Tensor, strength: float, largest: float, groups: int) -> None:
+    """Say so if clients with 99 % of all samples have factors within 1 % of one, whatever the losses."""
+    reach = strength * (groups - 1) / share
+    affected = float(everyone.sizes[(reach > _LITTLE).numpy()].sum() / everyone.sizes.sum())
+    if affected <= _FEW:
+        smallest = int(everyone.ids[int(share.argmin())])
+        log.warning(
+            "gifair: lambda_max = %.3g, because of client %d; clients with %.1f %% of all samples have factors within 1 %% "
+            "of one, so this is nearly FedAvg. Groups of more equal size leave more to redistribute.",
+            largest,
+            smallest,
+            100 * (1 - affected),
+        )
 
 
 def ordering(losses: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from equipoise.checks import real
+from equipoise.checks import count, real
 from equipoise.client import Client, Finished
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
+from equipoise.models.base import outputs_of, width_of
 from equipoise.tree import Tree, select
 
 
@@ -28,7 +29,9 @@ class Moon(LocalRule):
 
     Choices: a client that has never taken part has no previous model, and its contrastive loss is
     0. z is what the model's features return. The networks of the paper end their features with a
-    two-layer projection; it is a matter of the model here.
+    projection head; with ``projection`` any model gets one: two linear layers with ReLU between
+    them, the first as wide as the model's own features. Its output is z, and a new linear head
+    follows.
 
     Parameters
     ----------
@@ -36,15 +39,31 @@ class Moon(LocalRule):
         μ, at least 0; 0 is FedAvg.
     tau : float
         τ, the temperature, above 0.
+    projection : int, optional
+        How many numbers the projection head returns, 256 in the paper; by default there is none.
     """
 
     mu: float = 1.0
     tau: float = 0.5
+    projection: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         real(self.mu, "moon.mu", least=0)
         real(self.tau, "moon.tau")
+        if self.projection is not None:
+            count(self.projection, "moon.projection")
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Put the projection head between features and head, if it is wanted."""
+        if self.projection is None:
+            return model
+        wide = width_of(model, shape)
+        outputs = outputs_of(model, wide)
+        layers = nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, self.projection)
+        model.features = nn.Sequential(model.features, nn.Flatten(1), *layers)  # type: ignore[arg-type]
+        model.head = nn.Linear(self.projection, outputs)
+        return model
 
     def phases(self) -> Sequence[Phase]:
         """One phase with the contrastive loss."""

@@ -78,7 +78,8 @@ class PerFedAvg(LocalRule):
     Parameters
     ----------
     alpha : float
-        α, the inner step, at least 0; it does not follow the schedule while training, only when personal models are made.
+        α, the inner step, at least 0. It does not follow the schedule, neither in training nor when personal models are
+        made.
     hessian : bool
         Whether to use second derivatives, by finite differences of length ``delta`` (Per-FedAvg (HF)), or to leave them
         out (Per-FedAvg (FO)).
@@ -108,4 +109,4 @@ class PerFedAvg(LocalRule):
 
     def adapt(self) -> Sequence[Phase]:
         """Make inner steps."""
-        return (Phase(steps=self.adapt_steps, optimizer=Sgd(lr=self.alpha)),)
+        return (Phase(steps=self.adapt_steps, optimizer=Sgd(lr=self.alpha), scheduled=False),)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from equipoise.checks import count
 from equipoise.federation import Federation, Split
-from equipoise.method import Aggregation, Cohort, LocalRule, Sees, State, Updates, View
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, View
 from equipoise.methods import register
 
 
 @register("local")
 @dataclass(frozen=True)
 class Local(LocalRule, Aggregation):
-    """Each client trains a model of its own; nothing is sent."""
+    """Each client trains a model of its own; nothing is sent.
+
+    A client that has never been drawn trains for one round before it is evaluated, and so does one that is held out
+    of training but has training samples. So nobody is evaluated with the initial model. For models that have trained
+    equally long, all clients must take part in all rounds.
+    """
 
     keeps = "all"
     ignores_prior = "nothing is aggregated"
+
+    def adapt(self) -> Sequence[Phase]:
+        """Train for one round."""
+        return self.phases()
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Leave the global model alone."""

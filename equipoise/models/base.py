@@ -184,3 +184,31 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     z: Tensor = features(stem(x.long() if embeds else x))
     model.train(training)
     return z[0].numel()
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, width: int) -> int:
+    """Return how many numbers a model's head makes of z.
+
+    Parameters
+    ----------
+    model : nn.Module
+        With ``head``.
+    width : int
+        How many numbers z has.
+
+    Returns
+    -------
+    int
+        The number of outputs.
+
+    Examples
+    --------
+    >>> outputs_of(Model(nn.Flatten(), nn.Linear(3, 2)), 3)
+    2
+    """
+    training, like = model.training, next(model.parameters())
+    head: nn.Module = model.eval().head  # type: ignore[assignment]
+    outputs = head(torch.zeros(1, width, dtype=like.dtype)).shape[-1]
+    model.train(training)
+    return int(outputs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equipoise.checks import count, image, probability
 from equipoise.errors import InputError
 from equipoise.models.attention import Block
-from equipoise.models.base import Model
+from equipoise.models.base import Model, pixels
 from equipoise.models.layers import LayerNorm
 
 # Channels between two convolutions of the tokenizer, as in the paper.
@@ -161,7 +161,8 @@ class CompactTransformer(nn.Module):
         self.score = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return z ``[samples, width]`` of images."""
+        """Return z ``[samples, width]`` of images, which may be bytes."""
+        x = pixels(x, self.positions.dtype)
         if tuple(x.shape[-2:]) != self.size:
             expected, given = (f"{height} x {width}" for height, width in (self.size, x.shape[-2:]))
             raise InputError(f"the model was built for images of {expected} pixels, got {given}")

@@ -150,7 +150,8 @@ def palette(record: RunRecord) -> Palette:
     lead = record.leading("seen") or record.leading("unseen")
     means = record.parts[lead]["groups"] if lead else {}
     sign = 1 if record.task.higher_is_better else -1
-    worst = sorted(names, key=lambda name: sign * means.get(name, np.inf))[: HUES - 1]
+    known = {name: sign * mean for name, mean in means.items() if mean is not None}
+    worst = sorted(names, key=lambda name: known.get(name, np.inf))[: HUES - 1]
     hues = {name: worst.index(name) if name in worst else HUES - 1 for name in names}
     return Palette(hues, {**dict(enumerate(worst)), HUES - 1: f"the other {len(names) - len(worst)} groups"})
 

@@ -352,7 +352,8 @@ def _group_means(comparison: Comparison, label: str, who: str) -> dict[str, list
     for record in comparison.runs[label]:
         part = record.leading(who)
         for name, mean in record.parts[part]["groups"].items() if part else ():
-            found.setdefault(name, []).append(mean)
+            if mean is not None:
+                found.setdefault(name, []).append(mean)
     return found
 
 

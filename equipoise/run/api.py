@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -31,6 +32,7 @@ from equipoise.imports import import_of_run
 from equipoise.method import Method, personal_model
 from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import convert
+from equipoise.optimizers import OPTIMIZER_OPTIONS
 from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_local, read_note, refuse_another_version
 from equipoise.run.checksums import SUMS, read_sums, verify, write_sums
@@ -42,6 +44,7 @@ from equipoise.run.trainer import MakeEngine, Progress, Trainer
 from equipoise.tree import Tree, digest
 
 S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG, SUMMARY, NAMES = "config.yaml", "summary.json", "names.json"
 GLOBAL, PERSONAL, INDEX = "model.safetensors", "personal.safetensors", "client_index.safetensors"
@@ -104,6 +107,23 @@ class Run:
         return _undivided(_filled(blank, local), self.config)
 
 
+def _names_arguments(function: F) -> F:
+    """Call settings in errors what the caller calls them: ``rounds`` instead of ``training.rounds``."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **given: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except InputError as error:
+            said = re.sub(r"^training\.(\w+)", lambda found: found[1] if found[1] in given else found[0], str(error))
+            if said == str(error):
+                raise
+            raise InputError(said) from error
+
+    return called  # type: ignore[return-value]
+
+
+@_names_arguments
 def train(
     federation: Federation,
     *,
@@ -262,7 +282,7 @@ def train(
                 _begin(directory, _yaml(config), attached or {})
         if finished and directory:
             return Run(read_json(directory / SUMMARY), config, directory, trainer)
-        listeners = Listeners(callbacks, json.loads(json.dumps(config)), directory)
+        listeners = Listeners(callbacks, copy.deepcopy(config), directory)
         try:
             trainer.run(on_round, listeners)
             run = _finished(trainer, config, directory)
@@ -706,7 +726,12 @@ def _checked(settings: S | None, kind: type[S], name: str) -> S | None:
 
 def _training(training: Training | None, settings: Mapping[str, Any]) -> Training:
     valid = [field.name for field in dataclasses.fields(Training)]
-    for key in settings:
+    for key, value in settings.items():
+        if key in OPTIMIZER_OPTIONS:
+            raise InputError(
+                f"unknown setting {key!r} in train(); it is an option of the optimizer: "
+                f"optimizer={{'name': 'sgd', {key!r}: {value!r}}}"
+            )
         if key not in valid:
             raise unknown("setting", key, valid, where="train()")
     made = dict(settings)

@@ -106,7 +106,12 @@ def task_of(summary: Mapping[str, Any]) -> Task:
 
 
 def summarize_rows(
-    rows: Iterable[Row], task: Task, *, split: str = "test", metrics: Sequence[Metric] = ()
+    rows: Iterable[Row],
+    task: Task,
+    *,
+    split: str = "test",
+    metrics: Sequence[Metric] = (),
+    federation: Federation | None = None,
 ) -> dict[str, Any]:
     """Summarise one round's rows, separately for each model and for seen and unseen clients.
 
@@ -120,13 +125,16 @@ def summarize_rows(
         Which split's rows to summarise.
     metrics : sequence of Metric
         The metrics besides the score to summarise.
+    federation : Federation, optional
+        Whose clients the rows are of. Clients without samples in the split have no row; with the federation they are
+        counted in ``left_out``, and their groups are in ``groups``.
 
     Returns
     -------
     dict
         ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding only what was evaluated. Each inner
         dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
-        every group), ``loss`` (the mean loss over clients), and the names of the worst client and group. ``metrics``
+        every group, ``None`` if none of its clients has samples), ``loss`` (the mean loss over clients), and the names of the worst client and group. ``metrics``
         has the same for each of ``metrics``, and in ``left_out_clients`` the reason for each client without a value.
         For data with attributes, ``attributes`` has what :func:`equipoise.parity.pooled` returns.
     """
@@ -138,22 +146,38 @@ def summarize_rows(
             chosen = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)]
             if chosen:
                 own_gaps = gaps if model == "global" and not unseen else {}
-                higher, names = task.higher_is_better, _group_names(chosen)
+                without = _without_samples(rows, federation, model, split, unseen)
+                higher, names = task.higher_is_better, _group_names(chosen, without)
                 part = _summary(chosen, task.score, names, higher_is_better=higher, gaps=own_gaps)
+                part["left_out"] += len(without)
                 if metrics:
-                    part["metrics"] = {metric.name: _metric_summary(chosen, metric) for metric in metrics}
+                    part["metrics"] = {metric.name: _metric_summary(chosen, metric, without) for metric in metrics}
                 if by_attribute := parity.pooled(chosen, score=task.score, higher_is_better=higher):
                     part["attributes"] = by_attribute
                 result.setdefault(model, {})[who] = part
     return result
 
 
-def _metric_summary(rows: list[Row], metric: Metric) -> dict[str, Any]:
+def _without_samples(
+    rows: list[Row], federation: Federation | None, model: str, split: str, unseen: bool
+) -> dict[int, str]:
+    """Return the groups of clients that have no samples in the split; of local models, of those that took part."""
+    if federation is None:
+        return {}
+    clients = np.flatnonzero((federation.unseen == unseen) & (federation.split(split).sizes == 0)).tolist()
+    if model == "local":
+        trained = {row["client"] for row in rows if row["model"] == model}
+        clients = [client for client in clients if client in trained]
+    return {client: federation.group_names[federation.groups[client]] for client in clients}
+
+
+def _metric_summary(rows: list[Row], metric: Metric, without: Mapping[int, str]) -> dict[str, Any]:
     """Summarise a metric over the clients that have a value, and name the others."""
     name = metric.name
     left_out = {str(row["client"]): row.get("left_out", {}).get(name, "undefined") for row in rows if name not in row}
+    left_out |= {str(client): "no samples" for client in without}
     having = [row for row in rows if name in row]
-    names = _group_names(rows)
+    names = _group_names(rows, without)
     part: dict[str, Any] = {"clients": 0}
     if having:
         part = _summary(having, name, names, higher_is_better=metric.higher_is_better)
@@ -163,8 +187,9 @@ def _metric_summary(rows: list[Row], metric: Metric) -> dict[str, Any]:
     return {**part, "left_out": len(left_out), "left_out_clients": left_out}
 
 
-def _group_names(rows: list[Row]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(row["group"] for row in rows))
+def _group_names(rows: list[Row], without: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the groups of rows, and those of clients without samples."""
+    return tuple(dict.fromkeys([*(row["group"] for row in rows), *without.values()]))
 
 
 def _summary(

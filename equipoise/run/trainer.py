@@ -309,8 +309,12 @@ class Trainer:
             cohorts.append(cohort)
         moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        loss = float((updates.reports["train_loss"] * cohort.prior).sum())
-        row: Row = {"round": number, "cohort": len(cohort.ids), "train_loss": loss}
+        losses: Row = {
+            name: float((updates.reports[name] * cohort.prior).sum())
+            for name in ("train_loss", "method_terms")
+            if name in updates.reports
+        }
+        row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
         if cohort.left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
         rest = {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
@@ -343,7 +347,7 @@ class Trainer:
                 save_models(self.directory / LOCAL, self._local_models)
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
-        return Progress(number, self.training.rounds, loss, **self.evaluator.latest)
+        return Progress(number, self.training.rounds, losses["train_loss"], **self.evaluator.latest)
 
     def _absent(self) -> Row:
         """Return the clients that did not answer when models were evaluated, for the row of a round."""
@@ -385,11 +389,17 @@ class Trainer:
     def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
         """Have the sampler choose, and check what it returns."""
         sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
-        chosen: NDArray[np.int64] = np.sort(sampler.select(self.state, candidates, count))
-        found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
-        if len(chosen) != count or (np.diff(chosen) == 0).any() or (candidates.ids[found] != chosen).any():
+        answer = sampler.select(self.state, candidates, count)
+        chosen: NDArray[np.int64] = np.asarray(answer)
+        fits = chosen.ndim == 1 and len(chosen) == count and np.issubdtype(chosen.dtype, np.integer)
+        if fits:
+            chosen = np.sort(chosen)
+            found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
+            fits = bool((np.diff(chosen) > 0).all() and (candidates.ids[found] == chosen).all())
+        if not fits:
+            shown = chosen.tolist()[:8] if chosen.ndim == 1 else answer
             raise InputError(
-                f"sampler {sampler.name or type(sampler).__name__!r} chose {chosen.tolist()[:8]}; "
+                f"sampler {sampler.name or type(sampler).__name__!r} chose {shown!r}; "
                 f"valid: {count} distinct ids of registered clients"
             )
         return chosen
@@ -409,7 +419,8 @@ class Trainer:
         """Return the model that was sent to the clients, and their updates."""
         shared, each = self.method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, self.method.local)
-        self._refuse_non_finite(torch.isfinite(updates.reports["train_loss"]), cohort, number, "training loss")
+        finite = torch.isfinite(updates.reports["train_loss"] + updates.reports.get("method_terms", 0))
+        self._refuse_non_finite(finite, cohort, number, "training loss")
         return shared["model"], updates
 
     def _screen(
@@ -532,13 +543,13 @@ class Trainer:
         cohort = self.engine.cohort(self.method, clients, self.state.round)
         while True:
             try:
-                features, labels, counts = cohort.ask("index_sums", model=model)
+                found = cohort.ask("own_index", model=model)
                 break
             except ClientsLost as lost:
                 cohort = cohort.without(lost.ids)
-        means = [(sums.double() / counts.double().unsqueeze(1)).float().cpu() for sums in (features, labels)]
+        features, labels = (found[name].float().cpu() for name in ("features", "labels"))
         made_by = digest({**model, f"frozen {self.engine.network.frozen_digest}": torch.empty(0)})
-        return ClientIndex(cohort.ids, means[0], means[1], made_by)
+        return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
 
     def summary(self) -> dict[str, Any]:
         """Summarise the round that counts."""
@@ -546,7 +557,8 @@ class Trainer:
         rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
         of_server = {row["split"]: row for row in self.server if row["round"] == number}
-        results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
+        how: dict[str, Any] = {"metrics": metrics, "federation": self.federation}
+        results, validation = (summarize_rows(rows, task, split=split, **how) for split in ("test", "val"))
         for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
             by_attribute = [
                 of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()

@@ -102,7 +102,7 @@ def test_samples_that_are_no_images_are_refused_before_training(augmentation, sh
     x = np.random.default_rng(0).normal(size=(8, *shape))
     data = Federation.from_arrays(x, np.arange(8) % 2, clients=np.arange(8) // 4, splits=(1, 0, 0))
     name = type(augmentation).__name__
-    message = f"training.augment: {name} needs images (channels, height, width), got samples of shape {shape}"
+    message = f"augment: {name} needs images (channels, height, width), got samples of shape {shape}"
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         train(data, model="logistic", rounds=1, augment=(augmentation,), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -29,6 +29,7 @@ SETTINGS = {
 # What is not the name of a method itself.
 VARIANTS = {
     "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
+    "moon, projection": {"name": "moon", "projection": 5},
     "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
     "fedgr, given": {"name": "fedgr", "groups": "given"},
     "fedgcr, received": {"name": "fedgcr", "representation": "received", "similarity": "cosine", "soft": True},

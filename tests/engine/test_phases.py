@@ -18,6 +18,7 @@ from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase, personal_loss, personal_model, plain_gradient, task_loss
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
+from equipoise.methods.fedsam import SharpnessGradient
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd, optimizer_named
 from equipoise.random import fold
@@ -720,3 +721,77 @@ def test_a_loss_that_is_not_one_value_a_sample_is_refused_by_name(shape, found, 
     message = rf"the loss Reduced\.wrong_loss returned values of shape {found} for {BATCH} samples; valid: one value a"
     with pytest.raises(InputError, match=message):
         rounds_by_engine(Reduced(shape), mlp(), COHORTS, chunk=chunk)
+
+
+# ---- the task's loss and the terms of a method -----------------------------------------------------------------------
+
+
+def reports_of(method, cohorts=([0, 1, 2],), chunk=10, **how):
+    how = {"batch_size": 64, "optimizer": Sgd(lr=0.1), **how}
+    return [updates.reports for updates in play(build(**method), images(), mlp(), cohorts, chunk=chunk, **how).updates]
+
+
+def loss_of(model, data, client):
+    module = mlp().double()
+    module.load_state_dict(model)
+    held = torch.from_numpy(data.train.of(client))
+    with torch.no_grad():
+        return F.cross_entropy(module(data.x[held]), data.y[held]).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+def test_scaffold_reports_the_tasks_loss_and_its_correction_beside_it(chunk):
+    """One step of the whole batch a round: the task's loss is that of the received model."""
+    played = play(
+        build("scaffold"), images(), mlp(), [[0, 1, 2]] * 3, chunk=chunk, batch_size=64, optimizer=Sgd(lr=0.1)
+    )
+    for number, updates in enumerate(played.updates):
+        wanted = [loss_of(played.states[number].model, images(), client) for client in range(3)]
+        assert updates.reports["train_loss"].tolist() == pytest.approx(wanted, abs=1e-12)
+    assert not played.updates[0].reports["method_terms"].any()
+    assert played.updates[2].reports["method_terms"].abs().min() > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 10])
+def test_terms_by_hand(chunk):
+    """FedProx of two steps of the whole batch: the mean over steps of μ/2 ‖w − w₀‖²."""
+    mu = 3.0
+    method = {"name": "fedprox", "mu": mu}
+    reports = reports_of(method, chunk=chunk, steps=2)[0]
+    one = play(build(**method), images(), mlp(), [[0, 1, 2]], batch_size=64, optimizer=Sgd(lr=0.1), steps=1)
+    for client in range(3):
+        moved = sum(
+            (one.updates[0].params[n][client] - one.states[0].model[n]).square().sum() for n in one.updates[0].params
+        )
+        assert reports["method_terms"][client].item() == pytest.approx(mu / 2 * float(moved) / 2, rel=1e-9)
+
+
+def test_methods_without_terms_report_none():
+    assert set(reports_of({"name": "fedavg"})[0]) == {"train_loss", "steps"}
+    assert set(reports_of({"name": "perfedavg"}, batch_size=2)[0]) == {"train_loss", "steps"}
+
+
+def test_a_gradient_rule_reports_the_task_loss_of_the_look_it_reports():
+    """With μ = 0 the terms vanish, and FedSAM reports losses at w."""
+
+    @dataclass(frozen=True)
+    class Both(LocalRule):
+        def phases(self):
+            return (Phase(loss=lambda client: client.task_loss() + 5.0, gradient=SharpnessGradient(0.5)),)
+
+    how = {"batch_size": 64, "optimizer": Sgd(lr=0.1)}
+    played = play(build("fedavg", local=Both()), images(), mlp(), [[0, 1]], **how)
+    wanted = [loss_of(played.states[0].model, images(), client) for client in range(2)]
+    assert played.updates[0].reports["train_loss"].tolist() == pytest.approx(wanted, abs=1e-12)
+    assert played.updates[0].reports["method_terms"].tolist() == pytest.approx([5.0, 5.0], abs=1e-12)
+
+
+def test_a_loss_that_never_looks_at_the_output_is_reported_as_it_is():
+    @dataclass(frozen=True)
+    class Apart(LocalRule):
+        def phases(self):
+            return (Phase(loss=lambda client: client.features().square().sum(1)),)
+
+    played = play(build("fedavg", local=Apart()), images(), mlp(), [[0, 1]], batch_size=64, optimizer=Sgd(lr=0.01))
+    assert not played.updates[0].reports["method_terms"].any()
+    assert (played.updates[0].reports["train_loss"] > 0).all()

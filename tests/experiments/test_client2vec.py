@@ -1,55 +1,236 @@
-"""Client2Vec's experiments say what the paper says, and run on digits as a stand-in for their data."""
+"""Client2Vec's experiments say what the paper says, and run on small stand-ins for their data."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 
-from equipoise.client_index import make_index
+from equipoise.client_index import ClientIndex, make_index
+from equipoise.config import Override
 from equipoise.data import load
 from equipoise.study import load_study
+from tests.experiments.scripts import load_script
+from tests.experiments.stand_ins import write_images, write_resnet, write_roles
 
 HOME = Path(__file__).parents[2] / "experiments" / "client2vec"
 HOSTS = ("fedavg", "fedavgm", "feddyn", "moon", "fedlc")
 USES = {"i": 1, "i+ii": 2, "i+ii+iii": 3}
+TABLES = (
+    "figure4",
+    "table1-cifar10",
+    "table1-domainnet",
+    "table1-shakespeare",
+    "table2",
+    "table4-8",
+    "table5",
+    "table6",
+    "table7",
+    "table9",
+)
+ON_CIFAR = ("figure4", "table1-cifar10", "table2", "table5", "table6", "table7", "table9")
+DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+IN_SMALL = ["training.rounds=2", "training.epochs=1", "evaluation.every=2"]
+
+
+def described(name):
+    return yaml.safe_load((HOME / f"{name}.yaml").read_text())
+
+
+def write_indices(name, index):
+    """Leave an index wherever a study expects one."""
+    methods = (method for method in described(name)["methods"] if isinstance(method, dict))
+    for path in {Path(method["index"]) for method in methods if "index" in method}:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        index.write(path)
+
+
+def random_index(clients):
+    draws = torch.Generator().manual_seed(0)
+    return ClientIndex(np.arange(clients), *(torch.randn(clients, 16, generator=draws) for _ in range(2)))
 
 
 @pytest.fixture
-def indices(tmp_path, monkeypatch):
-    """Leave the indices where the study expects them: those of digits."""
+def study(tmp_path, monkeypatch):
+    """Read a study in a directory of its own, with indices where it expects them."""
     monkeypatch.chdir(tmp_path)
-    index = make_index(load("digits", seed=0), lambda x, y: (x.flatten(1), torch.eye(10)[y]))
-    for stage in ("global-500", "federated-500"):
-        folder = Path("runs/index-cifar10/base", stage, "seed1")
-        folder.mkdir(parents=True)
-        index.write(folder / "client_index.safetensors")
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+
+    def read(name, *, index=None, seeds=(1,), **how):
+        write_indices(name, index or random_index(100))
+        return load_study(HOME / f"{name}.yaml", seeds=list(seeds), **how)
+
+    return read
 
 
-@pytest.mark.usefixtures("indices")
-def test_every_host_is_there_without_an_index_and_with_more_and_more_uses():
-    study = load_study(HOME / "table1-cifar10.yaml", seeds=[1])
-    methods = {job.method: job.experiment.method for job in study.jobs}
-    assert set(methods) == {
-        *HOSTS,
-        *(f"{host} {uses}" for host in HOSTS for uses in USES),
-        "fedavg i+ii+iii federated",
-    }
-    for host in HOSTS:
-        for label, count in USES.items():
-            wrapped = methods[f"{host} {label}"].local
-            assert wrapped.host == methods[host]
-            assert (len(wrapped.uses), wrapped.tau, wrapped.weight) == (count, 1.0, 5.0)
-    for job in study.jobs:
+def test_every_table_is_there():
+    found = {path.stem for path in HOME.glob("*.yaml")}
+    indices = {f"index-{name}" for name in ("cifar10", "domainnet", "pacs", "shakespeare", "twoclasses")}
+    assert found == {*TABLES, *indices}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_training_is_the_papers(name, study):
+    for job in study(name).jobs:
         training = job.experiment.training
         assert (training.rounds, training.epochs, training.cohort, training.optimizer.lr) == (100, 5, 0.1, 1e-2)
         assert training.clip == (10 if job.method.startswith("feddyn") else None)
+        momentum = 0.9 if name in ("table1-domainnet", "table4-8") else 0.0
+        assert (training.optimizer.momentum, training.optimizer.weight_decay) == (momentum, 5e-5)
+        assert job.experiment.data["seed"] == 0
 
 
-@pytest.mark.usefixtures("indices")
-def test_table_1_in_small(tmp_path):
-    overrides = ["data.name=digits", "model.name=mlp", "training.rounds=2", "training.epochs=1", "evaluation.every=2"]
-    study = load_study(HOME / "table1-cifar10.yaml", seeds=[1], overrides=overrides)
-    results = study.run(tmp_path / "runs" / "small")
-    assert len(results.summaries) == len(HOSTS) * (1 + len(USES)) + 1
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "table2"])
+def test_hosts_inside_are_those_without_an_index(name, study):
+    methods = {job.method: job.experiment.method for job in study(name).jobs}
+    inside = {label: method.local.host for label, method in methods.items() if method.name == "client2vec"}
+    assert inside
+    for label, host in inside.items():
+        assert host == methods[label.split()[0]]
+
+
+@pytest.mark.parametrize("name", ["table1-cifar10", "table1-domainnet", "table1-shakespeare"])
+def test_table_1_adds_one_use_after_the_other(name, study):
+    methods = {job.method: job.experiment.method for job in study(name).jobs}
+    hosts = (*HOSTS, "fediir") if name == "table1-domainnet" else HOSTS
+    for host in hosts:
+        for label, count in USES.items():
+            wrapped = methods[f"{host} {label}" + ("" if name == "table1-cifar10" else " global")].local
+            assert (len(wrapped.uses), wrapped.tau, wrapped.weight) == (count, 1.0, 5.0)
+    assert methods["fedavg i+ii+iii federated"].local.weight == 1.0
+
+
+def test_tables_5_to_7_vary_one_thing(study):
+    def varied(name, option):
+        rules = {job.method: job.experiment.method.local for job in study(name).jobs}
+        return {getattr(rule, option) for label, rule in rules.items() if label.startswith("moon ")}
+
+    assert varied("table5", "tau") == {0.1, 0.5, 1.0, 2.0}
+    assert varied("table7", "weight") == {1.0, 5.0, 10.0}
+    assert {Path(path).parts[3] for path in varied("table6", "index")} == {
+        f"{strategy}-{epochs}" for strategy in ("federated", "global") for epochs in (100, 500)
+    }
+
+
+def test_indices_are_made_of_the_clients_that_use_them():
+    """A study and the stage of its index have the same data, but for encoding."""
+    pairs = {name: "index-cifar10" for name in ON_CIFAR} | {
+        "table1-domainnet": "index-domainnet",
+        "table4-8": "index-domainnet",
+        "table1-shakespeare": "index-shakespeare",
+        "table9": "index-twoclasses",
+    }
+    for name, stage in pairs.items():
+        data, encoded = (described(file)["base"]["data"] for file in (name, stage))
+        assert {"encode", "standardize", "encode_size"} >= set(encoded) - set(data)
+        assert data == {option: encoded[option] for option in data}
+
+
+# ---- on stand-ins ----------------------------------------------------------------------------------------------------
+
+
+def check(small, tmp_path):
+    results = small.run(tmp_path / "runs" / "small")
+    assert results.failures == {}
+    assert len(results.summaries) == len(small.jobs)
+
+
+@pytest.mark.parametrize("name", ON_CIFAR)
+def test_cifar_in_small(name, study, tmp_path):
+    data = {"name": "digits", "seed": 0, "imbalance": 1.0}
+    data |= {option: value for option, value in described(name)["base"]["data"].items() if option == "partition"}
+    index = make_index(load(**data), lambda x, y: (x.flatten(1), torch.eye(10)[y]))
+    overrides = [*IN_SMALL, "data.name=digits", "data.imbalance=1.0", "model.name=mlp", "training.cohort=0.2"]
+    # Other hosts are those of table 1.
+    methods = [m["label"] for m in described(name)["methods"] if isinstance(m, dict) and m.get("host") == "fedavg"]
+    small = study(name, index=index, overrides=overrides, methods=None if name == "table1-cifar10" else methods)
+    check(small, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "methods", "more"),
+    [
+        ("table1-domainnet", None, ["fediir", "fediir i+ii+iii federated", "moon i global"], []),
+        (
+            "table4-8",
+            ["cct"],
+            ["fedavg", "feddyn i+ii+iii global"],
+            ["model.depth=1", "model.width=16", "model.heads=2"],
+        ),
+    ],
+)
+def test_domainnet_in_small(name, settings, methods, more, study, tmp_path):
+    classes = described("index-domainnet")["base"]["data"]["classes"]
+    root = write_images(tmp_path / "domainnet", DOMAINS, classes[:4], each=12)
+    few = f"[{', '.join(classes[:4])}]"
+    overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", f"data.classes={few}", *more]
+    if not more:
+        overrides.append(f"model.source={write_resnet(tmp_path / 'resnet')}")
+    small = study(name, index=random_index(60), overrides=overrides, settings=settings, methods=methods)
+    check(small, tmp_path)
+
+
+def test_shakespeare_in_small(study, tmp_path):
+    root = write_roles(tmp_path / "data", 8, characters=1600)
+    overrides = [*IN_SMALL, f"data.root={root}", "model.hidden=4", "model.layers=1", "training.cohort=2"]
+    methods = ["fedavg", "fedlc i+ii+iii global"]
+    check(study("table1-shakespeare", index=random_index(8), overrides=overrides, methods=methods), tmp_path)
+
+
+def test_other_indices_are_written_for_all_clients(tmp_path):
+    """A stage on digits, whose pixels are the embeddings."""
+    from equipoise import train
+
+    stage = {"name": "fedavg", "local": "dsaign"}
+    digits = {"name": "digits", "seed": 0}
+    how = {"rounds": 1, "model": {"name": "dsaign", "feedforward": 8, "depth": 1}}
+    train(load(**digits), method=stage, data=digits, out=tmp_path / "stage", **how)
+    overrides = ["data.name=digits", "model.name=logistic", "training.epochs=1"]
+    script = load_script(HOME / "other_indices.py")
+    paths = script.make(tmp_path / "stage", tmp_path / "out", [Override.parse(text) for text in overrides])
+    found = {path.stem: ClientIndex.read(path) for path in paths}
+    assert {name: index.width for name, index in found.items()} == {
+        "feature-average": 64,
+        "class-prototypes": 640,
+        "head-weights": 650,
+    }
+    assert all(len(index.ids) == 22 for index in found.values())
+    expected = {Path(m["index"]).stem for m in described("table2")["methods"] if "client2vec-indices" in str(m)}
+    assert set(found) == expected
+
+
+def write_run(folder, scores, seconds):
+    """Write what times.py reads of a run with two clients."""
+    folder.mkdir(parents=True)
+    rows = [
+        {"round": r, "model": "global", "split": "test", "unseen": False, "accuracy": value + shift}
+        for r, value in scores.items()
+        for shift in (-0.1, 0.1)
+    ]
+    rows += [{**row, "split": "val", "accuracy": 1.0} for row in rows]
+    laps = [{"round": r, "train": value, "combine": 1.0, "evaluate": 99.0} for r, value in seconds.items()]
+    for name, lines in (("metrics", rows), ("timings", laps)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({"score": "accuracy"}))
+    return folder
+
+
+def test_times_by_hand(tmp_path, capsys, monkeypatch):
+    """The host's best is 0.5 in round 4; the second run is there in round 2, the third never."""
+    script, took = load_script(HOME / "times.py"), {1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0}
+    host = write_run(tmp_path / "fedavg" / "seed1", {2: 0.4, 4: 0.5}, took)
+    fast = write_run(tmp_path / "all" / "seed1", {2: 0.5, 4: 0.7}, took)
+    slow = write_run(tmp_path / "slow" / "seed1", {2: 0.1, 4: 0.2}, took)
+    index = write_run(tmp_path / "global-500" / "seed1", {1: 0.0}, {1: 6.0})
+    found = script.times([host, fast, slow], index)
+    assert found["fedavg"] == script.Times(index=0.0, training=104.0, reached=4, until=104.0)
+    assert (found["all"].index, found["all"].until, found["all"].total) == (7.0, 32.0, 39.0)
+    assert (found["slow"].reached, found["slow"].total) == (None, None)
+    assert script.times([host, slow], index, "val")["slow"].reached == 2
+    monkeypatch.setattr("sys.argv", ["times.py", "--index", str(index), str(host), str(fast), str(slow)])
+    script.main()
+    assert capsys.readouterr().out.splitlines()[2].split() == ["all", "7", "104", "2", "32", "39"]

@@ -59,6 +59,9 @@ def compare(path, folder, tolerance=TOLERANCE):
     for one, other in zip(alone.trainer.rounds, run.trainer.rounds, strict=True):
         assert (one["round"], one["cohort"]) == (other["round"], other["cohort"])
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=tolerance)
+        assert ("method_terms" in one) == ("method_terms" in other)
+        terms = other.get("method_terms", 0.0)
+        assert one.get("method_terms", 0.0) == pytest.approx(terms, rel=tolerance, abs=tolerance)
         assert (one["bytes_up"], one["bytes_down"]) == (other["bytes_up"], other["bytes_down"])
         assert (one["messages"], one["evaluations"]) == (other["messages"], other["evaluations"])
         assert one.get("clients") == other.get("clients")

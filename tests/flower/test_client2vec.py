@@ -15,6 +15,15 @@ from tests.flower.parity import compare, with_clients
 TRAINING = {"rounds": 2, "cohort": 3, "optimizer": {"lr": 0.1}}
 
 
+TRANSFORMER = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
+MODELS = {
+    "fedbn": {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]},
+    "fedgc": {"name": "fedgc", **TRANSFORMER},
+    "fedgcr": {"name": "fedgc", **TRANSFORMER},
+    "fedgr": {"name": "vitprompts", **TRANSFORMER},
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Four clients' directories, and an index of theirs."""
@@ -32,13 +41,31 @@ def test_an_index_from_a_file_gives_the_same(folder):
     assert run.trainer.state.model["projection.weight"].shape[0] == 6
 
 
-TRANSFORMER = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
-MODELS = {
-    "fedbn": {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]},
-    "fedgc": {"name": "fedgc", **TRANSFORMER},
-    "fedgcr": {"name": "fedgc", **TRANSFORMER},
-    "fedgr": {"name": "vitprompts", **TRANSFORMER},
-}
+def test_a_noised_index_gives_the_same(folder):
+    method = {"name": "client2vec", "clip": 0.5, "noise": 2.0}
+    _, run, grid = compare(write_experiment(folder, method=method, training=TRAINING), folder)
+    assert grid.kinds.count("query.ask") == 4
+    assert next(iter(run.trainer.rounds))["notes"]["index_epsilon"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "asked"),
+    [
+        ({"name": "fedgc", "clip": 0.5, "noise": 2.0}, 4),
+        ({"name": "fedgcr"}, 4),
+        ({"name": "fedavg", "aggregation": {"name": "fedgr", "groups": "index"}}, 0),
+        ({"name": "gifair", "choice": "fixed"}, 0),
+    ],
+    ids=["fedgc", "fedgcr", "fedgr", "gifair"],
+)
+def test_clusters_of_an_index_are_the_same(method, asked, folder):
+    about = {"index": str(folder / "index.safetensors"), "clusters": 2}
+    inside = method.get("aggregation")
+    method = {**method, "aggregation": inside | about} if inside else method | about
+    model = MODELS.get(method["name"], {"name": "mlp"})
+    _, run, grid = compare(write_experiment(folder, method=method, training=TRAINING, model=model), folder)
+    assert grid.kinds.count("query.ask") == asked
+    assert set(next(iter(run.trainer.rounds))["notes"]["clusters"]) == {0, 1}
 
 
 @pytest.mark.slow

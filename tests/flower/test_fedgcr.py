@@ -23,9 +23,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "reports"),
     [
-        # Training loss, steps, a validation loss, and for FedGR the loss of the received model.
-        ({"name": "fedgcr"}, 4),
-        ({"name": "fedgc", "representation": "received"}, 3),
+        # Training loss, terms of the method, steps, a validation loss, and for FedGR the loss of the received model.
+        ({"name": "fedgcr"}, 5),
+        ({"name": "fedgc", "representation": "received"}, 4),
     ],
 )
 def test_one_exchange_a_round_and_bytes_by_hand(method, reports, folder):

@@ -20,6 +20,7 @@ from equipoise.method import State
 from equipoise.methods import build, describe, names
 from equipoise.methods.client2vec import USES, rested, similar_weights
 from equipoise.optimizers import Sgd
+from equipoise.privacy import gaussian_epsilon
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
@@ -308,6 +309,52 @@ def test_without_a_file_the_index_is_the_mean_of_z_and_of_labels():
         torch.testing.assert_close(kept["features"][k], wanted, rtol=0, atol=1e-12)
         torch.testing.assert_close(kept["labels"][k], torch.bincount(y, minlength=4).double() / len(y))
     assert kept["size"].tolist() == SIZES
+
+
+def asked_for(**options):
+    """The index that clients are asked for, as the server keeps it."""
+    method = build("client2vec", uses=["sampling"], **options)
+    return play(method, federation(), smooth_model(), [[0, 1]], **FULL_BATCHES)
+
+
+def test_an_index_is_clipped_and_noised_by_the_client(monkeypatch):
+    plain, clipped, noised = (
+        asked_for(**options).states[0].server["client2vec"]
+        for options in ({}, {"clip": 0.2}, {"clip": 0.2, "noise": 3.0})
+    )
+    for name in ("features", "labels"):
+        wanted = plain[name] * (0.2 / plain[name].norm(dim=1, keepdim=True).clamp(min=0.2))
+        torch.testing.assert_close(clipped[name], wanted, rtol=1e-9, atol=1e-12)
+    noise = torch.cat([noised[name] - clipped[name] for name in ("features", "labels")], 1)
+    assert float(noise.std()) == pytest.approx(0.6, rel=0.3)
+    assert float(torch.corrcoef(noise).fill_diagonal_(0).max()) < 0.9
+    monkeypatch.setattr("equipoise.engine.chunking._PASS", 2)
+    again = asked_for(clip=0.2, noise=3.0)
+    torch.testing.assert_close(again.states[0].server["client2vec"]["features"], noised["features"])
+    assert again.states[1].notes["index_epsilon"] == gaussian_epsilon(3.0, 2, 1e-5)
+
+
+def test_a_noised_index_is_released_once():
+    """The same noise on the means of another model would reveal their difference."""
+    played = asked_for(clip=0.2, noise=3.0)
+    before = played.states[0].server["client2vec"]
+    method = build("client2vec", uses=["sampling"], clip=0.2, noise=3.0)
+    everyone = played.engine.cohort(method, np.arange(4), 0)
+    new = {"new": torch.tensor([False, False, True, False])}
+    said = everyone.ask("mean_index", model=played.states[0].model, each=new)
+    assert not said["features"][[0, 1, 3]].any()
+    torch.testing.assert_close(said["features"][2], before["features"][2])
+    three = {name: rows[[0, 1, 3]] for name, rows in before.items()}
+    joined = method.sampler.admit(played.states[-1].with_server(client2vec=three), everyone).server["client2vec"]
+    assert torch.equal(joined["features"][[0, 1, 3]], before["features"][[0, 1, 3]])
+    assert joined["features"][2].norm() > 0
+
+
+def test_noise_is_for_an_index_that_is_asked_for(path):
+    with pytest.raises(InputError, match="client2vec.clip is for an index that clients are asked for"):
+        build("client2vec", index=path, clip=1.0)
+    with pytest.raises(InputError, match="client2vec.noise=1.0 is a multiple of client2vec.clip, which is not given"):
+        build("client2vec", noise=1.0)
 
 
 def test_clients_that_join_get_their_index(path):

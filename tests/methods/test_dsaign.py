@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equipoise import train
-from equipoise.client_index import index_of, make_index
+from equipoise.client_index import ClientIndex, index_of, make_index
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.federation import Federation
@@ -17,6 +17,7 @@ from equipoise.methods import build
 from equipoise.methods.dsaign import diversity
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
+from equipoise.privacy import gaussian_epsilon
 from tests.engine.comparison import distance
 from tests.methods.plain_rounds import COHORTS, SIZES, assert_equal, average, samples_of, steps
 from tests.rounds import play
@@ -116,6 +117,25 @@ def test_an_index_is_the_mean_over_the_training_samples():
     assert index.made_by != index_of(module, embeddings([2, 2, 2, 2])).made_by
     with pytest.raises(InputError, match="made by model 'dsaign', got Model"):
         index_of(build_model("mlp", shape=(16,), classes=4), data)
+
+
+def test_a_run_leaves_a_clipped_and_noised_index_with_its_epsilon(tmp_path):
+    def left(**options):
+        method = {"name": "fedavg", "local": {"name": "dsaign", **options}}
+        out = tmp_path / str(len(options))
+        train(embeddings(), method=method, model={"name": "dsaign", "feedforward": 16}, rounds=1, out=out)
+        return ClientIndex.read(out / "client_index.safetensors")
+
+    plain, clipped, noised = left(), left(clip=0.5), left(clip=0.5, noise=4.0)
+    assert (plain.epsilon, clipped.epsilon) == (None, None)
+    assert noised.epsilon == gaussian_epsilon(4.0, 2, 1e-5)
+    for name in ("features", "labels"):
+        vectors = getattr(plain, name)
+        wanted = vectors * (0.5 / vectors.norm(dim=1, keepdim=True).clamp(min=0.5))
+        torch.testing.assert_close(getattr(clipped, name), wanted, rtol=1e-5, atol=1e-6)
+        noise = getattr(noised, name) - getattr(clipped, name)
+        assert float(noise.std()) == pytest.approx(2.0, rel=0.3)
+    assert noised.of(np.array([1])).epsilon == noised.epsilon
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from equipoise import Evaluation, Machine, Training, tasks, train
 from equipoise.client import Client
+from equipoise.client_index import ClientIndex
 from equipoise.clustering import purity
 from equipoise.data import load
 from equipoise.engine.network import Network
@@ -506,6 +507,116 @@ def test_noise_needs_a_length():
         build("fedgc", noise=1.0)
     with pytest.raises(InputError, match="fedgcr.privacy_delta must be between 0 and 1, got 2"):
         build("fedgcr", privacy_delta=2.0)
+
+
+# ---- a client index as cold start ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def index(tmp_path):
+    """An index of five clients with other clusters than those of the images: {0, 1, 4} and {2, 3}."""
+    features = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0], [1.0, 0.05]])
+    ClientIndex(np.arange(5), features, torch.ones(5, 3)).write(tmp_path / "index")
+    return str(tmp_path / "index")
+
+
+def h_of_clients(module, federation):
+    """h̃ of every client under a model, image by image."""
+    means = []
+    for client in range(federation.clients):
+        samples = federation.train.of(client)
+        x, y = federation.x[samples], federation.y[samples]
+        with torch.no_grad():
+            h = module.features.gcnet(module.stem(x)[:, 0])
+        means.append(torch.stack([h[y == label].mean(0) for label in y.unique()]).mean(0))
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("name", ["fedgc", "fedgcr"])
+def test_clusters_and_centres_are_known_before_round_1(name, index):
+    module = transformer("fedgc").double()
+    method = build(name, clusters=2, index=index)
+    played = play(method, pictures(), module, COHORTS[:1], batch_size=4, optimizer=Sgd(lr=0.1))
+    start = played.states[0]
+    assert start.server["clients"]["share"].argmax(1).tolist() == [0, 0, 1, 1, 0]
+    h = h_of_clients(module, pictures())
+    torch.testing.assert_close(start.server["clients"]["h"], h, rtol=1e-9, atol=1e-12)
+    wanted = torch.stack([h[[0, 1, 4]].mean(0), h[[2, 3]].mean(0)])
+    torch.testing.assert_close(start.server["clusters"]["h"], wanted, rtol=1e-9, atol=1e-12)
+    shared, each = method.aggregation.send(start, played.cohorts[0])
+    torch.testing.assert_close(shared["centres"]["h"], wanted, rtol=1e-9, atol=1e-12)
+    assert each["cluster"].tolist() == [0, 0, 1, 1]
+    # Client 4 was absent, and keeps the cluster of its index.
+    assert played.states[1].server["clients"]["ids"].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(played.states[1].server["clients"]["h"][4], start.server["clients"]["h"][4])
+
+
+def test_customization_begins_in_round_1_with_an_index(index):
+    with_index, without = (
+        play(build("fedgc", clusters=2, **more), pictures(), transformer("fedgc"), COHORTS[:1], batch_size=4)
+        for more in ({"index": index}, {})
+    )
+    assert distance(with_index.model, without.model) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "make", [partial(build, "fedgc"), lambda **o: build("fedavg", aggregation={"name": "fedgr"} | o)]
+)
+def test_an_index_changes_nothing_between_stacked_and_one_by_one(make, index):
+    more = {"index": index, "clusters": 2}
+    method = make(**more) if make(clusters=2).local.name == "fedgc" else make(groups="index", **more)
+    one, all_ = (
+        play(method, pictures(), transformer("fedgc"), COHORTS, batch_size=4, chunk=chunk, optimizer=Sgd(lr=0.1)).model
+        for chunk in (1, 10)
+    )
+    assert distance(all_, one) <= 1e-9
+
+
+def test_fedgr_weighs_by_clusters_of_the_index_with_any_model(index):
+    """No client is asked; the second round has β = 0.5."""
+    method = FedGR(groups="index", index=index, clusters=2, delta=1.0)
+    everyone = SimpleNamespace(ids=np.arange(5), key=3)
+    state = method.begin(State(0, {"w": torch.zeros(4).double()}), everyone)
+    cohort = SimpleNamespace(ids=np.array([0, 1, 2, 3]), prior=PRIOR)
+    updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
+    state = method.combine(replace(state, round=1), updates, cohort)
+    assert state.model["w"].tolist() == pytest.approx([0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7)
+    assert state.notes["clusters"].tolist() == [0, 0, 1, 1]
+
+
+def test_clients_that_join_are_clustered_by_their_index(index):
+    method = FedGR(groups="index", index=index, clusters=2)
+    state = method.begin(State(0, {}), SimpleNamespace(ids=np.array([0, 2, 3]), key=3))
+    joined = method.admit(state, SimpleNamespace(ids=np.arange(5), key=3))
+    assert joined.server["clients"]["share"].argmax(1).tolist() == [0, 0, 1, 1, 0]
+
+
+def test_the_first_representation_is_clipped_and_noised_too(index):
+    def start(**options):
+        method = build("fedgc", clusters=2, index=index, **options)
+        played = play(method, pictures(), transformer("fedgc"), COHORTS[:1], batch_size=4)
+        return played.states[0].server["clients"]["h"], played
+
+    plain, clipped, (noised, played) = (
+        start()[0],
+        start(clip=0.1)[0],
+        start(clip=0.1, noise=2.0, representation="received"),
+    )
+    torch.testing.assert_close(clipped, 0.1 * plain / plain.norm(dim=1, keepdim=True))
+    noise = noised - clipped
+    assert float(noise.std()) == pytest.approx(0.2, rel=0.25)
+    # In round 1 the same h̃ is released once more, with other noise.
+    again = played.updates[0].uploads["representation"]["h"] - clipped[:4]
+    assert abs(float(torch.corrcoef(torch.stack([again.flatten(), noise[:4].flatten()]))[0, 1])) < 0.5
+    assert played.states[1].notes["epsilon"] == gaussian_epsilon(2.0, 2, 1e-5)
+
+
+def test_an_index_that_is_not_used_is_refused(index):
+    with pytest.raises(InputError, match="fedgr.index is not used with fedgr.groups='given'"):
+        FedGR(groups="given", index=index)
+    with pytest.raises(InputError, match="fedgr.groups='index' needs fedgr.index, the file of a client index"):
+        FedGR(groups="index")
+    assert describe(build("fedgc", index=index))["digest"] == ClientIndex.read(index).digest()
 
 
 def test_fedgcr_is_fedgc_and_fedgr():

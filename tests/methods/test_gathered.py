@@ -23,7 +23,7 @@ from equipoise.models import build as build_model
 from equipoise.models.pretrained import encoder, text_encoder
 from equipoise.optimizers import Sgd
 from tests.engine.comparison import distance
-from tests.rounds import play
+from tests.rounds import minimised, play
 from tests.tiny_bert import write_bert
 from tests.tiny_clip import write_clip
 from tests.tiny_encoder import write_encoder
@@ -60,7 +60,7 @@ def losses_of(x, y, *, seed=4, **which):
     method = build("fedavg", local={"name": "dsaign", **dict.fromkeys(("div", "sim", "orth", "recon"), False), **which})
     engine = StackedEngine(data, model, Training(rounds=1, batch_size=64, optimizer=Sgd(lr=0.1)), FLOAT64)
     cohort = engine.cohort(method, np.array([0]), 0)
-    found = cohort.train({"model": engine.network.initial()}, {}, method.local).reports["train_loss"]
+    found = minimised(cohort.train({"model": engine.network.initial()}, {}, method.local).reports)
     split = model.features(x).detach().numpy()
     return float(found), model, split[:, :16], split[:, 16:]
 

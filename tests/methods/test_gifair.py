@@ -10,13 +10,14 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
+from equipoise.client_index import ClientIndex, make_index
 from equipoise.data import load
 from equipoise.engine.settings import Machine
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.method import State
-from equipoise.methods import build
+from equipoise.methods import build, describe
 from equipoise.methods.gifair import ordering
 from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.api import train
@@ -50,6 +51,7 @@ def factors_of(losses, sizes, groups, **options):
         ids=np.arange(len(sizes)),
         sizes=sizes,
         groups=groups,
+        key=0,
         prior=torch.from_numpy(sizes / sizes.sum()),
         evaluate=lambda params, split: {"loss": torch.as_tensor(losses, dtype=torch.float64)},
     )
@@ -465,6 +467,47 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
     assert max(mark * value for mark, value in zip(marks, excess, strict=True)) < 2 * marks[0] * excess[0], excess
 
 
+# ---- groups from a client index --------------------------------------------------------------------------------------
+
+
+def test_clusters_of_an_index_are_groups(tmp_path):
+    """The same factors as with these groups in the data."""
+    draws = np.random.default_rng(0)
+    groups, sizes, losses = np.array([0, 1, 0, 1, 1, 0]), draws.integers(5, 50, size=6), draws.uniform(1, 2, size=6)
+    features = torch.from_numpy(np.eye(2)[groups] + 0.05 * draws.uniform(size=(6, 2)))
+    ClientIndex(np.arange(6), features, torch.ones(6, 1)).write(tmp_path / "index")
+    options = {"index": str(tmp_path / "index"), "clusters": 2}
+    wanted = factors_of(losses, sizes, groups)
+    np.testing.assert_allclose(factors_of(losses, sizes, np.zeros(6), **options), wanted, rtol=1e-12)
+    others = factors_of(losses, sizes, np.zeros(6), **options | {"clusters": 3}, choice="fixed")
+    assert not np.allclose(others, wanted)
+    one = factors_of(losses, sizes, np.zeros(6), **options, compare="labels")
+    assert one.tolist() == [1.0] * 6
+
+
+def test_groups_of_digits_are_found_by_an_index_of_their_amplitudes(tmp_path):
+    """The data name no groups. Those of the index are the five styles, so training is the same as with named groups."""
+    digits = load("digits")
+    make_index(digits, lambda x, y: (torch.fft.rfft2(x).abs().flatten(1), torch.eye(10)[y])).write(tmp_path / "index")
+    nameless = in_groups(digits, np.zeros(digits.clients, np.int64))
+    method = {"name": "gifair", "lam": 0.9, "index": str(tmp_path / "index"), "compare": "features"}
+    run, known = (
+        train(data, method=chosen, model="logistic", rounds=2)
+        for data, chosen in ((nameless, method), (digits, {"name": "gifair", "lam": 0.9}))
+    )
+    clusters = next(iter(run.trainer.rounds))["notes"]["clusters"]
+    assert clusters == digits.groups.tolist()
+    assert distance(run.trainer.state.model, known.trainer.state.model) == 0
+    assert describe(run.trainer.method)["digest"] == ClientIndex.read(tmp_path / "index").digest()
+
+
+def test_an_index_makes_groups_and_not_single_clients():
+    with pytest.raises(InputError, match="gifair.index makes groups of clients"):
+        build("gifair", fairness="individual", index="index")
+    with pytest.raises(InputError, match="gifair.digest belongs to gifair.index, which is missing"):
+        build("gifair", digest="abc")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_of_digits_come_closer_than_under_fedavg(seed):
     """With groups of equal size λ_max leaves room, and the mean does not fall either."""
@@ -476,3 +519,22 @@ def test_groups_of_digits_come_closer_than_under_fedavg(seed):
         found[name] = run.summary["results"]["global"]["seen"]
     assert found["gifair"]["sigma_groups"] < 0.75 * found["fedavg"]["sigma_groups"], found
     assert found["gifair"]["mean"] > found["fedavg"]["mean"] - 0.01, found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "says"),
+    [
+        # Client 5 alone is a group with a thousandth of the samples, so λ_max is small for all others.
+        ([300, 300, 200, 199, 1], {}, True),
+        ([300, 300, 200, 199, 1], {"lam": 0.0}, False),
+        ([300, 300, 200, 199, 1], {"fairness": "individual"}, True),
+        ([200, 200, 200, 200, 200], {}, False),
+        ([200, 200, 200, 200, 200], {"lam": 0.009}, True),
+    ],
+)
+def test_it_says_once_when_nothing_is_left_to_redistribute(sizes, options, says, caplog):
+    factors = factors_of([1.0, 2.0, 3.0, 4.0, 5.0], sizes, [0, 0, 1, 1, 2], **options)
+    assert len(caplog.messages) == says
+    if says:
+        assert "nearly FedAvg" in caplog.messages[0]
+        assert np.abs(factors[:4] - 1).max() <= 0.01

@@ -69,6 +69,50 @@ def test_rounds_equal_a_plain_loop(mu, tau, chunk):
     assert distance(found.model, plain.model) > 1e-4
 
 
+def with_head(module, seed=3):
+    """The small model with the projection head of the paper: two layers, and a new classifier."""
+    torch.manual_seed(seed)
+    wide = [nn.Flatten(1), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)]
+    return Model(nn.Sequential(module.features, *wide), nn.Linear(3, 4)).double()
+
+
+def test_with_a_projection_head_the_contrast_is_after_it():
+    """The extended model under MOON equals MOON of a model that has the head itself."""
+    method = build("moon", projection=3, mu=5.0)
+    extended = method.extend(smooth_model(), (2, 5, 5), 0).double()
+    plain = with_head(smooth_model())
+    assert {n: p.shape for n, p in extended.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    extended.load_state_dict(plain.state_dict())
+    found = play(method, federation(), extended, COHORTS, **FULL_BATCHES)
+    wanted = play(build("moon", mu=5.0), federation(), plain, COHORTS, **FULL_BATCHES)
+    assert distance(found.model, wanted.model) == 0
+    x = samples_of(federation(), 0)[0]
+    z = extended.features(x)
+    assert z.shape[1] == 3
+    torch.testing.assert_close(extended(x), extended.head(z))
+
+
+def test_a_projection_head_is_drawn_from_the_seed():
+    method = build("moon", projection=3)
+    one, same, other = (method.extend(smooth_model(), (2, 5, 5), seed).head.weight for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    with pytest.raises(InputError, match="moon.projection must be a whole number of at least 1, got 0"):
+        build("moon", projection=0)
+
+
+@pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
+def test_a_projection_head_stacks(make):
+    data = images()
+    how = {"batch_size": 4, "optimizer": Sgd(lr=0.05)}
+
+    def of(chunk):
+        method = build("moon", projection=5)
+        return play(method, data, method.extend(make(), data.shape, 0), THREE_COHORTS, chunk=chunk, **how).model
+
+    assert distance(of(10), of(1), WITHOUT_GRADIENT) <= 1e-9
+
+
 def test_the_contrastive_loss_by_hand():
     """z = (1, 0); received (0, 1): s = 0; previous (1, 1): s = 1/√2. With τ = 0.5 the loss is log(1 + e^{√2})."""
     method = build("moon")
@@ -126,7 +170,8 @@ def test_the_previous_model_never_leaves_the_client():
     ours, plain = (
         play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts for name in ("moon", "fedavg")
     )
-    assert [(c.bytes_down, c.bytes_up) for c in ours] == [(c.bytes_down, c.bytes_up) for c in plain]
+    # Clients also report what the method adds to the loss.
+    assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [(c.bytes_down, c.bytes_up) for c in plain]
 
 
 def test_it_combines_with_any_aggregation():

@@ -67,7 +67,7 @@ class Varied(LocalRule):
         ),
         (
             {"name": "fedavg", "aggregation": {"name": "fedadam", "lr": "fast"}},
-            "method.aggregation: fedadam.lr must be a number, got 'fast'",
+            "fedadam.lr must be a finite number of at least 0, got 'fast'",
         ),
     ],
 )

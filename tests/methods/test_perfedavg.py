@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build
 from equipoise.methods.perfedavg import MetaGradient
-from equipoise.optimizers import Sgd
+from equipoise.optimizers import Schedule, Sgd
 from equipoise.random import Purpose, fold
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.by_hand import average, hand_batches, held_by, tensors
 from tests.engine.comparison import distance
 from tests.engine.federations import images
@@ -23,7 +27,7 @@ from tests.engine.five_clients import BATCH, CHUNKS, COHORTS, EVERYONE, SEED, SI
 from tests.engine.small_models import NOISE, mlp, normalised
 from tests.methods.decoupled import personal_models, played
 from tests.methods.skewed import scores
-from tests.rounds import linear, play, random_regression, scalar, weight
+from tests.rounds import linear, play, random_regression, scalar, targets, weight
 
 
 def gradient_at(module, values, x, y):
@@ -248,3 +252,17 @@ def test_inner_steps_help_where_labels_are_skewed():
 def test_bad_values_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         build("perfedavg", **options)
+
+
+def test_the_inner_step_of_personal_models_does_not_follow_the_schedule():
+    """In the last of four rounds the learning rate is a thousandth; personal models are still α away."""
+    data = targets(3.0, -1.0)
+    schedule = Schedule(kind="exponential", decay=0.1)
+    training = Training(rounds=4, batch_size=64, optimizer=Sgd(lr=0.1), schedule=schedule)
+    machine = Machine(device="cpu", precision="float64")
+    method = build("perfedavg", alpha=0.2)
+    run = Trainer(data, method, scalar(1.0), training, machine, Evaluation(every=0), seed=0)
+    run.run()
+    w = weight(run.state.model)
+    personal = run.personal_models(np.arange(2))[1]["head.weight"].flatten().tolist()
+    assert personal == pytest.approx([w - 0.2 * 2 * (w - t) for t in (3.0, -1.0)], abs=1e-12)

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from equipoise.data import load
 from equipoise.engine.settings import Machine
@@ -104,3 +105,18 @@ def test_central_is_evaluated_on_every_client_and_beats_clients_alone_on_digits(
     local = train(digits, method="local", **how).summary["results"]["personal"]["seen"]
     assert sorted(central["groups"]) == sorted(digits.group_names)
     assert central["mean"] > local["mean"] + 0.05
+
+
+def test_clients_that_were_never_drawn_train_for_a_round_before_they_are_evaluated():
+    """One client a round for two rounds: the others are not judged by the initial model."""
+    federation = images()
+    how = {"rounds": 2, "cohort": 1, "seed": SEED, "optimizer": Sgd(lr=0.1), "batch_size": 64, "evaluation": NEVER}
+    run = train(federation, method="local", model=mlp(), machine=Machine(device="cpu", precision="float64"), **how)
+    drawn = {client for row in run.trainer.rounds for client in row["clients"]}
+    assert len(drawn) <= 2
+    for client in sorted(set(range(federation.clients)) - drawn)[:3]:
+        module = mlp().double()
+        held = torch.from_numpy(federation.train.of(client))
+        F.cross_entropy(module(federation.x[held]), federation.y[held]).backward()
+        wanted = {name: (p - 0.1 * p.grad).detach() for name, p in module.named_parameters()}
+        assert distance(dict(run.model(client).double().state_dict()), wanted) <= 1e-6

@@ -122,3 +122,9 @@ def test_refusals(options, message):
 def test_images_of_another_size_are_refused():
     with pytest.raises(InputError, match="was built for images of 8 x 8 pixels, got 8 x 9"):
         build("cct", shape=(1, 8, 8), classes=3, **SMALL)(torch.zeros(1, 1, 8, 9))
+
+
+def test_bytes_are_read_as_numbers_from_0_to_1():
+    model = build("cct", shape=(1, 8, 8), classes=3, **SMALL).eval()
+    x = torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(x), model(x / 255))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 from equipoise import Evaluation, Federation, Machine, Training, load, train
 from equipoise.data import load as load_data
 from equipoise.errors import InputError, RunError
+from equipoise.method import LocalRule
+from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, optimizer_named
 from equipoise.run.api import _number
@@ -313,19 +316,21 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rounds": -1}, "training.rounds must be a whole number of at least 0, got -1"),
-        ({"rounds": 2.5}, "training.rounds must be a whole number of at least 0, got 2.5"),
-        ({"epochs": 0}, "training.epochs must be a whole number of at least 1, got 0"),
-        ({"batch_size": 0}, "training.batch_size must be a whole number of at least 1, got 0"),
-        ({"batch_size": True}, "training.batch_size must be a whole number of at least 1, got True"),
-        ({"steps": 0}, "training.steps must be a whole number of at least 1, got 0"),
-        ({"clip": 0}, "training.clip must be a finite number above 0, got 0"),
-        ({"cohort": 0}, "training.cohort must be a number of clients"),
-        ({"cohort": 1.5}, "training.cohort must be a number of clients"),
-        ({"cohort": -0.1}, "training.cohort must be a number of clients"),
-        ({"cohort": 9}, "training.cohort asks for 9 clients, but only 8 are registered"),
+        ({"rounds": -1}, "^rounds must be a whole number of at least 0, got -1"),
+        ({"rounds": 2.5}, "^rounds must be a whole number of at least 0, got 2.5"),
+        ({"epochs": 0}, "^epochs must be a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "^batch_size must be a whole number of at least 1, got 0"),
+        ({"batch_size": True}, "^batch_size must be a whole number of at least 1, got True"),
+        ({"steps": 0}, "^steps must be a whole number of at least 1, got 0"),
+        ({"clip": 0}, "^clip must be a finite number above 0, got 0"),
+        ({"cohort": 0}, "^cohort must be a number of clients"),
+        ({"cohort": 1.5}, "^cohort must be a number of clients"),
+        ({"cohort": -0.1}, "^cohort must be a number of clients"),
+        ({"cohort": 9}, "^cohort asks for 9 clients, but only 8 are registered"),
         ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
         ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
+        ({"lr": 0.5}, r"unknown setting 'lr' in train\(\); .* optimizer={'name': 'sgd', 'lr': 0.5}$"),
+        ({"training": Training(cohort=9)}, "^training.cohort asks for 9 clients, but only 8 are registered"),
         ({"method": "fedvag"}, "unknown method 'fedvag'; did you mean 'fedavg'"),
         ({"method": {"mu": 1}}, r"method {'mu': 1} has no name"),
         ({"model": "mpl"}, "unknown model 'mpl'; did you mean 'mlp'"),
@@ -411,7 +416,8 @@ def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
     run = small_run(tmp_path / "run", "local")
     data, rounds = federation(), run.summary["round"]
     rows = [row for row in rows_of(tmp_path / "run") if row["round"] == rounds and row["split"] == "test"]
-    assert [row["client"] for row in rows] == data.seen.tolist()
+    # Clients that were never drawn, and those held out of training, train before they are evaluated.
+    assert [row["client"] for row in rows] == list(range(data.clients))
     for row in rows:
         for module in (load(tmp_path / "run", client=row["client"]), run.model(row["client"])):
             loss, accuracy = measure(module, data, "test", row["client"])
@@ -429,15 +435,24 @@ def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
     assert all(torch.equal(given[name], written[name]) for name in written)
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "local"])
+@dataclass(frozen=True)
+class KeepsHead(LocalRule):
+    """Clients that never took part do not adapt anything."""
+
+    name = "keepshead"
+    keeps = "head"
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "local", build("fedavg", local=KeepsHead())])
 def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
     run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
     taken_part = run.trainer.selected().clients
-    # With the parts others keep, whoever has data can make a model its own; a client alone has nothing to begin with.
+    # Whoever has data can make a model of its own, unless the rule does not say how.
     absent = [client for client in range(run.trainer.federation.clients) if client not in taken_part]
-    assert bool(absent) == (method == "local")
+    assert bool(absent) == (not isinstance(method, str))
     valid = f"valid: client= one of {', '.join(map(str, taken_part))}"
-    for give in (run.model, lambda client=None: load(tmp_path / "run", client)):
+    loaded = [lambda client=None: load(tmp_path / "run", client)] if isinstance(method, str) else []
+    for give in (run.model, *loaded):
         with pytest.raises(InputError, match=f"there is no global model, and clients of this method keep.*{valid}"):
             give()
         for client in absent:

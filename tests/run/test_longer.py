@@ -134,7 +134,7 @@ def test_warmup_comes_before_other_kinds():
         (lambda: Schedule(warmup=-1), "schedule.warmup"),
         (lambda: Schedule(kind="steps", over=3), "schedule.over=3 has a meaning for the kind 'cosine' only"),
         (lambda: small_run(rounds=1, schedule=lambda round: 1.0), "a schedule needs the name of its function"),
-        (lambda: small_run(rounds=1, schedule=3), "training.schedule must be a Schedule or a function of the round"),
+        (lambda: small_run(rounds=1, schedule=3), "schedule must be a Schedule or a function of the round"),
         (lambda: register(stop_after), "schedule 'stop_after' takes number; valid: round, or round and rounds"),
     ],
 )

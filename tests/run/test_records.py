@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from equipoise import Federation, fairness, tasks, train
+from equipoise import Evaluation, Federation, fairness, tasks, train
 from equipoise.federation import Split
+from equipoise.metrics import Metric
 from equipoise.run.records import client_rows, summarize_rows
+from tests.run.small import rows_of, small_run
 
 TASK = tasks.build("classification")
 
@@ -145,3 +149,55 @@ def test_summaries_with_as_many_groups_as_clients_take_linear_time():
     # Looking each group up in a list of all groups took 25 s.
     assert time.process_time() - began < 5
     assert summary["groups"]["g10000"] == 0.25
+
+
+def test_clients_without_samples_are_counted_and_their_groups_stay():
+    """Client 1, alone in group y, has no test samples; the last client is unseen."""
+    rows = [row(0, 1.0, n=2), row(2, 0.5, n=1), row(3, 0.25, group="z", n=3, unseen=True)]
+    auroc = Metric(function=lambda output, y: None, name="auroc", higher_is_better=True)
+    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients(), metrics=[auroc])["global"]
+    assert (found["seen"]["clients"], found["seen"]["left_out"]) == (2, 1)
+    assert found["seen"]["groups"] == {"x": 0.75, "y": None}
+    assert (found["seen"]["mean_groups"], found["seen"]["worst_group_name"]) == (0.75, "x")
+    named = {"0": "undefined", "2": "undefined", "1": "no samples"}
+    assert (found["seen"]["metrics"]["auroc"]["left_out"], found["seen"]["metrics"]["auroc"]["left_out_clients"]) == (
+        3,
+        named,
+    )
+    assert (found["unseen"]["left_out"], found["unseen"]["groups"]) == (0, {"z": 0.25})
+    without = summarize_rows(rows, tasks.build("classification"))["global"]["seen"]
+    assert (without["left_out"], without["groups"]) == (0, {"x": 0.75})
+
+
+def test_of_local_models_only_clients_that_took_part_are_counted():
+    rows = [row(0, 1.0, model="local"), row(2, 0.5, model="local"), row(1, 0.5, model="local", split="val", group="y")]
+    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    assert found["left_out"] == 1
+    found = summarize_rows(rows[:2], tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    assert found["left_out"] == 0
+
+
+def documented(begin, end):
+    """The entries of the tables between two lines of docs/metrics.md."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.split(begin)[1].split(end)[0].splitlines() if line.startswith("| ")]
+    return {name for cell in cells for name in re.findall(r"`([a-z_.]+)`", cell)}
+
+
+def test_the_documentation_lists_what_runs_leave(tmp_path):
+    evaluation = Evaluation(metrics=["auroc"], local=True, select="best", select_by="auroc")
+    run = small_run(tmp_path / "run", {"name": "scaffold", "guard": "norm"}, evaluation=evaluation, rounds=2)
+    part = run.summary["results"]["global"]["seen"]
+    of_part = documented("as far as there are some", "At its top")
+    assert set(part) == set(fairness.METRICS) | of_part
+    assert set(part["metrics"]["auroc"]) - set(fairness.METRICS) == of_part - {"loss", "metrics"} | {"left_out_clients"}
+    top = documented("At its top", "A row of `metrics.jsonl`")
+    assert set(run.summary) | {"bytes_overhead"} == top | {"results", "validation"}
+    in_rows = {name for found in rows_of(tmp_path / "run") for name in found}
+    columns = documented("A row of `metrics.jsonl`", "A row of `rounds.jsonl`")
+    assert in_rows - {"accuracy", "auroc"} == columns - {"evaluation.metrics"}
+    in_rounds = {name for found in rows_of(tmp_path / "run", "rounds") for name in found}
+    others = {"left_out", "not_evaluated", "bytes_overhead"}
+    assert in_rounds | others == documented("A row of `rounds.jsonl`", "A row of `timings.jsonl`")
+    timed = {name for found in rows_of(tmp_path / "run", "timings") for name in found}
+    assert timed == {"round", "train", "guard", "combine", "evaluate"}

@@ -107,6 +107,33 @@ def test_a_wrong_choice_is_refused_by_name(chosen):
         small_run(method=build("fedavg", sampling=Wrong(chosen)))
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3, "clients", [0.0, 1.0, 2.0, 3.0], [True, False, True, True], [[0, 1], [2, 3]], ["0", "1", "2", "3"]],
+    ids=["nothing", "a number", "text", "floats", "a mask", "a table", "names"],
+)
+def test_an_answer_that_is_no_list_of_ids_is_refused(answer):
+    @dataclass(frozen=True)
+    class Odd(Sampler):
+        name = "odd"
+
+        def select(self, state, candidates, count):
+            return answer
+
+    with pytest.raises(InputError, match=r"^sampler 'odd' chose .*; valid: 4 distinct ids of registered clients$"):
+        small_run(method=build("fedavg", sampling=Odd()))
+
+
+def test_ids_in_any_order_and_form_are_accepted():
+    @dataclass(frozen=True)
+    class Backwards(Sampler):
+        def select(self, state, candidates, count):
+            return torch.tensor([5, 3, 1, 0])
+
+    run = small_run(method=build("fedavg", sampling=Backwards()), rounds=1)
+    assert next(iter(run.trainer.rounds))["clients"] == [0, 1, 3, 5]
+
+
 def test_a_sampler_without_a_name_is_named_by_its_class():
     @dataclass(frozen=True)
     class Nameless(Wrong):

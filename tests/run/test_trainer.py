@@ -16,6 +16,7 @@ from equipoise.data import load as load_data
 from equipoise.data.augment import Crop, Flip
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Split
+from equipoise.method import LocalRule
 from equipoise.methods import build as build_method
 from equipoise.methods.fedavg import FedAvg
 from equipoise.models import build
@@ -56,13 +57,13 @@ def distance(found, wanted):
 def test_every_evaluated_client_has_one_row_a_round_a_model_and_a_split(method, models):
     run = small_run(None, method, evaluation=Evaluation(every=3))
     data, rows = federation(), list(run.trainer.metrics)
-    # Rounds 3 and 6, and the last one, 7; personal models exist for seen clients only.
+    # Rounds 3 and 6, and the last one, 7. Under ``local`` an unseen client trains a model of its own, too.
     wanted = [
         (number, model, split, client)
         for number in (3, 6, 7)
         for model in sorted(models)
         for split in ("val", "test")
-        for client in (range(data.clients) if model == "global" else data.seen.tolist())
+        for client in range(data.clients)
     ]
     assert [(row["round"], row["model"], row["split"], row["client"]) for row in rows] == wanted
     for row in rows:
@@ -71,7 +72,7 @@ def test_every_evaluated_client_has_one_row_a_round_a_model_and_a_split(method, 
         assert row["unseen"] == (row["client"] == 7)
     assert set(run.summary["results"]) == models
     for model in models:
-        assert set(run.summary["results"][model]) == ({"seen"} if model == "personal" else {"seen", "unseen"})
+        assert set(run.summary["results"][model]) == {"seen", "unseen"}
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -145,18 +146,17 @@ def test_the_client_served_worst_is_named(tmp_path):
 @pytest.mark.parametrize(("method", "model"), [("fedavg", "global"), ("local", "personal")])
 def test_clients_without_samples_in_a_split_are_left_out_of_it(method, model):
     run = small_run(None, method, federation=with_holes(), cohort=3)
-    unseen = [3] if model == "global" else []
-    assert [row["client"] for row in final_rows(run, split="test")] == [0, 2, *unseen]
-    assert [row["client"] for row in final_rows(run, split="val")] == [0, 1, *unseen]
+    assert [row["client"] for row in final_rows(run, split="test")] == [0, 2, 3]
+    assert [row["client"] for row in final_rows(run, split="val")] == [0, 1, 3]
     if model == "global":
         assert ["gap" in row for row in final_rows(run, split="val")] == [True, True, False]
     scores = [row["accuracy"] for row in final_rows(run, split="test", unseen=False)]
     seen = run.summary["results"][model]["seen"]
-    assert (seen["clients"], seen["mean"]) == (2, pytest.approx(sum(scores) / 2))
-    if unseen:
-        apart = run.summary["results"]["global"]["unseen"]
-        assert (apart["clients"], apart["worst_client_id"]) == (1, 3)
-        assert apart["mean"] == final_rows(run, split="test", unseen=True)[0]["accuracy"]
+    assert (seen["clients"], seen["mean"], seen["left_out"]) == (2, pytest.approx(sum(scores) / 2), 1)
+    assert len(seen["groups"]) == len({run.trainer.federation.groups[k] for k in range(3)})
+    apart = run.summary["results"][model]["unseen"]
+    assert (apart["clients"], apart["worst_client_id"]) == (1, 3)
+    assert apart["mean"] == final_rows(run, split="test", unseen=True)[0]["accuracy"]
 
 
 def test_a_federation_without_test_samples_trains_and_reports_on_validation_data():
@@ -418,7 +418,11 @@ def test_flipping_pictures_that_are_their_own_mirror_image_changes_nothing(pictu
 
 
 def test_partial_participation_draws_new_cohorts_and_touches_nobody_else(tmp_path):
-    small_run(tmp_path / "run", "local", rounds=2)
+    @dataclass(frozen=True)
+    class KeepsHead(LocalRule):
+        keeps = "head"
+
+    small_run(tmp_path / "run", build_method("fedavg", local=KeepsHead()), rounds=2)
     data = federation()
     start = build(**MODEL, shape=data.shape, classes=3, seed=3).state_dict()
     own, note = load_tensors(tmp_path / "run" / "personal.safetensors")

@@ -139,5 +139,5 @@ def test_a_model_without_trained_parameters_cannot_be_trained(model):
 
 
 def test_fewer_rounds_than_none_are_refused():
-    with pytest.raises(InputError, match="training.rounds must be a whole number of at least 0, got -1"):
+    with pytest.raises(InputError, match="^rounds must be a whole number of at least 0, got -1"):
         train(pictures(), model=SMALL, rounds=-1)
