@@ -187,8 +187,10 @@ class Experiment:
         import_own(self.imports)
         sections: dict[str, Any] = {"imports": self._import_names()} if self.imports else {}
         # In one process nothing is sent that needs protection.
-        if engine is not StackedEngine and self.flower.privacy is not None:
-            sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
+        if engine is not StackedEngine:
+            protection = {"privacy": self.flower.privacy, "max_share": self.flower.max_share}
+            if used := {name: to_plain(value) for name, value in protection.items() if value is not None}:
+                sections["flower"] = used
         federation = self.federation() if federation is None else federation
         with self.origins.named():
             return train(
