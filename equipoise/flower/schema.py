@@ -570,7 +570,8 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
     checks = _registration_checks(settings)
     for name, value in plain.items():
         if wrong := checks.get(name, _no_text)(value):
-            raise Misfit(f"it registered with {name} {shown(value)}; valid: {wrong}")
+            given = f"'{shown(value)}'" if isinstance(value, str) else shown(value)
+            raise Misfit(f"it registered with {name} {given}; valid: {wrong}")
     said = Description.read(text)
     _check_together(said)
     return said

@@ -181,7 +181,9 @@ class Client2Vec(Wrapper):
         ids = torch.from_numpy(everyone.ids)
         if self.index is None:
             sums = everyone.ask("index_sums", model=state.model)
-            features, labels = (sums[name] / sums["count"].unsqueeze(1) for name in ("features", "labels"))
+            # The registered sizes are checked; a number in an answer could be 0.
+            counts = torch.from_numpy(everyone.sizes).unsqueeze(1)
+            features, labels = (sums[name] / counts.to(sums[name]) for name in ("features", "labels"))
         else:
             found = ClientIndex.read(self.index).of(everyone.ids)
             features, labels = found.features, found.labels
