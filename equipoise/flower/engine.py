@@ -211,6 +211,8 @@ class FlowerEngine:
             answers = self.nodes.insist(requests, self._finished, read, 1)
             if not answers.answered:
                 raise RunError(f"nobody sent what it keeps of the model ({reasons(answers.failed)})")
+            if answers.failed:
+                log.warning("the mean of what clients keep is without %s", reasons(answers.failed))
             ids = sorted(answers.answered)
             prior = self.cohort(method, np.array(ids), 0).prior
             rows = [answers.answered[client].trees[KEPT] for client in ids]

@@ -121,8 +121,10 @@ class Nodes:
             messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
             self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
-            replies = sorted(self._pull(self._asked), key=lambda m: m.metadata.src_node_id)
-            for reply in replies:
+            replies, garbled = self._pull(self._asked)
+            for id_, why in garbled.items():
+                self._refuse(self._asked.pop(id_), why)
+            for reply in sorted(replies, key=lambda m: m.metadata.src_node_id):
                 self._register(self._asked.pop(reply.metadata.reply_to_message_id), reply, strict)
 
     def _register(self, node: int, reply: Message, strict: bool) -> None:
@@ -203,7 +205,10 @@ class Nodes:
         send(sorted(requests))
         deadline = time.monotonic() + self.settings.timeout
         while waiting and time.monotonic() < deadline:
-            for reply in self._pull(waiting):
+            replies, garbled = self._pull(waiting)
+            for id_, why in garbled.items():
+                answers.failed[waiting.pop(id_)] = why
+            for reply in replies:
                 client = waiting.pop(reply.metadata.reply_to_message_id)
                 if not reply.has_error():
                     answers.answered[client] = reply.content
@@ -275,15 +280,18 @@ class Nodes:
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
 
-    def _pull(self, waiting: Mapping[str, int]) -> list[Message]:
-        """Return the replies that have arrived to some messages; those that Flower cannot put together are ignored."""
+    def _pull(self, waiting: Mapping[str, int]) -> tuple[list[Message], dict[str, str]]:
+        """Return the replies that have arrived to some messages, and why Flower cannot put others of them together."""
         try:
-            return [m for m in self.grid.pull_messages(list(waiting)) if m.metadata.reply_to_message_id in waiting]
+            replies = self.grid.pull_messages(list(waiting))
+            return [reply for reply in replies if reply.metadata.reply_to_message_id in waiting], {}
         except _MALFORMED as error:
             if len(waiting) == 1:
-                log.warning("a malformed message was ignored: %s", shown(error, _LONGEST_REASON))
-                return []
-        return [reply for id_ in list(waiting) for reply in self._pull({id_: waiting[id_]})]
+                return [], dict.fromkeys(waiting, f"sent a message that cannot be read: {_reason(str(error))}")
+        found = [self._pull({id_: waiting[id_]}) for id_ in waiting]
+        return [reply for replies, _ in found for reply in replies], {
+            i: why for _, bad in found for i, why in bad.items()
+        }
 
     def _push(self, messages: list[Message]) -> list[str | None]:
         """Send messages, and return ``None`` for those that Flower did not accept."""

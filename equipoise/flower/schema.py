@@ -155,9 +155,9 @@ class Number:
             return number
         if not math.isfinite(number):
             raise Misfit(f"answered with {number} as {self.called}")
-        # Sums may leave the range by their rounding.
-        slack = 1e-9 * max(1.0, *(abs(bound) for bound in (self.low, self.high) if math.isfinite(bound)))
-        if not self.low - slack <= number <= self.high + slack:
+        # Means may leave the range by their rounding.
+        slack = 1e-9
+        if not self.low - slack * abs(self.low) <= number <= self.high + slack * abs(self.high):
             raise Misfit(
                 f"answered with {number:g} as {self.called}, which is not in the range from {self.low:g} to {self.high:g}"
             )
@@ -353,7 +353,7 @@ def _tensor(name: str, array: Array, dtype: torch.dtype, shape: tuple[int, ...])
         raise Misfit(f"answered with {name} written as {shown(array.stype)}; valid: {NUMPY}")
     real, begin = plain_type(dtype), len(_PREFIX) + 2
     length = int.from_bytes(array.data[len(_PREFIX) : begin], "little")
-    there = array.data[begin : begin + min(length, _LONGEST_HEADER)].rstrip(b" \n")
+    there = array.data[begin : begin + length].rstrip(b" \n") if length <= _LONGEST_HEADER else b""
     valid = f"{{'descr': {real.str!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
     size = math.prod(shape) * real.itemsize
     if array.data[: len(_PREFIX)] != _PREFIX or there != valid or len(array.data) != begin + length + size:
