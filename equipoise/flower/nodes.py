@@ -83,7 +83,7 @@ class Nodes:
             # All at once, so that most of them decide which model they need, and not the first.
             if len(self.node_of) >= wanted:
                 self.newcomers()
-            if time.monotonic() > deadline:
+            if len(self.node_of) < wanted and time.monotonic() > deadline:
                 why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
