@@ -391,8 +391,8 @@ def _form(content: RecordDict, tree: Tree) -> tuple[ConfigRecord, str]:
         ((kind, inner),) = item.items()
         if depth > _DEEPEST_FORM:
             raise ValueError
-        if kind == "tensor":
-            named.append(str(inner))
+        if kind == "tensor" and isinstance(inner, str):
+            named.append(inner)
         elif kind == "mapping":
             for key, value in inner:
                 if not isinstance(key, str | int):

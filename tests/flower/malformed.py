@@ -305,6 +305,7 @@ FORMS = {
     "a form of a number": form("7"),
     "a form with an unknown tensor": form('{"tensor": "99"}'),
     "a form with a list as tensor": form('{"tensor": ["0"]}'),
+    "a form with a number as tensor": form('{"tuple": [{"mapping": [["head.weight", {"tensor": 0}]]}]}'),
     "a form without tensors": form('{"value": 7}'),
     "a form of two kinds": form('{"list": [], "tuple": []}'),
     "a form of an unknown kind": form('{"module": "os"}'),
