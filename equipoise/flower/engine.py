@@ -36,6 +36,7 @@ from equipoise.flower.schema import (
     Answer,
     Declared,
     Number,
+    Numbers,
     Schema,
     alike,
     capped_shares,
@@ -171,7 +172,8 @@ class FlowerEngine:
         else:
             answers = self._ask_for_metrics(model, clients, personal)
         self._measured = (model, answers) if self.both and not personal else None
-        return measured_by(answers.answered, clients.tolist(), kind)
+        said = {client: answer.numbers for client, answer in answers.answered.items()}
+        return measured_by(said, clients.tolist(), kind)
 
     @property
     def declared(self) -> Declared:
@@ -352,7 +354,7 @@ class FlowerCohort:
         self.engine, self.method, self.round = engine, method, round_
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
-        self._evaluated: dict[int, Answer] = {}
+        self._evaluated: dict[int, Numbers] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.messages = self.evaluations = 0
@@ -435,7 +437,8 @@ class FlowerCohort:
             log.warning("round %d goes on without %s", self.round + 1, reasons(self.left_out))
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
-        self._evaluated = kept if self.evaluates_local else {}
+        if self.evaluates_local:
+            self._evaluated = {client: answer.numbers for client, answer in kept.items()}
         stack = self.engine.stacked([row.trees[UPDATE] for row in rows], expected)
         buffers = self.engine.network.buffers
         return Updates(
@@ -487,9 +490,7 @@ class FlowerCohort:
             content["each"] = to_record({name: rows[row] for name, rows in (each or {}).items()})
 
         def read(client: int, content: RecordDict) -> Answer:
-            samples = self.engine.roster.known[client].sizes[split]
-            schema = self._schema(client, open_trees=(ANSWER,), question=True, samples=samples)
-            return schema.read(content)
+            return self._schema(client, open_trees=(ANSWER,), question=True).read(content)
 
         answers = self._all("query.ask", contents, read)
         parts = [answer.trees[ANSWER] for answer in answers]

@@ -25,7 +25,7 @@ from equipoise import tasks
 from equipoise.engine.evaluation import Measured
 from equipoise.federation import SPLITS
 from equipoise.flower.roster import Description
-from equipoise.flower.settings import FlowerSettings
+from equipoise.flower.settings import LARGEST_REPORT, FlowerSettings
 from equipoise.flower.wire import NUMPY, plain_type
 from equipoise.metrics import Metric
 from equipoise.task import Task
@@ -87,7 +87,7 @@ def shown(value: object, longest: int = 80) -> str:
     ('head\\x1b[2J\\n', '[1, 2]', 'xxxxx...')
     """
     # Cut first: what is sent may be very long.
-    text = value[: longest + 1] if isinstance(value, str) else _represented(value)
+    text = (value if isinstance(value, str) else _represented(value))[: longest + 1]
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
     return plain if len(plain) <= longest else plain[: longest - 3] + "..."
 
@@ -136,8 +136,8 @@ class Number:
     """
 
     called: str
-    low: float = -LARGEST
-    high: float = LARGEST
+    low: float = -LARGEST_REPORT
+    high: float = LARGEST_REPORT
     needed: bool = True
     judged: bool = True
 
@@ -215,8 +215,6 @@ class Schema:
         By the name of a record of numbers, the numbers that clients may report.
     question : bool
         Whether the answer is one to a question: with a form, and with one row in every array of ``answer``.
-    samples : int
-        Over how many samples the values of open records may be summed.
     withheld : collection of str
         What the server did not send because the client should have it.
     largest : float
@@ -240,7 +238,6 @@ class Schema:
     open_trees: tuple[str, ...] = ()
     numbers: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     question: bool = False
-    samples: int = 1
     withheld: frozenset[str] = frozenset()
     largest: float = math.inf
 
@@ -315,7 +312,8 @@ class Schema:
             if self.question and shape[:1] != (1,):
                 raise Misfit(f"answered with {name} of shape {shown(shape)} instead of one row")
             tree[name] = _tensor(name, array, dtype, shape)
-        if wrong := _beyond(tree, LARGEST * max(1, self.samples)):
+        # Answers to questions are sums over samples, and depend on a model that another client may have spoiled.
+        if wrong := _beyond(tree, LARGEST_REPORT if self.question else LARGEST):
             raise Misfit(wrong)
         return tree
 
@@ -451,7 +449,7 @@ class Declared:
     """
 
     task: Task
-    largest_loss: float = LARGEST
+    largest_loss: float = LARGEST_REPORT
     metrics: tuple[Metric, ...] = ()
 
     def measured(self, called: str, *, needed: bool, metrics: bool = False) -> dict[str, Number]:
@@ -475,8 +473,8 @@ class Declared:
     def _score(self, called: str, *, needed: bool) -> Number:
         if self.task.score == "loss":
             return self._loss(called, needed=needed)
-        low, high = self.task.ranges.get(self.task.score, (-LARGEST, LARGEST))
-        return Number(called=called, low=max(low, -LARGEST), high=min(high, LARGEST), needed=needed)
+        low, high = self.task.ranges.get(self.task.score, (-math.inf, math.inf))
+        return Number(called=called, low=max(low, -LARGEST_REPORT), high=min(high, LARGEST_REPORT), needed=needed)
 
     def of_model(self, kind: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Number]]:
         """Return the numbers of one kind of model on each split, by the names of their records."""
@@ -491,7 +489,7 @@ class Declared:
         """Return what clients report after training: loss and steps, and the reports that somebody needs."""
         found = {
             "train_loss": self._loss("train_loss", needed=bool(sizes["train"])),
-            "steps": Number(called="steps", low=0.0, needed=bool(sizes["train"])),
+            "steps": Number(called="steps", low=0.0, high=LARGEST, needed=bool(sizes["train"])),
         }
         for name in sorted(reports):
             # The loss on a split without samples is NaN and is not used.
@@ -500,21 +498,46 @@ class Declared:
                 found[name] = self._loss(name, needed=needed)
             elif "score" in name:
                 found[name] = self._score(name, needed=needed)
+            elif name == "lr":
+                found[name] = Number(called=name, low=_SMALLEST_RATE, high=LARGEST, needed=needed)
             else:
-                low = _SMALLEST_RATE if name == "lr" else -LARGEST
-                found[name] = Number(called=name, low=low, needed=needed)
+                found[name] = Number(called=name, needed=needed)
         return found
 
 
-def measured_by(answers: Mapping[int, Answer], clients: Iterable[int], kind: str) -> dict[str, Measured]:
-    """Return the metrics of one kind of model by split, one value a client; NaN for clients that did not answer."""
+Numbers = Mapping[str, Mapping[str, float]]
+
+
+def measured_by(answers: Mapping[int, Numbers], clients: Iterable[int], kind: str) -> dict[str, Measured]:
+    """Return the metrics of one kind of model by split, one value a client; NaN for clients that did not answer.
+
+    Parameters
+    ----------
+    answers : mapping
+        The numbers that clients reported, by client and record; see :class:`Answer`.
+    clients : iterable of int
+        Whose values, in this order.
+    kind : {"global", "personal", "local"}
+        Of which model.
+
+    Returns
+    -------
+    dict of dict of float64 arrays
+        By split and metric.
+
+    Examples
+    --------
+    >>> said = {3: {"global.val": {"loss": 0.5}, "global.test": {"loss": 0.25, "accuracy": 0.75}}}
+    >>> measured_by(said, [2, 3], "global")["test"]["accuracy"]
+    array([ nan, 0.75])
+    """
     clients = list(clients)
     measured: dict[str, Measured] = {split: {"loss": np.full(len(clients), np.nan)} for split in EVALUATED}
     for position, client in enumerate(clients):
         if client not in answers:
             continue
         for split, columns in measured.items():
-            for name, value in answers[client].numbers[f"{kind}.{split}"].items():
+            for name, value in answers[client][f"{kind}.{split}"].items():
                 columns.setdefault(name, np.full(len(clients), np.nan))[position] = value
     return measured
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 from equipoise.checks import count, real
 from equipoise.errors import InputError
 from equipoise.run.plain import UNLESS_DEFAULT
-from equipoise.tree import LARGEST
+
+# A model that one client has spoiled makes the losses of all others large, and they must not be blamed for it. So the
+# bound is far beyond the losses of a model that works; numbers up to it can still be squared and added up.
+LARGEST_REPORT = 1e24
 
 if TYPE_CHECKING:
     from equipoise.method import LocalRule
@@ -117,7 +120,7 @@ class FlowerSettings:
     privacy: Privacy | None = None
     max_client: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
     max_share: float | None = field(default=None, metadata={UNLESS_DEFAULT: True})
-    max_loss: float = field(default=LARGEST, metadata={UNLESS_DEFAULT: True})
+    max_loss: float = field(default=LARGEST_REPORT, metadata={UNLESS_DEFAULT: True})
     max_answer: float = field(default=1000.0, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:

@@ -212,8 +212,3 @@ def without_evaluation(content: RecordDict) -> RecordDict:
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:
     """Return the settings of a message, empty if it has none."""
     return dict(content.config_records.get(name, ConfigRecord()))
-
-
-def numbers_of(content: RecordDict, name: str = "reports") -> dict[str, float]:
-    """Return the numbers a message reports, empty if it has none."""
-    return {key: float(value) for key, value in content.metric_records.get(name, MetricRecord()).items()}  # type: ignore[arg-type]

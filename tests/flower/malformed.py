@@ -194,7 +194,6 @@ NUMBERS = {
     "infinity": float("inf"),
     "1e30": 1e30,
     "-1e30": -1e30,
-    "2**63": 2**63,
 }
 
 # Names that nobody asked for. The answer is used without them.

@@ -24,9 +24,8 @@ from equipoise.errors import InputError
 from equipoise.federation import SPLITS
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.schema import ANSWER, NOTE, REPORTS, UPDATE, Declared, Misfit, Schema, read_registration
-from equipoise.flower.settings import FlowerSettings
+from equipoise.flower.settings import LARGEST_REPORT, FlowerSettings
 from equipoise.flower.wire import pack, to_record, unpack
-from equipoise.tree import LARGEST
 from tests.flower import malformed
 from tests.flower.loop import own_nodes, run_on_loop, through_bytes, write_experiment, write_silos
 
@@ -54,7 +53,7 @@ TRAINING = Schema(
     numbers={REPORTS: DECLARED.of_training(["loss_before", "lr"], SIZES), **DECLARED.of_model("local", SIZES)},
     largest=1e6,
 )
-QUESTION = Schema(client=1, round=2, open_trees=(ANSWER,), question=True, samples=9, largest=1e6)
+QUESTION = Schema(client=1, round=2, open_trees=(ANSWER,), question=True, largest=1e6)
 
 
 def honest():
@@ -192,7 +191,7 @@ def check_training(content):
     assert set(answer.content) == {UPDATE, "upload.h", REPORTS, "local.val", "local.test", NOTE}
     numbers = answer.numbers
     assert set(numbers[REPORTS]) == {"train_loss", "steps", "loss_before", "lr"}
-    assert all(abs(value) <= LARGEST for value in numbers[REPORTS].values())
+    assert all(abs(value) <= LARGEST_REPORT for value in numbers[REPORTS].values())
     assert 0 <= numbers["local.test"]["accuracy"] <= 1
     assert set(numbers["local.test"]) == {"loss", "accuracy"}
 
