@@ -39,7 +39,7 @@ EVALUATED = ("val", "test")
 NOTE, REPORTS, UPDATE, KEPT, ANSWER, FORM = "note", "reports", "update", "kept", "answer", "form"
 UPLOAD = "upload."
 
-# No sum of that many training samples of all clients overflows an int64.
+# The sum of the sizes of all clients fits in an int64.
 _LARGEST_SIZE = 10**12
 _LARGEST_SHAPE = 10**9
 _MOST_OUTPUTS = 10**7
@@ -454,27 +454,18 @@ class Declared:
 
     def measured(self, called: str, *, needed: bool, metrics: bool = False) -> dict[str, Number]:
         """Return the numbers of one model on one split; ``called`` has a place for the name of each."""
-
-        def number(name: str, **more: Any) -> Number:
-            return Number(called=called.format(name), **more)
-
-        found = {"loss": self._loss(called.format("loss"), needed=needed)}
-        if self.task.score != "loss":
-            found[self.task.score] = self._score(called.format(self.task.score), needed=needed)
-        for name in self.task.ranges:
-            found.setdefault(name, number(name, needed=False, judged=False))
+        names = ("loss", self.task.score, *self.task.ranges)
+        found = {name: self._of_task(name, called.format(name), needed=needed) for name in names}
         for metric in self.metrics if metrics else ():
-            found.setdefault(metric.name, number(metric.name, needed=False, judged=False))
+            optional = Number(called=called.format(metric.name), needed=False, judged=False)
+            found.setdefault(metric.name, optional)
         return found
 
-    def _loss(self, called: str, *, needed: bool) -> Number:
-        return Number(called=called, low=-self.largest_loss, high=self.largest_loss, needed=needed)
-
-    def _score(self, called: str, *, needed: bool) -> Number:
-        if self.task.score == "loss":
-            return self._loss(called, needed=needed)
-        low, high = self.task.ranges.get(self.task.score, (-math.inf, math.inf))
-        return Number(called=called, low=max(low, -LARGEST_REPORT), high=min(high, LARGEST_REPORT), needed=needed)
+    def _of_task(self, name: str, called: str, *, needed: bool) -> Number:
+        """Return a metric of the task, in its range."""
+        low, high = self.task.ranges.get(name, (-math.inf, math.inf))
+        largest = self.largest_loss if name == "loss" else LARGEST_REPORT
+        return Number(called=called, low=max(low, -largest), high=min(high, largest), needed=needed)
 
     def of_model(self, kind: str, sizes: Mapping[str, int]) -> dict[str, dict[str, Number]]:
         """Return the numbers of one kind of model on each split, by the names of their records."""
@@ -488,16 +479,19 @@ class Declared:
     def of_training(self, reports: Iterable[str], sizes: Mapping[str, int]) -> dict[str, Number]:
         """Return what clients report after training: loss and steps, and the reports that somebody needs."""
         found = {
-            "train_loss": self._loss("train_loss", needed=bool(sizes["train"])),
+            # What is minimized may be another loss than that of the task.
+            "train_loss": Number(
+                called="train_loss", low=-self.largest_loss, high=self.largest_loss, needed=bool(sizes["train"])
+            ),
             "steps": Number(called="steps", low=0.0, high=LARGEST, needed=bool(sizes["train"])),
         }
         for name in sorted(reports):
             # The loss on a split without samples is NaN and is not used.
             needed = bool(sizes["val" if name.startswith("val_") else "train"])
             if "loss" in name:
-                found[name] = self._loss(name, needed=needed)
+                found[name] = self._of_task("loss", name, needed=needed)
             elif "score" in name:
-                found[name] = self._score(name, needed=needed)
+                found[name] = self._of_task(self.task.score, name, needed=needed)
             elif name == "lr":
                 found[name] = Number(called=name, low=_SMALLEST_RATE, high=LARGEST, needed=needed)
             else:

@@ -670,6 +670,19 @@ def test_a_task_cannot_measure_a_column_or_an_empty_range():
         tasks.register("own_for_schema")(task(ranges={"f1": (1.0, 0.0)}))
 
 
+def test_all_metrics_that_a_task_declares_have_their_range():
+    class Own(Task):
+        score = "close"
+        ranges = {"close": (0.0, 1.0), "distance": (0.0, math.inf)}
+
+    numbers = Declared(Own(), largest_loss=50.0).measured("test {}", needed=True)
+    assert set(numbers) == {"loss", "close", "distance"}
+    assert numbers["distance"].read(7.0) == 7.0
+    for name, value in (("distance", -1.0), ("distance", math.inf), ("close", 1.5), ("loss", 51.0)):
+        with pytest.raises(Misfit, match=f"answered with {value:g} as test {name}"):
+            numbers[name].read(value)
+
+
 def test_a_number_that_may_be_left_out_is_read_as_nan():
     optional = Number(called="val loss", needed=False)
     assert math.isnan(optional.read(None))
