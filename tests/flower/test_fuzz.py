@@ -391,6 +391,6 @@ def test_a_run_with_a_client_that_answers_anything_finishes(folder, data, method
 
 @pytest.mark.slow
 @given(st.data(), METHODS)
-@settings(LONG, max_examples=100)
+@settings(LONG, max_examples=30)
 def test_many_runs_with_a_client_that_answers_anything_finish(folder, data, method):
     check_run(folder, data, method, rounds=3)
