@@ -205,8 +205,10 @@ class Experiment:
         import_own(self.imports)
         sections: dict[str, Any] = {"imports": self._import_names()} if self.imports else {}
         # In one process nothing is sent that needs protection.
-        if engine is not StackedEngine and self.flower.privacy is not None:
-            sections["flower"] = {"privacy": to_plain(self.flower.privacy)}
+        if engine is not StackedEngine:
+            protection = {"privacy": self.flower.privacy, "max_share": self.flower.max_share}
+            if used := {name: to_plain(value) for name, value in protection.items() if value is not None}:
+                sections["flower"] = used
         if self.tracking:
             sections["tracking"] = [dict(tracker) for tracker in self.tracking]
         with self.origins.named("tracking"):

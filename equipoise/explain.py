@@ -123,6 +123,8 @@ EXAMPLES: dict[str, Any] = {
     "tuning.seed": 7,
     "tuning.by": "worst_group",
     "flower.clients": 4,
+    "flower.max_client": 20,
+    "flower.max_share": 0.5,
     "data.partition.within": "imbalance",
     "data.partition.order": "[plain, rotated]",
     "flower.privacy": "{clip: 1.0, epsilon: 8.0}",

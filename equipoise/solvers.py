@@ -8,6 +8,8 @@ from scipy.optimize import minimize
 
 Floats = NDArray[np.float64]
 
+_LARGE = 1e6
+
 
 def project_to_simplex(point: Floats) -> Floats:
     """Find the nearest weights that are not negative and sum to one.
@@ -30,6 +32,9 @@ def project_to_simplex(point: Floats) -> Floats:
     >>> project_to_simplex(np.array([0.5, 1.0, -0.25])).tolist()
     [0.25, 0.75, 0.0]
     """
+    if abs(point.max()) > _LARGE:
+        # Taking the same number from all values changes nothing, and a difference of one is not lost in rounding.
+        point = point - point.max()
     falling = np.sort(point)[::-1]
     # θ if the first i values stay positive, for every i; correct for the largest i for which they do.
     thresholds = (np.cumsum(falling) - 1) / np.arange(1, len(point) + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -42,6 +42,10 @@ class Task:
     spatial : bool
         Whether the target of an image is an image of the same height and width. Augmentations that
         move pixels are then applied to both.
+    ranges : mapping
+        The metrics that :meth:`metrics` returns besides the loss, each with its smallest and its
+        largest valid value. On Flower the server ignores metrics that are not declared here, except
+        the score.
 
     Examples
     --------
@@ -58,6 +62,7 @@ class Task:
     labels: ClassVar[bool] = False
     floating: ClassVar[bool] = True
     spatial: ClassVar[bool] = False
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each sample, ``[samples]``.

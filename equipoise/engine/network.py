@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from equipoise.engine.stack import why_not_stacked
 from equipoise.errors import InputError, unknown
+from equipoise.metrics import COLUMNS
 from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.functions import Carried, Watched, advice
@@ -653,6 +654,11 @@ class Network:
         if missing := {"loss", self.task.score} - set(measured):
             raise InputError(
                 f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
+            )
+        if taken := (set(measured) - {"loss"}) & set(COLUMNS):
+            raise InputError(
+                f"the task {self.task.name!r} has a metric called {taken.pop()!r}, which is another column of "
+                "metrics.jsonl; choose another name"
             )
         for name, values in measured.items():
             if not isinstance(values, Tensor) or values.shape != y.shape[:1]:

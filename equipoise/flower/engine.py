@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -29,14 +29,27 @@ from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
 from equipoise.flower.roster import Roster
+from equipoise.flower.schema import (
+    ANSWER,
+    EVALUATED,
+    KEPT,
+    REPORTS,
+    UPDATE,
+    UPLOAD,
+    Answer,
+    Declared,
+    Number,
+    Numbers,
+    Schema,
+    alike,
+    capped_shares,
+    measured_by,
+)
 from equipoise.flower.wire import (
     EVALUATION,
     LOCAL,
     bytes_of,
-    from_record,
-    numbers_of,
     pack,
-    settings_of,
     tensor_bytes_of,
     to_record,
     unpack,
@@ -44,14 +57,11 @@ from equipoise.flower.wire import (
 )
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
 from equipoise.methods import describe_part
-from equipoise.metrics import COLUMNS, Metric
-from equipoise.parity import wrong_counts
+from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
-from equipoise.tree import PERSONAL, Tree, digest, unusable
+from equipoise.tree import PERSONAL, Tree, digest
 
 log = logging.getLogger("flwr.equipoise")
-
-SPLITS = ("val", "test")
 
 
 @dataclass
@@ -143,10 +153,11 @@ class FlowerEngine:
         self.ledger = Ledger(durable)
         self._finished = 0
         self.absent: dict[int, str] = {}
+        self._evaluated = -1
         self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
-        self._measured: tuple[Tree, Answers] | None = None
+        self._measured: tuple[Tree, Answers[Answer]] | None = None
         self._averaged: tuple[dict[int, int], Tree] | None = None
 
     def newcomers(self) -> list[int]:
@@ -170,21 +181,32 @@ class FlowerEngine:
         else:
             answers = self._ask_for_metrics(model, clients, personal)
         self._measured = (model, answers) if self.both and not personal else None
-        return _measured(answers.answered, clients, kind)
+        said = {client: answer.numbers for client, answer in answers.answered.items()}
+        return measured_by(said, clients.tolist(), kind)
 
-    def _ask_for_metrics(self, model: Tree, clients: NDArray[np.int64], personal: Personal | None) -> Answers:
+    @property
+    def declared(self) -> Declared:
+        """The numbers that clients may report."""
+        return Declared(self.network.task, self.settings.max_loss, tuple(self.metrics))
+
+    def _ask_for_metrics(self, model: Tree, clients: NDArray[np.int64], personal: Personal | None) -> Answers[Answer]:
         kinds = "personal" if personal else "global personal" if self.both else "global"
         asked = [client for client in clients.tolist() if client in self.roster.known]
         contents = self.messages(asked, self._finished, model, models=kinds)
         requests = {client: ("evaluate.models", content) for client, content in contents.items()}
 
-        def wrong(client: int, content: RecordDict) -> str | None:
-            sizes, score = self.roster.known[client].sizes, self.network.task.score
-            problems = (_wrong_metrics(content, kind, sizes, score) for kind in kinds.split())
-            return next((problem for problem in problems if problem), None)
+        def read(client: int, content: RecordDict) -> Answer:
+            sizes = self.roster.known[client].sizes
+            numbers: dict[str, dict[str, Number]] = {}
+            for kind in kinds.split():
+                numbers |= self.declared.of_model(kind, sizes)
+            counted = {f"{kind}.{split}": sizes[split] for kind in kinds.split() for split in EVALUATED}
+            return Schema(client=client, round=self._finished, numbers=numbers, counted=counted).read(content)
 
-        answers = self.nodes.insist(requests, self._finished, wrong, min(self.settings.min_clients, len(asked)))
-        self.absent = dict(answers.failed)
+        answers = self.nodes.insist(requests, self._finished, read, min(self.settings.min_clients, len(asked)))
+        # Global and personal models may be evaluated one after the other; a client that fails once has no row.
+        before = self.absent if self._evaluated == self._finished else {}
+        self.absent, self._evaluated = before | answers.failed, self._finished
         return answers
 
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
@@ -201,21 +223,19 @@ class FlowerEngine:
             requests = {client: ("query.kept", content) for client, content in contents.items()}
             names = [name for name in Layout(method.local, model).kept if not name.startswith(PERSONAL)]
             expected = {name: model[name] for name in names}
-            trees: dict[int, Tree] = {}
 
-            def wrong(client: int, content: RecordDict) -> str | None:
-                try:
-                    trees[client] = _fitting(content.array_records.get("kept"), expected)
-                except _Misfit as error:
-                    return str(error)
-                return None
+            def read(client: int, content: RecordDict) -> Answer:
+                return Schema(client=client, round=self._finished, trees={KEPT: expected}).read(content)
 
-            answers = self.nodes.insist(requests, self._finished, wrong, 1)
-            if not trees:
+            answers = self.nodes.insist(requests, self._finished, read, 1)
+            if not answers.answered:
                 raise RunError(f"nobody sent what it keeps of the model ({reasons(answers.failed)})")
-            ids = sorted(trees)
+            if answers.failed:
+                log.warning("the mean of what clients keep is without %s", reasons(answers.failed))
+            ids = sorted(answers.answered)
             prior = self.cohort(method, np.array(ids), 0).prior
-            self._averaged = dict(self.ledger.now), mix_tree(self.stacked([trees[c] for c in ids], names), prior)
+            rows = [answers.answered[client].trees[KEPT] for client in ids]
+            self._averaged = dict(self.ledger.now), mix_tree(self.stacked(rows, names), prior)
         return self._averaged[1]
 
     def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
@@ -326,10 +346,10 @@ class FlowerEngine:
             contents[client] = RecordDict({"model": record, "settings": ConfigRecord(settings | memory)})
         return contents
 
-    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers) -> Moved:
+    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers[Answer]) -> Moved:
         """Count the bytes of an exchange, without what is for evaluation."""
         sent = [without_evaluation(content) for _, content in requests.values()]
-        came = [without_evaluation(content) for content in answers.answered.values()]
+        came = [without_evaluation(answer.content) for answer in answers.answered.values()]
         moved = Moved(down=sum(map(tensor_bytes_of, sent)), up=sum(map(tensor_bytes_of, came)))
         whole = sum(map(bytes_of, [*sent, *came]))
         return dataclasses.replace(moved, overhead=whole - moved.down - moved.up)
@@ -351,7 +371,7 @@ class FlowerCohort:
         self.engine, self.method, self.round = engine, method, round_
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
-        self._evaluated: dict[int, RecordDict] = {}
+        self._evaluated: dict[int, Numbers] = {}
         self.left_out: dict[int, str] = {}
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.messages = self.evaluations = 0
@@ -375,7 +395,8 @@ class FlowerCohort:
         self.groups = self.engine.roster.groups[clients]
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         by_size = self.method.weights == "size"
-        self.prior = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
+        shares = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
+        self.prior = capped_shares(shares, self.engine.settings.max_share)
 
     def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
@@ -391,41 +412,49 @@ class FlowerCohort:
         settings["once"] = json.dumps(once)
         more = {f"sent.{name}": to_record(tree) for name, tree in shared.items() if name != "model"}
         contents = self.engine.messages(self.ids.tolist(), self.round, model, **settings)
+        withheld: dict[int, frozenset[str]] = {}
         for row, (client, content) in enumerate(contents.items()):
-            held = {f"sent.{n}" for n, known in once.items() if not self.engine.delivered.missing(known, [client])}
-            content.update({name: record for name, record in more.items() if name not in held})
+            held = {n for n, known in once.items() if not self.engine.delivered.missing(known, [client])}
+            withheld[client] = frozenset(held)
+            content.update({name: record for name, record in more.items() if name.removeprefix("sent.") not in held})
             content["each"] = to_record({name: rows[row] for name, rows in each.items()})
             if self.evaluates_local:
                 content[EVALUATION] = ConfigRecord({LOCAL: True})
         expected = {name: model[name] for name in Layout(local, model).shared}
-        trees: dict[int, Tree] = {}
+        uploads = [f"{UPLOAD}{name}" for name in local.uploads]
 
-        def wrong(client: int, content: RecordDict) -> str | None:
-            try:
-                trees[client] = _fitting(content.array_records.get("update"), expected)
-            except _Misfit as error:
-                return str(error)
-            return (
-                self._stale(client, content)
-                or self._unreported(client, content)
-                or self._unevaluated(client, content)
-                or _wrong_uploads(content, local.uploads)
-            )
+        def read(client: int, content: RecordDict) -> Answer:
+            sizes = self.engine.roster.known[client].sizes
+            reports = self.wanted_reports | ({"method_terms"} if local.adds_terms else set())
+            numbers = {REPORTS: self.engine.declared.of_training(reports, sizes)}
+            counted = {}
+            if self.evaluates_local:
+                numbers |= self.engine.declared.of_model(LOCAL, sizes)
+                counted = {f"{LOCAL}.{split}": sizes[split] for split in EVALUATED}
+            return self._schema(
+                client,
+                trees={UPDATE: expected},
+                open_trees=tuple(uploads),
+                numbers=numbers,
+                counted=counted,
+                withheld=withheld[client],
+            ).read(content)
 
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
-        answers = self._insist("train", contents, lambda client, said: None if _lacks(said) else wrong(client, said))
-        lacking = {client: contents[client] for client, said in answers.answered.items() if _lacks(said)}
+        answers = self._insist("train", contents, read)
+        lacking = {client: contents[client] for client, answer in answers.answered.items() if answer.lacks}
         if lacking:
             for client, content in lacking.items():
                 log.warning("client %d no longer holds what it was sent once, and is sent it again", client)
                 self.engine.delivered.unmark(client)
                 content.update(more)
                 del answers.answered[client]
-            again = self._insist("train", lacking, wrong, self._enough - len(answers.answered))
+                withheld[client] = frozenset()
+            again = self._insist("train", lacking, read, self._enough - len(answers.answered))
             answers.answered |= again.answered
             answers.failed |= again.failed
         self.left_out |= answers.failed
-        kept = _alike(answers.answered, local.uploads)
+        kept = alike(answers.answered)
         self.left_out |= {
             client: "answered with uploads of other shapes" for client in set(answers.answered) - set(kept)
         }
@@ -435,30 +464,27 @@ class FlowerCohort:
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
         if self.evaluates_local:
-            names = [f"{LOCAL}.{split}" for split in SPLITS]
-            self._evaluated = {c: RecordDict({name: said[name] for name in names}) for c, said in kept.items()}
-        stack = self.engine.stacked([trees[client] for client in sorted(kept)], expected)
+            self._evaluated = {client: answer.numbers for client, answer in kept.items()}
+        stack = self.engine.stacked([row.trees[UPDATE] for row in rows], expected)
         buffers = self.engine.network.buffers
         return Updates(
             params={n: t for n, t in stack.items() if n not in buffers},
             buffers={n: t for n, t in stack.items() if n in buffers},
-            uploads={tree: self._uploads(rows, f"upload.{tree}") for tree in local.uploads},
+            uploads={name.removeprefix(UPLOAD): self._uploads(rows, name) for name in uploads},
             reports=_reports(rows),
         )
 
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
 
-        def wrong(client: int, content: RecordDict) -> str | None:
-            loss = numbers_of(content).get("loss")
-            if loss is None:
-                return "answered without a loss"
-            finite = np.isfinite(loss) or not self.engine.roster.known[client].sizes[split]
-            return self._stale(client, content) or (None if finite else f"answered with {loss} as {split} loss")
+        def read(client: int, content: RecordDict) -> Answer:
+            needed = bool(self.engine.roster.known[client].sizes[split])
+            numbers = {REPORTS: self.engine.declared.measured(f"{split} {{}}", needed=needed)}
+            return self._schema(client, numbers=numbers).read(content)
 
         self.evaluations += len(self.ids)
         contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
-        return _reports(self._all("evaluate", contents, wrong))
+        return _reports(self._all("evaluate", contents, read))
 
     def ask(
         self,
@@ -489,16 +515,18 @@ class FlowerCohort:
             content["arguments"] = record
             content["each"] = to_record({name: rows[row] for name, rows in (each or {}).items()})
 
-        def wrong(client: int, content: RecordDict) -> str | None:
-            if "answer" not in content.array_records or "form" not in content.config_records:
-                return "did not answer the question"
-            return self._stale(client, content) or _not_finite(from_record(content.array_records["answer"]))
+        def read(client: int, content: RecordDict) -> Answer:
+            return self._schema(client, open_trees=(ANSWER,), question=True).read(content)
 
-        answers = self._all("query.ask", contents, wrong)
-        parts = [from_record(content.array_records["answer"]) for content in answers]
+        answers = self._all("query.ask", contents, read)
+        parts = [answer.trees[ANSWER] for answer in answers]
         device = self.engine.network.device
         joined = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
-        return unpack(str(answers[0].config_records["form"]["text"]), joined)
+        return unpack(answers[0].form, joined)
+
+    def _schema(self, client: int, **expected: Any) -> Schema:
+        largest = 1e6 * self.engine.settings.max_answer
+        return Schema(client=client, round=self.round, largest=largest, **expected)
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> FlowerCohort:
         """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
@@ -514,11 +542,11 @@ class FlowerCohort:
         self,
         kind: str,
         contents: Mapping[int, RecordDict],
-        wrong: Callable[[int, RecordDict], str | None],
+        read: Callable[[int, RecordDict], Answer],
         enough: int | None = None,
-    ) -> Answers:
+    ) -> Answers[Answer]:
         requests = {client: (kind, content) for client, content in contents.items()}
-        answers = self.engine.nodes.insist(requests, self.round, wrong, self._enough if enough is None else enough)
+        answers = self.engine.nodes.insist(requests, self.round, read, self._enough if enough is None else enough)
         self.messages += len(requests)
         moved = self.engine.count(requests, answers)
         self.bytes_down += moved.down
@@ -531,9 +559,12 @@ class FlowerCohort:
         return self.method.aggregation.sends_once
 
     def _all(
-        self, kind: str, contents: Mapping[int, RecordDict], wrong: Callable[[int, RecordDict], str | None]
-    ) -> list[RecordDict]:
-        answers = self._insist(kind, contents, wrong)
+        self, kind: str, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], Answer]
+    ) -> list[Answer]:
+        answers = self._insist(kind, contents, read)
+        for client in set(answers.answered) - set(alike(answers.answered)):
+            del answers.answered[client]
+            answers.failed[client] = "answered in another form than the others"
         if answers.failed:
             self.left_out |= answers.failed
             self._require(len(answers.answered))
@@ -553,39 +584,13 @@ class FlowerCohort:
                 f"flower.min_clients is {wanted} ({reasons(self.left_out)}); the last checkpoint is intact"
             )
 
-    def _stale(self, client: int, content: RecordDict) -> str | None:
-        note = settings_of(content, "note")
-        if note.get("client") != client:
-            return f"answered as client {note.get('client')}"
-        if note.get("round") != self.round:
-            return f"answered for round {note.get('round')}, counted from 0, instead of {self.round}"
-        return None
-
-    def _unreported(self, client: int, content: RecordDict) -> str | None:
-        reports = numbers_of(content)
-        sizes = self.engine.roster.known[client].sizes
-        of_training = ("train_loss", "steps", *(["method_terms"] if self.method.local.adds_terms else []))
-        for name in (*of_training, *sorted(self.wanted_reports)):
-            if name not in reports:
-                return f"answered without the report {name}"
-            # The loss on a split without samples is NaN and is not used.
-            empty = not sizes["val" if name.startswith("val_") else "train"]
-            if not np.isfinite(reports[name]) and not empty:
-                return f"answered with {reports[name]} as {name}"
-        return None
-
-    def _unevaluated(self, client: int, content: RecordDict) -> str | None:
-        if not self.evaluates_local:
-            return None
-        return _wrong_metrics(content, LOCAL, self.engine.roster.known[client].sizes, self.score)
-
     @property
     def local_metrics(self) -> dict[str, Measured]:
         """Loss and metrics of the clients' local models; see :class:`equipoise.engine.contract.RoundCohort`."""
-        return _measured(self._evaluated, self.ids, LOCAL) if self._evaluated else {}
+        return measured_by(self._evaluated, self.ids.tolist(), LOCAL) if self._evaluated else {}
 
-    def _uploads(self, rows: list[RecordDict], record: str) -> Tree:
-        trees = [from_record(row.array_records[record]) for row in rows]
+    def _uploads(self, rows: list[Answer], record: str) -> Tree:
+        trees = [row.trees[record] for row in rows]
         return self.engine.stacked(trees, trees[0])
 
     def _refuse_unprotected(self, local: LocalRule) -> None:
@@ -599,104 +604,9 @@ class FlowerCohort:
             )
 
 
-def _reports(rows: list[RecordDict]) -> Reports:
-    reports = [numbers_of(row) for row in rows]
+def _reports(rows: list[Answer]) -> Reports:
+    reports = [row.numbers[REPORTS] for row in rows]
     return {name: torch.tensor([report[name] for report in reports], dtype=torch.float64) for name in reports[0]}
-
-
-def _measured(answers: Mapping[int, RecordDict], clients: NDArray[np.int64], kind: str) -> dict[str, Measured]:
-    """Read the metrics of one kind of model by split; NaN for clients that did not answer.
-
-    Values that do not fit are left out later, as in one process: see
-    :func:`equipoise.run.records.client_rows`. What a client may not set is ignored.
-    """
-    measured: dict[str, Measured] = {split: {"loss": np.full(len(clients), np.nan)} for split in SPLITS}
-    for position, client in enumerate(clients.tolist()):
-        if client not in answers:
-            continue
-        for split, columns in measured.items():
-            for name, value in numbers_of(answers[client], f"{kind}.{split}").items():
-                if name in COLUMNS and name != "loss":
-                    continue
-                columns.setdefault(name, np.full(len(clients), np.nan))[position] = value
-    return measured
-
-
-def _wrong_metrics(content: RecordDict, kind: str, sizes: Mapping[str, int], score: str) -> str | None:
-    """Say what is wrong with the loss and the score of one kind of model."""
-    for split in SPLITS:
-        numbers = numbers_of(content, f"{kind}.{split}")
-        if "loss" not in numbers:
-            return f"answered without metrics of the {kind} model"
-        for name in ("loss", score):
-            if sizes[split] and not np.isfinite(numbers.get(name, np.nan)):
-                return f"answered with {numbers.get(name, 'nothing')} as {split} {name} of the {kind} model"
-        if wrong := wrong_counts(numbers, sizes[split]):
-            return f"{wrong} in {split} of the {kind} model"
-    return None
-
-
-class _Misfit(ValueError):
-    """An answer that cannot be used; says why."""
-
-
-def _fitting(record: ArrayRecord | None, expected: Mapping[str, Tensor]) -> Tree:
-    """Read the tensors of an answer, and check them against the expected ones."""
-    if record is None:
-        raise _Misfit("answered without parameters")
-    if set(record) != set(expected):
-        raise _Misfit(f"answered with other parameters: {', '.join(sorted(set(record) ^ set(expected))[:3])}")
-    try:
-        tree = from_record(record)
-    except ValueError as error:
-        raise _Misfit(f"answered with parameters that cannot be read: {error}") from error
-    for name, tensor in expected.items():
-        if tree[name].shape != tensor.shape or tree[name].dtype != tensor.dtype:
-            there, here = ((tuple(t.shape), t.dtype) for t in (tree[name], tensor))
-            raise _Misfit(f"answered with {name} of {there[0]} {there[1]} instead of {here[0]} {here[1]}")
-    if wrong := _unusable(tree, expected):
-        raise _Misfit(wrong)
-    return tree
-
-
-def _unusable(tree: Tree, received: Mapping[str, Tensor]) -> str | None:
-    """Say why the tensors of one client cannot be used."""
-    return unusable([{name: tensor.unsqueeze(0) for name, tensor in tree.items()}], received).get(0)
-
-
-def _not_finite(tree: Tree) -> str | None:
-    """Name a tensor of an answer that is not finite."""
-    faults = (name for name, tensor in tree.items() if not bool(torch.isfinite(tensor).all()))
-    return next((f"answered with NaN or infinity in {name}" for name in faults), None)
-
-
-def _lacks(content: RecordDict) -> bool:
-    """Say whether a client has lost what it was sent once."""
-    return "lacks" in settings_of(content, "note")
-
-
-def _wrong_uploads(content: RecordDict, names: Iterable[str]) -> str | None:
-    for name in names:
-        if f"upload.{name}" not in content.array_records:
-            return f"answered without {name}"
-        if wrong := _unusable(from_record(content.array_records[f"upload.{name}"]), {}):
-            return wrong
-    return None
-
-
-def _alike(answers: Mapping[int, RecordDict], uploads: Iterable[str]) -> dict[int, RecordDict]:
-    """Keep the answers whose uploads have the names and shapes that most of them have."""
-    forms = {
-        client: tuple(
-            (record, name, array.shape, array.dtype)
-            for record in uploads
-            for name, array in content.array_records[f"upload.{record}"].items()
-        )
-        for client, content in answers.items()
-    }
-    found = list(forms.values())
-    usual = max(found, key=found.count, default=())
-    return {client: content for client, content in answers.items() if forms[client] == usual}
 
 
 def _same(a: Tree, b: Tree) -> bool:

@@ -6,15 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
 
 from equipoise.errors import InputError, RunError
 from equipoise.flower.roster import Description, Roster
+from equipoise.flower.schema import Misfit, read_registration, shown, usual_first
 from equipoise.flower.settings import FlowerSettings
-from equipoise.text import printable
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -23,14 +25,18 @@ _LOOK_FOR_ANSWERS = 0.1
 _LOOK_FOR_NODES = 2.0
 _LONGEST_REASON = 300
 
+# What Flower raises when it puts a message together whose parts do not fit.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, DecodeError)
+
 Request = tuple[str, RecordDict]
+T = TypeVar("T")
 
 
 @dataclass
-class Answers:
+class Answers(Generic[T]):
     """The answers that arrived, and for each other client the reason why there is none."""
 
-    answered: dict[int, RecordDict] = field(default_factory=dict)
+    answered: dict[int, T] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
 
@@ -67,15 +73,17 @@ class Nodes:
         Raises
         ------
         InputError
-            If two nodes have the same client, or clients do not fit together.
+            If two nodes have the same client.
         RunError
             If they do not register in time; the message names the nodes that were refused, with reasons.
         """
         wanted, deadline = self.settings.clients, time.monotonic() + self.settings.wait
         while len(self.node_of) < wanted:
             self.look(strict=True)
-            self.newcomers(strict=True)
-            if time.monotonic() > deadline:
+            # All at once, so that most of them decide which model they need, and not the first.
+            if len(self.node_of) >= wanted:
+                self.newcomers()
+            if len(self.node_of) < wanted and time.monotonic() > deadline:
                 why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
@@ -84,22 +92,20 @@ class Nodes:
                 )
             time.sleep(_LOOK_FOR_ANSWERS)
 
-    def newcomers(self, *, strict: bool = False) -> list[int]:
+    def newcomers(self) -> list[int]:
         """Admit the clients that have registered since the last call, without waiting.
 
         Between calls the roster does not change, so that it is constant during a round.
         """
         self.look()
         admitted = []
-        for client, said in sorted(self._arrived.items()):
+        for said in usual_first(self._arrived.values()):
             try:
                 self.roster.admit([said])
             except InputError as error:
-                if strict:
-                    raise
-                self._refuse(self.node_of.pop(client), str(error))
+                self._refuse(self.node_of.pop(said.client), str(error))
             else:
-                admitted.append(client)
+                admitted.append(said.client)
         self._arrived.clear()
         return admitted
 
@@ -115,8 +121,10 @@ class Nodes:
             messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
             self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
-            replies = sorted(self.grid.pull_messages(list(self._asked)), key=lambda m: m.metadata.src_node_id)
-            for reply in replies:
+            replies, garbled = self._pull(self._asked)
+            for id_, why in garbled.items():
+                self._refuse(self._asked.pop(id_), why)
+            for reply in sorted(replies, key=lambda m: m.metadata.src_node_id):
                 self._register(self._asked.pop(reply.metadata.reply_to_message_id), reply, strict)
 
     def _register(self, node: int, reply: Message, strict: bool) -> None:
@@ -125,7 +133,11 @@ class Nodes:
             if not _unavailable(reply):
                 self._refuse(node, _reason(reply.error.reason))
             return
-        said = Description.read(str(reply.content.config_records["about"]["text"]))
+        try:
+            said = read_registration(reply.content, self.settings)
+        except Misfit as error:
+            self._refuse(node, str(error))
+            return
         other = self.node_of.get(said.client)
         # Before round 1 both have just answered; later the other may be the same client before a restart.
         if other is not None and (strict or self._home.get(said.client) != said.home):
@@ -139,8 +151,11 @@ class Nodes:
             return
         self.node_of[said.client], self._client_of[node] = node, said.client
         self._home[said.client] = said.home
-        if said.client not in self.roster.known:
+        known = self.roster.known.get(said.client)
+        if known is None:
             self._arrived[said.client] = said
+        elif known.sizes != said.sizes:
+            log.warning("client %d now has other sizes; those that it registered with stay", said.client)
         log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
 
     def _forget(self, client: int, node: int) -> None:
@@ -155,7 +170,7 @@ class Nodes:
         self._client_of.pop(node, None)
         log.warning("node %d cannot take part: %s", node, why)
 
-    def ask(self, requests: Mapping[int, Request], round_: int) -> Answers:
+    def ask(self, requests: Mapping[int, Request], round_: int) -> Answers[RecordDict]:
         """Send each client its request, and wait for the answers.
 
         Parameters
@@ -170,7 +185,7 @@ class Nodes:
         Answers
             Of those that answered in time, and the reasons of the others.
         """
-        answers = Answers()
+        answers: Answers[RecordDict] = Answers()
         waiting: dict[str, int] = {}
         sent_to: dict[int, int] = {}
         out_of_reach: dict[int, str] = {}
@@ -190,7 +205,10 @@ class Nodes:
         send(sorted(requests))
         deadline = time.monotonic() + self.settings.timeout
         while waiting and time.monotonic() < deadline:
-            for reply in self.grid.pull_messages(list(waiting)):
+            replies, garbled = self._pull(waiting)
+            for id_, why in garbled.items():
+                answers.failed[waiting.pop(id_)] = why
+            for reply in replies:
                 client = waiting.pop(reply.metadata.reply_to_message_id)
                 if not reply.has_error():
                     answers.answered[client] = reply.content
@@ -219,26 +237,26 @@ class Nodes:
         self,
         requests: Mapping[int, Request],
         round_: int,
-        accept: Callable[[int, RecordDict], str | None],
+        read: Callable[[int, RecordDict], T],
         enough: int,
-    ) -> Answers:
+    ) -> Answers[T]:
         """Ask until enough clients have answered acceptably, or the retries are used up.
 
         Parameters
         ----------
         requests, round_
             As in :meth:`ask`.
-        accept : callable
-            Returns what is wrong with a client's answer, or ``None``.
+        read : callable
+            Reads a client's answer, or raises :class:`~equipoise.flower.schema.Misfit`.
         enough : int
             How many answers it takes.
 
         Returns
         -------
         Answers
-            Acceptable ones, and the latest reasons of the others.
+            Acceptable ones as they were read, and the latest reasons of the others.
         """
-        kept = Answers()
+        kept: Answers[T] = Answers()
         for attempt in range(self.settings.retries + 1):
             open_ = {client: request for client, request in requests.items() if client not in kept.answered}
             if attempt:
@@ -247,11 +265,10 @@ class Nodes:
             answers = self.ask(open_, round_)
             kept.failed = dict(answers.failed)
             for client, content in answers.answered.items():
-                wrong = accept(client, content)
-                if wrong is None:
-                    kept.answered[client] = content
-                else:
-                    kept.failed[client] = wrong
+                try:
+                    kept.answered[client] = read(client, content)
+                except Misfit as error:
+                    kept.failed[client] = str(error)
             if len(kept.answered) >= enough:
                 break
         return kept
@@ -262,6 +279,19 @@ class Nodes:
         while sum(client in self.node_of for client in clients) < count and time.monotonic() < deadline:
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
+
+    def _pull(self, waiting: Mapping[str, int]) -> tuple[list[Message], dict[str, str]]:
+        """Return the replies that have arrived to some messages, and why Flower cannot put others of them together."""
+        try:
+            replies = self.grid.pull_messages(list(waiting))
+            return [reply for reply in replies if reply.metadata.reply_to_message_id in waiting], {}
+        except _MALFORMED as error:
+            if len(waiting) == 1:
+                return [], dict.fromkeys(waiting, f"sent a message that cannot be read: {_reason(str(error))}")
+        found = [self._pull({id_: waiting[id_]}) for id_ in waiting]
+        return [reply for replies, _ in found for reply in replies], {
+            i: why for _, bad in found for i, why in bad.items()
+        }
 
     def _push(self, messages: list[Message]) -> list[str | None]:
         """Send messages, and return ``None`` for those that Flower did not accept."""
@@ -289,5 +319,6 @@ def _unavailable(reply: Message) -> bool:
 
 
 def _reason(text: str | None) -> str:
-    line = printable(" ".join((text or "an error without a reason").split()))
-    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
+    # Cut first: what a client says may be very long.
+    words = (text or "an error without a reason")[: 10 * _LONGEST_REASON].split()
+    return shown(" ".join(words), _LONGEST_REASON)

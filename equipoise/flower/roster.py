@@ -153,7 +153,8 @@ class Roster:
                         f"client {first.client} ({first.name}) {theirs!r}; they must agree{hint}"
                     )
             self.known[said.client] = said
-            self.group_names += tuple(name for name in said.group_names if name not in self.group_names)
+            groups = set(self.group_names)
+            self.group_names += tuple(name for name in said.group_names if name not in groups)
 
     @property
     def clients(self) -> int:
@@ -164,8 +165,9 @@ class Roster:
     def groups(self) -> NDArray[np.int64]:
         """Every client's group, as a position in ``group_names``."""
         groups = np.zeros(self.clients, np.int64)
+        places = {name: place for place, name in enumerate(self.group_names)}
         for client, said in self.known.items():
-            groups[client] = self.group_names.index(said.group)
+            groups[client] = places[said.group]
         return groups
 
     @property

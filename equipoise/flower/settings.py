@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from equipoise.checks import UNLESS_DEFAULT, count, real
 from equipoise.errors import InputError
+
+# A model that one client has spoiled makes the losses of all others large, and they must not be blamed for it. So the
+# bound is far beyond the losses of a model that works; numbers up to it can still be squared and added up.
+LARGEST_REPORT = 1e24
 
 if TYPE_CHECKING:
     from equipoise.method import LocalRule
@@ -89,11 +94,21 @@ class FlowerSettings:
         How often those that did not answer are asked again before the run stops.
     privacy : Privacy, optional
         Clipping and noise on the clients' side.
+    max_client : int, optional
+        The largest client number that may register; by default 9,999, or ten times ``clients`` if that is more.
+    max_share : float, optional
+        The largest share that one client may have of the weights of a round, if clients are weighted by size.
+    max_loss : float
+        The largest loss that a client may report, and the negative of the smallest one.
+    max_answer : float
+        The most megabytes of uploads, or of the answer to a question. Updates of parameters have a known size.
 
     Examples
     --------
     >>> FlowerSettings(clients=4, min_clients=3).timeout
     600.0
+    >>> FlowerSettings(clients=4).largest_client, FlowerSettings(max_client=21).largest_client
+    (9999, 21)
     """
 
     clients: int = 2
@@ -102,9 +117,19 @@ class FlowerSettings:
     timeout: float = 600.0
     retries: int = 2
     privacy: Privacy | None = None
+    max_client: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    max_share: float | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    max_loss: float = field(default=LARGEST_REPORT, metadata={UNLESS_DEFAULT: True})
+    max_answer: float = field(default=1000.0, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
+        if self.max_client is not None:
+            count(self.max_client, "flower.max_client", least=0)
+        for name in ("max_loss", "max_answer"):
+            real(getattr(self, name), f"flower.{name}")
+        if self.max_share is not None and real(self.max_share, "flower.max_share") > 1:
+            raise InputError(f"flower.max_share must be at most 1, got {self.max_share!r}")
         for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -116,3 +141,8 @@ class FlowerSettings:
             raise InputError(
                 f"flower.min_clients is {self.min_clients}, more than the flower.clients={self.clients} waited for"
             )
+
+    @property
+    def largest_client(self) -> int:
+        """The largest client number that may register."""
+        return max(9_999, 10 * self.clients) if self.max_client is None else self.max_client

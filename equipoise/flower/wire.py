@@ -29,7 +29,8 @@ _AS_WHOLE_NUMBERS = {
     if (dtype := getattr(torch, name, None)) is not None
 }
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMBERS}
-_NUMPY = "numpy.ndarray"
+NUMPY = "numpy.ndarray"
+"""How arrays are written; the name is Flower's."""
 
 # Records for evaluation in messages of training: what the server asks for, and metrics of local models by split.
 EVALUATION, LOCAL = "evaluation", "local"
@@ -66,7 +67,7 @@ def _to_array(tensor: Tensor) -> Array:
     npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
     # The format that Flower's mods read, made with a single copy of the values.
     data = b"".join([head.getvalue(), values.reshape(-1).view(np.uint8).data])
-    return Array(name, tuple(values.shape), _NUMPY, data)
+    return Array(name, tuple(values.shape), NUMPY, data)
 
 
 def _to_tensor(array: Array) -> Tensor:
@@ -79,6 +80,17 @@ def _to_tensor(array: Array) -> Tensor:
         values = flat.reshape(shape, order="F" if fortran else "C")
     tensor = torch.from_numpy(np.ascontiguousarray(values).reshape(values.shape))
     return tensor.view(_BY_NAME[array.dtype]) if array.dtype in _BY_NAME else tensor
+
+
+def plain_type(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the type of NumPy in which tensors of a type are sent.
+
+    Examples
+    --------
+    >>> plain_type(torch.float32), plain_type(torch.bfloat16)
+    (dtype('float32'), dtype('int16'))
+    """
+    return torch.empty(0, dtype=_AS_WHOLE_NUMBERS.get(dtype, dtype)).numpy().dtype
 
 
 def to_metrics(reports: Mapping[str, Tensor], row: int = 0) -> MetricRecord:
@@ -200,8 +212,3 @@ def without_evaluation(content: RecordDict) -> RecordDict:
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:
     """Return the settings of a message, empty if it has none."""
     return dict(content.config_records.get(name, ConfigRecord()))
-
-
-def numbers_of(content: RecordDict, name: str = "reports") -> dict[str, float]:
-    """Return the numbers a message reports, empty if it has none."""
-    return {key: float(value) for key, value in content.metric_records.get(name, MetricRecord()).items()}  # type: ignore[arg-type]

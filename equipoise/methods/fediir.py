@@ -53,8 +53,10 @@ class FedIIR(LocalRule, Aggregation):
 
     def prepare(self, state: State, cohort: Cohort) -> State:
         """Update ḡ with the gradients of the cohort at the global model."""
-        sums, counts = cohort.ask("head_gradient", model=state.model)
-        means = {name: rows / counts.view(-1, *(1,) * (rows.dim() - 1)) for name, rows in sums.items()}
+        sums, _ = cohort.ask("head_gradient", model=state.model)
+        # The registered sizes are checked; a number in an answer could be 0.
+        counts = torch.from_numpy(cohort.sizes)
+        means = {name: rows / counts.to(rows).view(-1, *(1,) * (rows.dim() - 1)) for name, rows in sums.items()}
         new = mix_tree(means, cohort.prior)
         old = state.server.get("mean_gradient") or {name: torch.zeros_like(tensor) for name, tensor in new.items()}
         return state.with_server(mean_gradient={n: self.ema * old[n] + (1 - self.ema) * g for n, g in new.items()})

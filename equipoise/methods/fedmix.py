@@ -8,6 +8,7 @@ from typing import ClassVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.checks import count
@@ -68,8 +69,10 @@ class FedMix(LocalRule, Aggregation):
         each = {"parts": torch.from_numpy(parts), "size": torch.from_numpy(everyone.sizes)}
         # The model is needed to know how many classes there are.
         sums = everyone.ask("sums_of_parts", model=state.model, each=each)
-        there = sums["samples"] > 0
-        samples = sums["samples"][there].unsqueeze(1)
+        # Worked out from the registered sizes, which are checked; a number in an answer could be 0.
+        counts = sizes_of_parts(everyone.sizes, parts, self.means).to(sums["samples"])
+        there = counts > 0
+        samples = counts[there].unsqueeze(1)
         x, y = (sums[name][there] for name in ("x", "y"))
         return state.with_server(means={"x": (x.flatten(1) / samples).view_as(x), "y": y / samples})
 
@@ -128,3 +131,29 @@ class FedMix(LocalRule, Aggregation):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average the models."""
         return state.with_global(mix(updates, cohort.prior))
+
+
+def sizes_of_parts(sizes: NDArray[np.int64], parts: NDArray[np.int64], most: int) -> Tensor:
+    """Return how many samples each part of each client has; sample i of n is in part ⌊i · parts / n⌋.
+
+    Parameters
+    ----------
+    sizes, parts : int array
+        How many samples each client has, and in how many parts they are divided.
+    most : int
+        The number of columns.
+
+    Returns
+    -------
+    Tensor
+        ``[clients, most]``, zero where a client has no such part.
+
+    Examples
+    --------
+    >>> sizes_of_parts(np.array([7, 1]), np.array([3, 0]), most=4)
+    tensor([[3, 2, 2, 0],
+            [0, 0, 0, 0]])
+    """
+    edges = np.minimum(np.arange(most + 1), parts[:, None]) * sizes[:, None]
+    first = -(-edges // np.maximum(parts, 1)[:, None])
+    return torch.from_numpy(np.diff(first, axis=1))

@@ -72,8 +72,9 @@ class HarmoFL(LocalRule, Aggregation):
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Average the mean amplitudes of all clients."""
-        sums, samples = everyone.ask("amplitude_sums")
-        means = sums / samples.view(-1, *(1,) * (sums.dim() - 1))
+        sums, _ = everyone.ask("amplitude_sums")
+        # The registered sizes are checked; a number in an answer could be 0.
+        means = sums / torch.from_numpy(everyone.sizes).to(sums).view(-1, *(1,) * (sums.dim() - 1))
         mixed = mix_tree({_AMPLITUDE: means}, everyone.prior)
         return state.with_global({_AMPLITUDE: mixed[_AMPLITUDE].to(state.model[_AMPLITUDE])})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,11 @@ from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, di
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, summarize_rows
 from equipoise.tree import Tree, digest, flat_rows
+
+log = logging.getLogger("equipoise")
+
+# Where the state keeps the numbers of clients that wait, and the rounds until everyone is asked again because of them.
+_WAITING, _ASK_AGAIN = "waiting", 10
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
 _BYTES_OF_A_REPORT = 8
@@ -154,12 +160,12 @@ class Trainer:
                 raise InputError(
                     f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
                 )
+        initial = self.engine.network.initial()
+        self.state = State(0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}})
         self._register()
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
-        initial = self.engine.network.initial()
-        self.state = State(0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}})
         # A mask may hold −∞ from the start; only what training has made so is a fault.
         self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
         self._everyone: RoundCohort | None = None
@@ -179,7 +185,10 @@ class Trainer:
 
     def _register(self) -> None:
         # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
-        self._registered = registered = self.view.seen
+        registered = self.view.seen
+        if len(self._waiting):
+            registered = np.setdiff1d(registered, self._waiting)
+        self._registered = registered
         pooled = self.view is not self.federation
         self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
         self._train_sizes = self.view.split("train").sizes[registered]
@@ -236,10 +245,47 @@ class Trainer:
             self._gather()
         if self.state.round or self._everyone or not self._that_need_everyone or not self.training.rounds:
             return
-        self._everyone = self.engine.cohort(self.method, self._registered, 0)
         with exact_arithmetic(self.engine.machine):
-            for part in self._that_need_everyone:
-                self.state = part.begin(self.state, self._everyone)
+            self._everyone = self._ask_everyone("begin", self._registered)
+
+    @property
+    def _waiting(self) -> NDArray[np.int64]:
+        """Clients that take no part because they did not answer what everyone was asked when they joined."""
+        waiting = self.state.server.get(_WAITING)
+        return np.empty(0, np.int64) if waiting is None else waiting["ids"].numpy()
+
+    def _ask_everyone(self, what: str, candidates: NDArray[np.int64]) -> RoundCohort:
+        """Have the parts that need everyone begin, or admit candidates; candidates that do not answer must wait.
+
+        If one of the other clients does not answer, all candidates wait, so that nothing of it is lost.
+        """
+        begins = what == "begin"
+        members = candidates if begins else np.union1d(self._registered, candidates)
+        everyone, state, admitted = self.engine.cohort(self.method, members, 0), self.state, candidates
+        while len(admitted):
+            try:
+                for part in self._that_need_everyone:
+                    state = getattr(part, what)(state, everyone)
+                break
+            except ClientsLost as lost:
+                mine = bool(np.isin(lost.ids, admitted).all())
+                admitted = np.setdiff1d(admitted, lost.ids) if mine else admitted[:0]
+                everyone = everyone.without(lost.ids) if mine else everyone
+            except InputError as error:
+                if begins:
+                    raise
+                log.warning("clients %s cannot take part: %s", admitted.tolist(), error)
+                admitted = admitted[:0]
+            state = self.state
+        waiting = np.setdiff1d(candidates, admitted)
+        kept = {name: tree for name, tree in state.server.items() if name != _WAITING}
+        if len(waiting):
+            log.warning("clients %s take no part until everyone is asked again", waiting.tolist())
+            kept[_WAITING] = {"ids": torch.from_numpy(waiting)}
+        self.state = replace(state, server=kept)
+        if len(waiting) or not begins:
+            self._register()
+        return everyone
 
     def _gather(self) -> None:
         """Ask everyone for samples, and let the server train on them; a resumed run asks again."""
@@ -266,15 +312,15 @@ class Trainer:
 
     def _admit(self) -> list[RoundCohort]:
         """Admit clients that have registered since the last round, and return the cohorts asked for that."""
-        if not self.engine.newcomers() or self.method.view.gathers:
+        newcomers = self.engine.newcomers()
+        again = len(self._waiting) and self.state.round % _ASK_AGAIN == 0
+        if not (newcomers or again) or self.method.view.gathers:
             return []
-        self._register()
         if not (self.state.round or self._everyone):
+            self._register()
             return []
-        everyone = self.engine.cohort(self.method, self._registered, 0)
-        for part in self._that_need_everyone:
-            self.state = part.admit(self.state, everyone)
-        return [everyone]
+        candidates = np.setdiff1d(self.view.seen, self._registered)
+        return [self._ask_everyone("admit", candidates)]
 
     def _round(self) -> Progress:
         clock = _Clock(self.engine.network.device)
@@ -315,8 +361,10 @@ class Trainer:
             if name in updates.reports
         }
         row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
-        if cohort.left_out:
-            row["left_out"] = {str(client): reason for client, reason in sorted(cohort.left_out.items())}
+        left_out = {client: reason for each in cohorts for client, reason in each.left_out.items()} | cohort.left_out
+        left_out = {client: reason for client, reason in left_out.items() if client not in cohort.ids}
+        if left_out:
+            row["left_out"] = {str(client): reason for client, reason in sorted(left_out.items())}
         rest = {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
         everyone = len(cohort.ids) == len(self._registered)
         written = _written(self.state, cohort, everyone=everyone)
@@ -674,6 +722,8 @@ class Trainer:
         best = note["best_loss"] if note["best_loss"] is not None else float("inf")
         self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
         self._saved_round = self.state.round
+        if len(self._waiting):
+            self._register()
         return note
 
     @property

@@ -63,6 +63,7 @@ def register(name: str) -> Callable[[T], T]:
         if not task.__module__.startswith(f"{__name__}."):
             # User code: it must not take the name of a task that has not been imported yet.
             _discover()
+            _check_names(task, name)
         before = _TASKS.get(name, task)
         if (before.__module__, before.__qualname__) != (task.__module__, task.__qualname__):
             raise InputError(f"the name {name!r} of a task is taken by {before.__qualname__}; choose another")
@@ -71,6 +72,24 @@ def register(name: str) -> Callable[[T], T]:
         return task
 
     return known
+
+
+def _check_names(task: type[Task], name: str) -> None:
+    """Refuse metrics that have the name of a column, and ranges without a value."""
+    from equipoise.metrics import COLUMNS  # which imports this module
+
+    for metric in {task.score, *task.ranges} - {"loss"}:
+        if metric in COLUMNS:
+            raise InputError(
+                f"{task.__qualname__}, registered as {name!r}, has a metric called {metric!r}, which is another column of "
+                "metrics.jsonl; choose another name"
+            )
+    for metric, bounds in task.ranges.items():
+        if not isinstance(bounds, tuple) or len(bounds) != 2 or not bounds[0] < bounds[1]:
+            raise InputError(
+                f"{task.__qualname__}, registered as {name!r}, has the range {bounds!r} for {metric!r}; valid: a smallest "
+                "and a largest value"
+            )
 
 
 def _discover() -> dict[str, type[Task]]:

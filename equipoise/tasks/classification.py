@@ -25,6 +25,7 @@ class Classification(Task):
 
     score = "accuracy"
     higher_is_better = True
+    ranges = {"accuracy": (0.0, 1.0)}
     labels = True
     floating = False
 

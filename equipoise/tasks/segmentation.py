@@ -40,6 +40,7 @@ class Segmentation(Task):
 
     score = "dice"
     higher_is_better = True
+    ranges = {"dice": (0.0, 1.0)}
     floating = False
     spatial = True
 

@@ -11,7 +11,6 @@ from flwr.app import MetricRecord
 from equipoise.attributes import column_of, read_column
 from equipoise.config import load_experiment
 from equipoise.errors import RunError
-from equipoise.flower.wire import numbers_of
 from tests.attributed import people
 from tests.flower.loop import misbehaving, own_nodes, run_on_loop, write_experiment
 from tests.flower.parity import compare
@@ -56,7 +55,7 @@ def test_small_cells_do_not_leave_a_client(folder):
 
     def look(node, message, reply):
         for name in ("global.val", "global.test"):
-            seen.append(numbers_of(reply.content, name) if not reply.has_error() else {})
+            seen.append({} if reply.has_error() else dict(reply.content.metric_records.get(name, {})))
         return reply
 
     run_on_loop(experiment(folder), own_nodes(folder), tamper=look)
@@ -86,7 +85,7 @@ def changed(**counts):
     """Have a client report other counts of women of the global model on its test data."""
 
     def wrong(message, reply):
-        numbers = numbers_of(reply.content, "global.test")
+        numbers = dict(reply.content.metric_records["global.test"])
         reply.content["global.test"] = MetricRecord(
             numbers | {column_of("sex", "Female", name): value for name, value in counts.items()}
         )

@@ -10,16 +10,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Error, Message, MetricRecord
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
 from equipoise.flower.client import client_app
-from equipoise.flower.engine import _fitting, _Misfit
 from equipoise.flower.memory import Versions
 from equipoise.flower.nodes import Nodes
 from equipoise.flower.roster import Roster
+from equipoise.flower.schema import Misfit, Schema
 from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import from_record, settings_of, to_record
@@ -115,9 +115,13 @@ WRONG_ANSWERS = {
 
 def test_a_mask_that_was_sent_as_minus_infinity_is_no_wrong_answer():
     sent = {"mask": torch.tensor([0.0, -torch.inf]), "head.bias": torch.zeros(2)}
-    assert _fitting(to_record(sent), sent)["mask"].tolist() == [0.0, -torch.inf]
-    with pytest.raises(_Misfit, match="answered with NaN or infinity in head.bias"):
-        _fitting(to_record({**sent, "head.bias": torch.tensor([0.0, torch.nan])}), sent)
+    schema = Schema(client=0, round=0, trees={"update": sent})
+    note = ConfigRecord({"client": 0, "round": 0})
+    answer = schema.read(RecordDict({"update": to_record(sent), "note": note}))
+    assert answer.trees["update"]["mask"].tolist() == [0.0, -torch.inf]
+    spoiled = {**sent, "head.bias": torch.tensor([0.0, torch.nan])}
+    with pytest.raises(Misfit, match="answered with NaN or infinity in head.bias"):
+        schema.read(RecordDict({"update": to_record(spoiled), "note": note}))
 
 
 @pytest.mark.parametrize("what", WRONG_ANSWERS)

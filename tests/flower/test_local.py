@@ -76,7 +76,10 @@ def test_a_client_that_reports_nothing_of_its_local_model_is_left_out(folder):
     path = write_experiment(
         folder, training={"rounds": 1}, evaluation={"local": True}, flower={"min_clients": 3, "retries": 0}
     )
-    for wrong, reason in ((silent, "answered without metrics of the local model"), (diverged, "nan as val loss")):
+    for wrong, reason in (
+        (silent, "answered with nothing as test loss of the local model"),
+        (diverged, "nan as val loss"),
+    ):
         run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, wrong))
         (row,) = run.trainer.rounds
         assert reason in row["left_out"]["1"]

@@ -8,7 +8,6 @@ import pytest
 from flwr.app import MetricRecord
 
 from equipoise import metrics
-from equipoise.flower.wire import numbers_of
 from tests.flower.loop import misbehaving, own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import compare
 
@@ -74,7 +73,7 @@ def changed(**values):
     """Have a client report other numbers of the global model on its test data."""
 
     def wrong(message, reply):
-        numbers = numbers_of(reply.content, "global.test") | values
+        numbers = dict(reply.content.metric_records["global.test"]) | values
         reply.content["global.test"] = MetricRecord(
             {name: value for name, value in numbers.items() if value is not None}
         )
