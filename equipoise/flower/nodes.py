@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +13,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from equipoise.errors import InputError, RunError
+from equipoise.flower.identity import Owner, Owners, fingerprint, sealed
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.settings import FlowerSettings
 
@@ -36,9 +38,9 @@ class Answers:
 class Nodes:
     """The nodes of a grid, by the stable numbers of their clients.
 
-    Flower gives a SuperNode a new random id whenever it starts. During a run, a client that returns
-    with another node is the same client if its memory is on the same disk. Otherwise two nodes of
-    one client are refused.
+    A client's number belongs to the node that registered it first; see
+    :class:`equipoise.flower.identity.Owners`. Other nodes with this number are refused, and the
+    client is not affected by them.
 
     Parameters
     ----------
@@ -48,16 +50,23 @@ class Nodes:
         The registered clients; new ones are added.
     settings : FlowerSettings
         How long to wait.
+    owners : Owners, optional
+        Which node each number belongs to.
     """
 
-    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings) -> None:
+    def __init__(
+        self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None
+    ) -> None:
         self.grid, self.roster, self.settings = grid, roster, settings
+        self.owners = owners or Owners()
         self.node_of: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self._client_of: dict[int, int] = {}
         self._asked: dict[str, int] = {}
         self._looked = float("-inf")
-        self._home: dict[int, str] = {}
+        self._key_of: dict[int, str] = {}
+        # Nodes refused because of another node with the same number, which may go.
+        self._disputed: dict[int, int] = {}
         self._arrived: dict[int, Description] = {}
 
     def gather(self) -> None:
@@ -66,7 +75,7 @@ class Nodes:
         Raises
         ------
         InputError
-            If two nodes have the same client, or clients do not fit together.
+            If clients do not fit together.
         RunError
             If they do not register in time; the message names the nodes that were refused, with reasons.
         """
@@ -96,6 +105,7 @@ class Nodes:
             except InputError as error:
                 if strict:
                     raise
+                self.owners.disown(client)
                 self._refuse(self.node_of.pop(client), str(error))
             else:
                 admitted.append(client)
@@ -106,12 +116,16 @@ class Nodes:
         """Look up the connected nodes, ask new ones for their description, and read the descriptions that arrived."""
         if time.monotonic() - self._looked > _LOOK_FOR_NODES:
             self._looked = time.monotonic()
-            online = set(self.grid.get_node_ids())
+            if self.owners.released():
+                self._reconsider(set(self._disputed.values()))
+            online = {info.node_id: info.public_key for info in self.grid.get_nodes()}
             for node, client in list(self._client_of.items()):
                 if node not in online:
                     self._forget(client, node)
-            strangers = online - set(self._client_of) - set(self._asked.values()) - set(self.refused)
-            messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
+            strangers = set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
+            self._key_of |= {node: fingerprint(online[node]) if online[node] else f"node {node}" for node in strangers}
+            asked = {"settings": ConfigRecord({"run": self.owners.run})}
+            messages = [self._message(node, "query.describe", RecordDict(asked), 0) for node in sorted(strangers)]
             self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
             replies = sorted(self.grid.pull_messages(list(self._asked)), key=lambda m: m.metadata.src_node_id)
@@ -125,19 +139,21 @@ class Nodes:
                 self._refuse(node, _reason(reply.error.reason))
             return
         said = Description.read(str(reply.content.config_records["about"]["text"]))
-        other = self.node_of.get(said.client)
+        said = dataclasses.replace(said, home=sealed(said.home))
+        owner, other = Owner(self._key_of[node], said.home, said.name), self.node_of.get(said.client)
+        wrong = self.owners.objection(said.client, owner)
         # Before round 1 both have just answered; later the other may be the same client before a restart.
-        if other is not None and (strict or self._home.get(said.client) != said.home):
-            twice = (
-                f"nodes {other} and {node} both say they are client {said.client} ({said.name}); "
+        if wrong is None and other is not None and strict:
+            wrong = (
+                f"nodes {other} and {node} both say they are client {said.client}; "
                 "give each SuperNode a number of its own: --node-config 'client=N'"
             )
-            if strict:
-                raise InputError(twice)
-            self._refuse(node, twice)
+        if wrong:
+            self._disputed[node] = said.client
+            self._refuse(node, wrong)
             return
+        self.owners.claim(said.client, owner)
         self.node_of[said.client], self._client_of[node] = node, said.client
-        self._home[said.client] = said.home
         if said.client not in self.roster.known:
             self._arrived[said.client] = said
         log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
@@ -148,6 +164,13 @@ class Nodes:
         if self.node_of.get(client) == node:
             log.warning("client %d: its node %d is offline", client, node)
             del self.node_of[client]
+            self._reconsider({client})
+
+    def _reconsider(self, clients: set[int]) -> None:
+        """Ask nodes again that were refused because their number was taken."""
+        for node in [node for node, client in self._disputed.items() if client in clients]:
+            del self._disputed[node]
+            self.refused.pop(node, None)
 
     def _refuse(self, node: int, why: str) -> None:
         self.refused[node] = why

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 
 if TYPE_CHECKING:
     from equipoise.method import LocalRule
@@ -89,6 +89,12 @@ class FlowerSettings:
         How often those that did not answer are asked again before the run stops.
     privacy : Privacy, optional
         Clipping and noise on the clients' side.
+    identity : {"memory", "key"}
+        Who may come back under a client's number besides the node that registered it first: a node with the same memory
+        directory, or none but the one with the same key. Keys stay the same where SuperNodes are started with one.
+    roster : str, optional
+        A file on the server that lists the clients that may join; see :func:`equipoise.flower.identity.read_invited`.
+        A relative path is one beside the experiment's file.
 
     Examples
     --------
@@ -102,9 +108,13 @@ class FlowerSettings:
     timeout: float = 600.0
     retries: int = 2
     privacy: Privacy | None = None
+    identity: str = "memory"
+    roster: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
+        if self.identity not in ("memory", "key"):
+            raise unknown("flower.identity", self.identity, ("memory", "key"))
         for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -19,8 +19,10 @@ from equipoise.data.silos import silo_federation
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
-from equipoise.flower.memory import Versions, home_of, memory_root
+from equipoise.flower.limits import Limits, protection, read_limits
+from equipoise.flower.memory import Versions, memory_root, proof_of_home
 from equipoise.flower.roster import Description
+from equipoise.flower.settings import Privacy
 from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
@@ -43,6 +45,8 @@ class Silo:
         Whether the client is held out of training.
     root : Path
         Where its memory is.
+    privacy : Privacy, optional
+        What happens to updates before they leave the client.
     """
 
     experiment: Experiment
@@ -50,15 +54,22 @@ class Silo:
     engine: StackedEngine
     unseen: bool
     root: Path
+    privacy: Privacy | None = None
 
     @property
     def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The client's number, as a cohort of one."""
         return np.array([self.client])
 
-    def describe(self) -> Description:
-        """Return the description that is sent to the server."""
-        return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home_of(self.root))
+    @property
+    def trains(self) -> bool:
+        """Whether the client takes part in training, and is not held out."""
+        return not (self.unseen or self.engine.federation.unseen[self.client])
+
+    def describe(self, run: str = "") -> Description:
+        """Return the description that is sent to the server of a run."""
+        home = proof_of_home(self.root, run)
+        return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home)
 
     def memory(self, run: str) -> Versions:
         """Find the client's memory of a run."""
@@ -77,6 +88,8 @@ def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
     7
     """
     overrides = [text.strip() for text in str(run_config.get("set", "")).split(";")]
+    if code := [text for text in overrides if text.partition("=")[0].strip() == "imports"]:
+        raise InputError(f"--run-config set: {code[0]!r}; a run cannot import other code than its app does")
     return load_experiment(path, [text for text in overrides if text])
 
 
@@ -113,7 +126,7 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
         The experiment's file.
     run_config, node : mapping
         Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of its own), ``memory``,
-        ``device`` and ``unseen``.
+        ``device``, ``unseen`` and ``limits`` (a file).
     own : callable, optional
         Makes the client's own federation, of one client, from the node's configuration.
 
@@ -121,6 +134,11 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
     -------
     Silo
         Ready to answer.
+
+    Raises
+    ------
+    Refusal
+        If the experiment goes beyond the limits of the silo, or the run weakens the protection of updates.
     """
     client = client_number(node)
     # A process that answers many messages reads the file, the data and the model once, unless the file changes.
@@ -137,8 +155,11 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
             f"client {client} does not exist in data {engine.federation.name!r}; "
             f"valid: 0 to {engine.federation.clients - 1}"
         )
-    root = memory_root(node.get("memory"))
-    return Silo(_experiment(asked), client, engine, bool(node.get("unseen", False)), root)
+    made, limits = _experiment(asked), read_limits(node["limits"]) if "limits" in node else Limits()
+    limits.check(made, len(engine.federation.train.of(client)))
+    unseen = limits.evaluate_only or bool(node.get("unseen", False))
+    privacy = protection(experiment, made.flower, limits)
+    return Silo(made, client, engine, unseen, memory_root(node.get("memory")), privacy)
 
 
 class Asked(NamedTuple):

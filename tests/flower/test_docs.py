@@ -30,7 +30,7 @@ def test_every_method_is_listed_under_what_the_server_sees():
 
 def test_the_settings_shown_are_the_defaults_there_are():
     shown = yaml.safe_load(re.search(r"```yaml\n(flower:\n  clients.*?)```", PAGE, re.DOTALL)[1])["flower"]
-    assert set(shown) == {item.name for item in fields(FlowerSettings)} - {"privacy"}
+    assert set(shown) == {item.name for item in fields(FlowerSettings)} - {"privacy", "identity", "roster"}
     assert experiment_from({"data": "digits", "flower": shown}).flower.min_clients == 3
 
 
