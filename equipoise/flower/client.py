@@ -68,13 +68,12 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
             try:
                 silo = open_silo(path, context.run_config, context.node_config, data)
                 check_request(silo, kind, message.content)
+                with exact_arithmetic(silo.engine.machine):
+                    content = answer(silo, message.content)
             except Refusal as refusal:
                 log.warning("refused a message %r: %s", kind, refusal)
-                return Message(
-                    Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}"), reply_to=message
-                )
-            with exact_arithmetic(silo.engine.machine):
-                content = answer(silo, message.content)
+                error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}")
+                return Message(error, reply_to=message)
             note = {"client": silo.client, "round": settings_of(message.content).get("round", 0)}
             content["note"] = ConfigRecord(settings_of(content, "note") | note)
             return Message(content, reply_to=message)

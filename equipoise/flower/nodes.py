@@ -83,7 +83,7 @@ class Nodes:
         while len(self.node_of) < wanted:
             self.look(strict=True)
             self.newcomers(strict=True)
-            if time.monotonic() > deadline:
+            if len(self.node_of) < wanted and time.monotonic() > deadline:
                 why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "

@@ -52,6 +52,8 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
             raise Refusal(f"{name} is {number!r}, not a whole number from 0")
     if kind == TRAIN:
         _check_training(silo, content, asked)
+    if kind == ASK and str(asked.get("question", "_")).startswith("_"):
+        raise Refusal(f"{asked.get('question')!r} is not a question")
     if kind == KEPT and not silo.experiment.evaluation.average_kept:
         raise Refusal("the parts of the model that clients keep were asked for, but evaluation.average_kept is off")
     if kind in (KEPT, ASK) and silo.privacy is not None:

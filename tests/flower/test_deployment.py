@@ -8,32 +8,16 @@ import signal
 
 import pytest
 import torch
-from flwr.app import Error, Message
 
 from equipoise.config import load_experiment
-from equipoise.flower.wire import settings_of
 from equipoise.run.files import load_tensors
 from tests.flower.certificates import make_key, make_tls
-from tests.flower.loop import own_nodes, run_on_loop
+from tests.flower.loop import own_nodes
 from tests.flower.processes import Flower, marked, send, wait_until
-from tests.flower.world import PATIENCE, assert_same_run, world
+from tests.flower.world import PATIENCE, assert_same_run, replayed, world
 from tests.run.small import rows_of
 
 pytestmark = pytest.mark.slow
-
-
-def replayed(path, folder, rows):
-    """Run in this process with exactly those clients left out that were left out there."""
-    gone = {(row["round"] - 1, int(client)) for row in rows for client in row.get("left_out", {})}
-
-    def tamper(node, message, reply):
-        client, kind = int(node["data"][-1]), message.metadata.message_type
-        if kind == "train" and (settings_of(message.content)["round"], client) in gone:
-            return Message(Error(code=0, reason="gone"), reply_to=message)
-        return reply
-
-    nodes = [{**node, "memory": str(folder / "replayed" / str(c))} for c, node in enumerate(own_nodes(folder))]
-    return run_on_loop(path, nodes, tamper=tamper)[0]
 
 
 def times_received(flower, node, kind="train"):
