@@ -70,7 +70,9 @@ def release(
         from equipoise.flower import identity
 
         before = identity.release(directory, client)
-        typer.echo(f"client {client} no longer belongs to {before.key}; the next node that registers it becomes its owner")
+        typer.echo(
+            f"client {client} no longer belongs to {before.key}; the next node that registers it becomes its owner"
+        )
 
 
 def _become(command: str, *arguments: str) -> NoReturn:

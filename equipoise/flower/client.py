@@ -25,7 +25,7 @@ from equipoise.engine.layout import KEPT
 from equipoise.errors import RunError
 from equipoise.flower.limits import Refusal
 from equipoise.flower.memory import Versions
-from equipoise.flower.requests import ADOPT, ASK, DESCRIBE, EVALUATE, KEPT, MODELS, TRAIN, check_request
+from equipoise.flower.requests import check_request
 from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import OwnData, Silo, open_silo
 from equipoise.flower.wire import EVALUATION, LOCAL, from_record, pack, settings_of, to_metrics, to_record, unpack
@@ -80,13 +80,13 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
 
         return handle
 
-    app.train()(answering(TRAIN, train))
-    app.evaluate()(answering(EVALUATE, evaluate))
-    app.evaluate("models")(answering(MODELS, evaluate_models))
-    app.query("describe")(answering(DESCRIBE, describe))
-    app.query("ask")(answering(ASK, ask))
-    app.query("kept")(answering(KEPT, kept))
-    app.query("adopt")(answering(ADOPT, adopt))
+    app.train()(answering("train", train))
+    app.evaluate()(answering("evaluate", evaluate))
+    app.evaluate("models")(answering("evaluate.models", evaluate_models))
+    app.query("describe")(answering("query.describe", describe))
+    app.query("ask")(answering("query.ask", ask))
+    app.query("kept")(answering("query.kept", kept))
+    app.query("adopt")(answering("query.adopt", adopt))
     return app
 
 

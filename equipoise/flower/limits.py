@@ -89,9 +89,7 @@ class Limits:
             phases["evaluation.fine_tune"] = (tuned.phase(experiment.training.optimizer),)
         for what, them in phases.items():
             if (passes := epochs_of(them, experiment.training, samples)) > self.max_epochs:
-                raise Refusal(
-                    f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes {passes:g}"
-                )
+                raise Refusal(f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes {passes:g}")
 
 
 def read_limits(path: str | Path) -> Limits:

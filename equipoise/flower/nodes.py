@@ -54,9 +54,7 @@ class Nodes:
         Which node each number belongs to.
     """
 
-    def __init__(
-        self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None
-    ) -> None:
+    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None) -> None:
         self.grid, self.roster, self.settings = grid, roster, settings
         self.owners = owners or Owners()
         self.node_of: dict[int, int] = {}
@@ -124,8 +122,9 @@ class Nodes:
                     self._forget(client, node)
             strangers = set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
             self._key_of |= {node: fingerprint(online[node]) if online[node] else f"node {node}" for node in strangers}
-            asked = {"settings": ConfigRecord({"run": self.owners.run})}
-            messages = [self._message(node, "query.describe", RecordDict(asked), 0) for node in sorted(strangers)]
+            asked = ConfigRecord({"run": self.owners.run})
+            contents = {node: RecordDict({"settings": asked}) for node in sorted(strangers)}
+            messages = [self._message(node, "query.describe", content, 0) for node, content in contents.items()]
             self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
             replies = sorted(self.grid.pull_messages(list(self._asked)), key=lambda m: m.metadata.src_node_id)

@@ -14,16 +14,6 @@ from equipoise.flower.silo import Silo
 from equipoise.flower.wire import EVALUATION, LOCAL, settings_of
 from equipoise.methods import describe_part
 
-DESCRIBE, TRAIN, EVALUATE, MODELS, ASK, KEPT, ADOPT = (
-    "query.describe",
-    "train",
-    "evaluate",
-    "evaluate.models",
-    "query.ask",
-    "query.kept",
-    "query.adopt",
-)
-
 
 def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
     """Refuse a message that asks for more than the experiment and the limits of the silo allow.
@@ -33,7 +23,7 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
     silo : Silo
         The client's side of the run.
     kind : str
-        The kind of message.
+        The kind of message, such as ``query.kept``.
     content : RecordDict
         What it holds.
 
@@ -43,21 +33,25 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
         With the reason.
     """
     asked = settings_of(content)
-    if kind == DESCRIBE:
+    if kind == "query.describe":
         return
     check_name(str(asked.get("run", "")), "run")
     for name in ("round", "version", "oldest"):
         number = asked.get(name)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise Refusal(f"{name} is {number!r}, not a whole number from 0")
-    if kind == TRAIN:
+    if kind == "train":
         _check_training(silo, content, asked)
-    if kind == ASK and str(asked.get("question", "_")).startswith("_"):
+    if kind == "query.ask" and str(asked.get("question", "_")).startswith("_"):
         raise Refusal(f"{asked.get('question')!r} is not a question")
-    if kind == KEPT and not silo.experiment.evaluation.average_kept:
+    if kind == "query.kept" and not silo.experiment.evaluation.average_kept:
         raise Refusal("the parts of the model that clients keep were asked for, but evaluation.average_kept is off")
-    if kind in (KEPT, ASK) and silo.privacy is not None:
-        what = f"the answer to {asked.get('question')!r}" if kind == ASK else "a part of the model that clients keep"
+    if kind in ("query.kept", "query.ask") and silo.privacy is not None:
+        what = (
+            f"the answer to {asked.get('question')!r}"
+            if kind == "query.ask"
+            else "a part of the model that clients keep"
+        )
         raise Refusal(f"{what} would leave without the protection of flower.privacy")
 
 
@@ -66,7 +60,9 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
     if not silo.trains:
         raise Refusal("this client evaluates models and never trains")
     if "local" in asked and asked["local"] != json.dumps(describe_part(experiment.method.local)):
-        raise Refusal(f"the message has a local rule of its own, {str(asked['local'])[:80]}; the experiment's is used here")
+        raise Refusal(
+            f"the message has a local rule of its own, {str(asked['local'])[:80]}; the experiment's is used here"
+        )
     if settings_of(content, EVALUATION).get(LOCAL) and not experiment.evaluation.local:
         raise Refusal("an evaluation of the local model was asked for, but evaluation.local is off")
     if silo.privacy is None:

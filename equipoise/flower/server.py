@@ -16,6 +16,7 @@ from torch import nn
 
 from equipoise.config import Experiment
 from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError
 from equipoise.flower.engine import FlowerEngine
 from equipoise.flower.identity import OWNERS, Owners, read_invited
 from equipoise.flower.nodes import Nodes, reasons
@@ -78,6 +79,11 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None, *, beside: Path |
     Run
         Finished. The clients' personal models are on their own disks.
     """
+    if experiment.flower.privacy is not None and experiment.evaluation.average_kept:
+        raise InputError(
+            "evaluation.average_kept asks clients for parts of the model without the protection of flower.privacy; "
+            "leave out one of them"
+        )
     directory = Path(out).expanduser() if out else None
     # Clients are not stacked here, so there is no chunk size to measure.
     experiment = dataclasses.replace(experiment, machine=dataclasses.replace(experiment.machine, chunk=1))
