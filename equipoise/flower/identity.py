@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from equipoise.config import read_yaml
 from equipoise.errors import InputError, unknown
+from equipoise.flower.limits import shown
 
 OWNERS = "owners.jsonl"
 
@@ -213,7 +214,7 @@ class Owners:
             if invited.key not in (None, node.key):
                 return f"the roster gives client {client} the key {invited.key}, not {node.key}"
             if invited.name not in (None, node.name):
-                return f"the roster calls client {client} {invited.name!r}, not {node.name!r}"
+                return f"the roster calls client {client} {invited.name!r}, not {shown(node.name)}"
         mine = [number for number, owner in self._of.items() if owner.key == node.key and number != client]
         # Another SuperLink may use node ids again, but never keys.
         if mine and node.key.startswith(_FINGERPRINT):

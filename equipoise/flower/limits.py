@@ -16,9 +16,23 @@ from equipoise.errors import InputError, RunError
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.method import Method, Part, Phase
 
+_LONGEST = 80
+
 
 class Refusal(RunError):
     """A client does not do what it was asked to do. The reason is logged there, and sent to the server."""
+
+
+def shown(value: object) -> str:
+    r"""Write a value that others chose, for a message of one line: escaped, and cut if it is long.
+
+    Examples
+    --------
+    >>> shown("a\n"), len(shown("a" * 10**6))
+    ("'a\\n'", 80)
+    """
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 @dataclass(frozen=True, kw_only=True)

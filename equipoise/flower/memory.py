@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from equipoise.errors import RunError
-from equipoise.flower.limits import Refusal
+from equipoise.flower.limits import Refusal, shown
 from equipoise.run.files import load_tensors, save_tensors, write_atomically
 from equipoise.tree import Tree, digest
 
@@ -17,7 +17,6 @@ _HOME = "EQUIPOISE_MEMORY"
 _SUFFIX = ".safetensors"
 # Names that a message may give to files here: no separators, and no dot in front.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_SHOWN = 80
 
 
 def memory_root(given: str | None = None) -> Path:
@@ -75,9 +74,8 @@ def check_name(name: str, what: str) -> str:
     equipoise.flower.limits.Refusal: '..' is not a name for a run: it must have letters, digits, _, - and . only, and no . in front
     """
     if not _NAME.fullmatch(name):
-        shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "..."
         raise Refusal(
-            f"{shown!r} is not a name for a {what}: it must have letters, digits, _, - and . only, and no . in front"
+            f"{shown(name)} is not a name for a {what}: it must have letters, digits, _, - and . only, and no . in front"
         )
     return name
 

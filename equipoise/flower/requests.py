@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import RecordDict
 
 from equipoise.errors import InputError
-from equipoise.flower.limits import Refusal
+from equipoise.flower.limits import Refusal, shown
 from equipoise.flower.memory import check_name
 from equipoise.flower.silo import Silo
 from equipoise.flower.wire import EVALUATION, LOCAL, settings_of
@@ -39,16 +39,16 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
     for name in ("round", "version", "oldest"):
         number = asked.get(name)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise Refusal(f"{name} is {number!r}, not a whole number from 0")
+            raise Refusal(f"{name} is {shown(number)}, not a whole number from 0")
     if kind == "train":
         _check_training(silo, content, asked)
     if kind == "query.ask" and str(asked.get("question", "_")).startswith("_"):
-        raise Refusal(f"{asked.get('question')!r} is not a question")
+        raise Refusal(f"{shown(asked.get('question'))} is not a question")
     if kind == "query.kept" and not silo.experiment.evaluation.average_kept:
         raise Refusal("the parts of the model that clients keep were asked for, but evaluation.average_kept is off")
     if kind in ("query.kept", "query.ask") and silo.privacy is not None:
         what = (
-            f"the answer to {asked.get('question')!r}"
+            f"the answer to {shown(asked.get('question'))}"
             if kind == "query.ask"
             else "a part of the model that clients keep"
         )
@@ -61,7 +61,7 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
         raise Refusal("this client evaluates models and never trains")
     if "local" in asked and asked["local"] != json.dumps(describe_part(experiment.method.local)):
         raise Refusal(
-            f"the message has a local rule of its own, {str(asked['local'])[:80]}; the experiment's is used here"
+            f"the message has a local rule of its own, {shown(asked['local'])}; the experiment's is used here"
         )
     if settings_of(content, EVALUATION).get(LOCAL) and not experiment.evaluation.local:
         raise Refusal("an evaluation of the local model was asked for, but evaluation.local is off")

@@ -88,20 +88,21 @@ def test_attacks_over_real_processes(tmp_path):
         run.wait(PATIENCE)
         log = flower.log("run")
         # Another run of the same app, started without its protection.
-        weakened = flower.run(
-            tmp_path / "app",
-            name="weakened",
-            timeout=PATIENCE,
-            out=str(tmp_path / "weakened"),
-            set="flower.privacy=null; flower.wait=30",
-        )
+        weakened = tmp_path / "weakened"
+        flower.begin(tmp_path / "app", name="weakened", out=str(weakened), set="flower.privacy=null")
+        reason = "cannot take part: the client refuses: the run weakens flower.privacy: none instead of clip 0.05"
+        wait_until(lambda: flower.log("weakened").count(reason) == 6, PATIENCE, "all six nodes to refuse")
         silos = {client: flower.log(f"node{client}") for client in range(3)}
     assert marked(flower.mark) == []
 
     assert "cannot take part: client 3 belongs to the node that registered it first (SHA256:" in log
     assert "cannot take part: client 7 is not in the roster" in log
     rows = rows_of(out, "rounds")
-    assert [sorted(row.get("left_out", {})) for row in rows] == [[], ["0", "3"], ["1", "3"], ["3"], []], log[-3000:]
+    left_out = [set(row.get("left_out", {})) for row in rows]
+    # Client 3 returns in round 3, 4 or 5, whenever its process is ready.
+    assert [left - {"3"} for left in left_out] == [set(), {"0"}, {"1"}, set(), set()], log[-3000:]
+    assert "3" in left_out[1]
+    assert "3" not in left_out[4]
     assert "'../../../escaped' is not a name for a run" in rows[1]["left_out"]["0"]
     assert "the message has a local rule of its own" in rows[2]["left_out"]["1"]
     assert "refused a message 'train': '../../../escaped' is not a name for a run" in silos[0]
@@ -112,7 +113,5 @@ def test_attacks_over_real_processes(tmp_path):
     assert {said["client"] for said in json.loads((out / "clients.json").read_text())["clients"]} == {0, 1, 2, 3}
     assert_same_run(out, replayed(path, tmp_path, rows), log)
 
-    assert "0 of 4 clients have registered within 30 s" in weakened
-    assert "the client refuses: the run weakens flower.privacy: none instead of clip 0.05" in weakened
     assert "refused a message 'query.describe': the run weakens flower.privacy" in silos[2]
-    assert not (tmp_path / "weakened" / "summary.json").exists()
+    assert not weakened.exists()
