@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from equipoise.config import load_experiment
+from equipoise.flower.identity import OWNERS, fingerprint
 from equipoise.run.files import load_tensors
 from tests.flower.certificates import make_key, make_tls
 from tests.flower.loop import own_nodes
@@ -86,8 +88,8 @@ def test_a_late_joiner_over_real_processes(tmp_path):
 
 
 def test_tls_and_keys(tmp_path):
-    """Over TLS, nodes with registered keys take part, and one with another key is kept out."""
-    world(tmp_path, training={"rounds": 1}, flower={"clients": 2})
+    """Over TLS, nodes with registered keys take part and own their numbers; one with another key is kept out."""
+    world(tmp_path, training={"rounds": 1}, flower={"clients": 2, "identity": "key"})
     out = tmp_path / "out"
     keys = [make_key(tmp_path / f"key{client}") for client in range(3)]
     with Flower(tmp_path / "flower", tls=make_tls(tmp_path / "tls"), auth=True) as flower:
@@ -104,6 +106,10 @@ def test_tls_and_keys(tmp_path):
         assert wrong.poll() not in (None, 0)
     clients = {said["client"] for said in json.loads((out / "clients.json").read_text())["clients"]}
     assert clients == {0, 1}
+    owners = [json.loads(line) for line in (out / OWNERS).read_text().splitlines() if line]
+    assert {owner["client"]: owner["key"] for owner in owners} == {
+        client: fingerprint(Path(f"{keys[client]}.pub").read_bytes()) for client in range(2)
+    }
 
 
 def test_an_unencrypted_node_cannot_join_over_tls(tmp_path):
