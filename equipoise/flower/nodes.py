@@ -120,6 +120,8 @@ class Nodes:
             for node, client in list(self._client_of.items()):
                 if node not in online:
                     self._forget(client, node)
+            # A node that was refused and then restarted, perhaps with another configuration, is asked again.
+            self.refused = {node: why for node, why in self.refused.items() if node in online}
             strangers = set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
             self._key_of |= {node: fingerprint(online[node]) if online[node] else f"node {node}" for node in strangers}
             asked = ConfigRecord({"run": self.owners.run})

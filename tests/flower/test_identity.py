@@ -159,6 +159,19 @@ def test_a_double_on_the_same_disk_may_follow_the_one_that_went(folder, at_once)
     assert run.trainer.engine.nodes.node_of == {0: node(9), 1: node(0), 2: node(1), 3: node(3)}
 
 
+def test_a_node_that_was_refused_may_return_with_another_number(folder, at_once):
+    """A SuperNode with a key has the same node id after a restart."""
+    path = write_experiment(folder, flower={"clients": 3}, training={"rounds": 5})
+    events = {
+        3: join(THIEF, thief_of(folder, 1)),
+        6: lambda grid: grid.nodes.pop(THIEF),
+        9: join(THIEF, {**own_nodes(folder, [3])[0], "memory": str(folder / "memory" / "thief")}),
+    }
+    run = run_on(folder, path, nodes=[0, 1, 2], events=events, keys=with_keys(THIEF))
+    assert not refusals(run)
+    assert [row["cohort"] for row in run.trainer.rounds] == [3, 3, 3, 4, 4]
+
+
 class Killed(BaseException):
     pass
 
