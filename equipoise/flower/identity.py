@@ -238,7 +238,8 @@ class Owners:
 
     def disown(self, client: int) -> None:
         """Free a number that was claimed by a client that could not be admitted."""
-        del self._of[client]
+        # The operator may have freed it in the meantime.
+        self._of.pop(client, None)
         self._unwritten.append(_release_of(client))
 
     def released(self) -> bool:

@@ -13,7 +13,7 @@ from equipoise import methods
 from equipoise.config import Experiment, read_yaml, settings_from
 from equipoise.engine.settings import Training
 from equipoise.errors import InputError, RunError
-from equipoise.flower.settings import FlowerSettings, Privacy
+from equipoise.flower.settings import Privacy
 from equipoise.method import Method, Part, Phase
 
 _LONGEST = 80
@@ -144,15 +144,15 @@ def epochs_of(phases: Sequence[Phase], training: Training, samples: int) -> floa
     return total
 
 
-def protection(file: Path, settings: FlowerSettings, limits: Limits) -> Privacy | None:
+def protection(written: Privacy | None, wanted: Privacy | None, limits: Limits) -> Privacy | None:
     """Return the protection of the updates that leave a client.
 
     Parameters
     ----------
-    file : Path
-        The experiment's file.
-    settings : FlowerSettings
-        The settings of the run, which may override those of the file.
+    written : Privacy, optional
+        That of the experiment's file.
+    wanted : Privacy, optional
+        That of the run, which may override the file.
     limits : Limits
         Those of the silo.
 
@@ -165,11 +165,15 @@ def protection(file: Path, settings: FlowerSettings, limits: Limits) -> Privacy 
     ------
     Refusal
         If the run overrides the file's protection by a weaker one.
+
+    Examples
+    --------
+    >>> protection(None, Privacy(clip=2.0), Limits(privacy=Privacy(clip=1.0))).clip
+    1.0
     """
-    written = settings_from(FlowerSettings, read_yaml(file).get("flower") or {}, "flower", str(file)).privacy
-    if written and not _as_strict(settings.privacy, written):
-        raise Refusal(f"the run weakens flower.privacy: {_words(settings.privacy)} instead of {_words(written)}")
-    return stricter(settings.privacy, limits.privacy)
+    if written and not _as_strict(wanted, written):
+        raise Refusal(f"the run weakens flower.privacy: {_words(wanted)} instead of {_words(written)}")
+    return stricter(wanted, limits.privacy)
 
 
 def stricter(one: Privacy | None, other: Privacy | None) -> Privacy | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from equipoise import models
-from equipoise.config import Experiment, load_experiment
+from equipoise.config import Experiment, load_experiment, read_yaml, settings_from
 from equipoise.data.encode import encode_federation
 from equipoise.data.silos import silo_federation
 from equipoise.engine.stacked import StackedEngine
@@ -22,7 +22,7 @@ from equipoise.federation import Federation, Split
 from equipoise.flower.limits import Limits, protection, read_limits
 from equipoise.flower.memory import Versions, memory_root, proof_of_home
 from equipoise.flower.roster import Description
-from equipoise.flower.settings import Privacy
+from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
@@ -158,7 +158,7 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
     made, limits = _experiment(asked), read_limits(node["limits"]) if "limits" in node else Limits()
     limits.check(made, len(engine.federation.train.of(client)))
     unseen = limits.evaluate_only or bool(node.get("unseen", False))
-    privacy = protection(experiment, made.flower, limits)
+    privacy = protection(_written_privacy(experiment, asked.written), made.flower.privacy, limits)
     return Silo(made, client, engine, unseen, memory_root(node.get("memory")), privacy)
 
 
@@ -173,6 +173,12 @@ class Asked(NamedTuple):
 @lru_cache(maxsize=8)
 def _experiment(asked: Asked) -> Experiment:
     return read_experiment(asked.path, {"set": asked.settings})
+
+
+@lru_cache(maxsize=8)
+def _written_privacy(path: Path, written: int) -> Privacy | None:
+    """Read the protection of updates that the experiment's file asks for, without overrides."""
+    return settings_from(FlowerSettings, read_yaml(path).get("flower") or {}, "flower", str(path)).privacy
 
 
 @lru_cache(maxsize=1)
