@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter
@@ -44,7 +44,7 @@ from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress
 from equipoise.text import printable
 
-__all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml"]
+__all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml", "settings_from"]
 
 SECTIONS = (
     "imports",
@@ -66,6 +66,7 @@ IGNORED = ("resolved",)
 UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+S = TypeVar("S")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 
 
@@ -344,6 +345,35 @@ def experiment_from(
     if "data" not in content:
         raise InputError(f"{where} names no data; valid: {', '.join(data.SOURCES)}")
     return _Reader(origins, on_import).experiment(content)
+
+
+def settings_from(kind: type[S], given: Mapping[str, Any], section: str, where: str) -> S:
+    """Make the settings of one section from plain values.
+
+    Parameters
+    ----------
+    kind : type
+        The dataclass of the settings.
+    given : mapping
+        Its values.
+    section : str
+        What errors put in front of a key.
+    where : str
+        What errors call the place the values came from.
+
+    Returns
+    -------
+    object
+        Checked.
+
+    Examples
+    --------
+    >>> settings_from(FlowerSettings, {"clients": 3, "privacy": {"clip": 1.0}}, "flower", "a.yaml").privacy.clip
+    1.0
+    """
+    reader = _Reader(Origins(where))
+    made: S = reader.settings(kind, {section: given}, section, privacy=reader.privacy)
+    return made
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

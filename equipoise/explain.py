@@ -125,6 +125,7 @@ EXAMPLES: dict[str, Any] = {
     "flower.clients": 4,
     "flower.max_client": 20,
     "flower.max_share": 0.5,
+    "flower.roster": "roster.yaml",
     "data.partition.within": "imbalance",
     "data.partition.order": "[plain, rotated]",
     "flower.privacy": "{clip: 1.0, epsilon: 8.0}",

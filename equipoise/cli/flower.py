@@ -57,10 +57,28 @@ def supernode(context: typer.Context) -> None:
     _become("flower-supernode", *context.args)
 
 
+@flower.command(epilog="Example: equipoise flower release 3 /srv/runs/first")
+def release(
+    client: Annotated[int, typer.Argument(metavar="N", help="The number of the client.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory, on the server.")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Free a client's number, so that another node may register it."""
+    from equipoise.cli import _errors
+
+    with _errors(debug):
+        from equipoise.flower import identity
+
+        before = identity.release(directory, client)
+        typer.echo(
+            f"client {client} no longer belongs to {before.key}; the next node that registers it becomes its owner"
+        )
+
+
 def _become(command: str, *arguments: str) -> NoReturn:
     """Go on as one of Flower's own commands, so that signals and exit codes are its own."""
     from equipoise.cli import _errors
-    from equipoise.flower import QUIET
+    from equipoise.flower import QUIET, UNASKED
 
     with _errors(debug=False):
         # Flower starts further commands by name, so they must be found where this one is.
@@ -68,4 +86,4 @@ def _become(command: str, *arguments: str) -> NoReturn:
         found = shutil.which(command, path=folders)
         if found is None:
             raise InputError(f"{command} is not installed; pip install 'equipoise[flower]'")
-        os.execve(found, [command, *arguments], {**QUIET, **os.environ, "PATH": folders})
+        os.execve(found, [command, *arguments], {**QUIET, **UNASKED, **os.environ, "PATH": folders})

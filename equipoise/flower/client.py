@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+from flwr.common.constant import ErrorCode
 from torch import Tensor
 
 from equipoise.engine.arithmetic import exact_arithmetic
@@ -22,12 +23,13 @@ from equipoise.engine.contract import Personal
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import KEPT
 from equipoise.errors import RunError
+from equipoise.flower.limits import Refusal
 from equipoise.flower.memory import Versions
+from equipoise.flower.requests import check_request
 from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import OwnData, Silo, open_silo
 from equipoise.flower.wire import EVALUATION, LOCAL, from_record, pack, settings_of, to_metrics, to_record, unpack
 from equipoise.method import Updates
-from equipoise.methods import make_part
 from equipoise.tree import PERSONAL, Tree, digest
 
 log = logging.getLogger("flwr.equipoise")
@@ -61,30 +63,37 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
     """
     app, path = ClientApp(), Path(experiment)
 
-    def answering(answer: Answer) -> Callable[[Message, Context], Message]:
+    def answering(kind: str, answer: Answer) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
-            silo = open_silo(path, context.run_config, context.node_config, data)
-            with exact_arithmetic(silo.engine.machine):
-                content = answer(silo, message.content)
+            try:
+                silo = open_silo(path, context.run_config, context.node_config, data)
+                check_request(silo, kind, message.content)
+                with exact_arithmetic(silo.engine.machine):
+                    content = answer(silo, message.content)
+            except Refusal as refusal:
+                log.warning("refused a message %r: %s", kind, refusal)
+                error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}")
+                return Message(error, reply_to=message)
             note = {"client": silo.client, "round": settings_of(message.content).get("round", 0)}
             content["note"] = ConfigRecord(settings_of(content, "note") | note)
             return Message(content, reply_to=message)
 
         return handle
 
-    app.train()(answering(train))
-    app.evaluate()(answering(evaluate))
-    app.evaluate("models")(answering(evaluate_models))
-    app.query("describe")(answering(describe))
-    app.query("ask")(answering(ask))
-    app.query("kept")(answering(kept))
-    app.query("adopt")(answering(adopt))
+    app.train()(answering("train", train))
+    app.evaluate()(answering("evaluate", evaluate))
+    app.evaluate("models")(answering("evaluate.models", evaluate_models))
+    app.query("describe")(answering("query.describe", describe))
+    app.query("ask")(answering("query.ask", ask))
+    app.query("kept")(answering("query.kept", kept))
+    app.query("adopt")(answering("query.adopt", adopt))
     return app
 
 
 def describe(silo: Silo, content: RecordDict) -> RecordDict:
     """Return the client's description: its number, its sizes and the shape of its data."""
-    return RecordDict({"about": ConfigRecord({"text": silo.describe().text()})})
+    run = str(settings_of(content).get("run", ""))
+    return RecordDict({"about": ConfigRecord({"text": silo.describe(run).text()})})
 
 
 def train(silo: Silo, content: RecordDict) -> RecordDict:
@@ -94,7 +103,6 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
     cohort = _cohort(silo, content, memory)
     cohort.wanted_reports = set(json.loads(str(asked["reports"])))
     cohort.evaluates_local = bool(settings_of(content, EVALUATION).get(LOCAL))
-    local = make_part(json.loads(str(asked["local"])), "local") if "local" in asked else silo.experiment.method.local
     model = _model(silo, content)
     sent = {
         name.removeprefix("sent."): from_record(record)
@@ -110,7 +118,7 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
             return RecordDict({"note": ConfigRecord({"lacks": name})})
     shared = {_MODEL: model} | {name: _on_device(silo, tree) for name, tree in sent.items()}
     each = {name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()}
-    updates = cohort.train(shared, each, local)
+    updates = cohort.train(shared, each, silo.experiment.method.local)
     silo.engine.memory.commit()
     version = int(asked["round"]) + 1
     if remembered := silo.engine.memory.export():
@@ -228,8 +236,8 @@ def _personal(silo: Silo, round_: int) -> Personal:
 
 def _answer(silo: Silo, model: Tree, updates: Updates) -> RecordDict:
     update = {name: rows[0] for name, rows in {**updates.params, **updates.buffers}.items()}
-    if silo.experiment.flower.privacy and update:
-        update = protected(update, {name: model[name] for name in update}, silo.experiment.flower.privacy)
+    if silo.privacy and update:
+        update = protected(update, {name: model[name] for name in update}, silo.privacy)
     content: dict[str, Any] = {"update": to_record(update), "reports": to_metrics(updates.reports)}
     for tree, values in updates.uploads.items():
         content[f"upload.{tree}"] = to_record({name: rows[0] for name, rows in values.items()})

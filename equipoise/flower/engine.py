@@ -56,7 +56,6 @@ from equipoise.flower.wire import (
     without_evaluation,
 )
 from equipoise.method import LocalRule, Method, Reports, Updates, mix_tree
-from equipoise.methods import describe_part
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.tree import PERSONAL, Tree, digest
@@ -406,7 +405,10 @@ class FlowerCohort:
         self._refuse_unprotected(local)
         settings: dict[str, Any] = {"reports": json.dumps(sorted(self.wanted_reports))}
         if local != self.method.local:
-            settings["local"] = json.dumps(describe_part(local))
+            raise InputError(
+                f"method {self.method.name!r} trains with another local rule than its own, {type(local).__name__}; "
+                "on Flower clients follow the rule of the experiment and no other"
+            )
         once = {n: self.engine.delivered.digest_of(t) for n, t in shared.items() if n in self._sends_once}
         self.delivers = set(once.values())
         settings["once"] = json.dumps(once)

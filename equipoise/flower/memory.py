@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import re
 import uuid
 from pathlib import Path
 
 from equipoise.errors import RunError
+from equipoise.flower.limits import Refusal, shown
 from equipoise.run.files import load_tensors, save_tensors, write_atomically
 from equipoise.tree import Tree, digest
 
 _HOME = "EQUIPOISE_MEMORY"
 _SUFFIX = ".safetensors"
+# Names that a message may give to files here: no separators, and no dot in front.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 def memory_root(given: str | None = None) -> Path:
@@ -26,7 +31,7 @@ def memory_root(given: str | None = None) -> Path:
 
 
 def home_of(root: Path) -> str:
-    """Return the name of a disk, and create one if it has none.
+    """Return the secret of a memory directory, and create one if it has none.
 
     Examples
     --------
@@ -39,7 +44,40 @@ def home_of(root: Path) -> str:
     if not path.exists():
         root.mkdir(parents=True, exist_ok=True)
         write_atomically(path, uuid.uuid4().hex.encode())
+        path.chmod(0o600)
     return path.read_text()
+
+
+def proof_of_home(root: Path, run: str) -> str:
+    """Return what shows the server of a run that a client has the same memory directory as before.
+
+    It is made from a secret in that directory and the name of the run, so the server of one run
+    cannot use it in another.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> root = Path(tempfile.mkdtemp())
+    >>> proof_of_home(root, "a") == proof_of_home(root, "a") != proof_of_home(root, "b")
+    True
+    """
+    return hmac.digest(home_of(root).encode(), run.encode(), "sha256").hex()
+
+
+def check_name(name: str, what: str) -> str:
+    """Return the name of a file or directory that a message gives, or refuse one that leads elsewhere.
+
+    Examples
+    --------
+    >>> check_name("digits-fedavg-seed0-1f", "run"), check_name("..", "run")
+    Traceback (most recent call last):
+    equipoise.flower.limits.Refusal: '..' is not a name for a run: it must have letters, digits, _, - and . only, and no . in front
+    """
+    if not _NAME.fullmatch(name):
+        raise Refusal(
+            f"{shown(name)} is not a name for a {what}: it must have letters, digits, _, - and . only, and no . in front"
+        )
+    return name
 
 
 class Versions:
@@ -68,7 +106,7 @@ class Versions:
     """
 
     def __init__(self, root: Path, run: str, client: int) -> None:
-        self.folder = root / "runs" / run / f"client-{client}"
+        self.folder = root / "runs" / check_name(run, "run") / f"client-{client}"
 
     @property
     def versions(self) -> list[int]:
@@ -122,7 +160,7 @@ class Versions:
         return tree if digest(tree) == name else None
 
     def _held(self, name: str) -> Path:
-        return self.folder / f"held-{name}{_SUFFIX}"
+        return self.folder / f"held-{check_name(name, 'tree')}{_SUFFIX}"
 
     def prune(self, oldest: int, newest: int) -> None:
         """Remove versions that are no longer needed, and those that a resumed run will write again."""

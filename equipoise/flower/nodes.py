@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
 from equipoise.errors import InputError, RunError
+from equipoise.flower.identity import Owner, Owners, fingerprint, sealed
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.schema import Misfit, read_registration, shown, usual_first
 from equipoise.flower.settings import FlowerSettings
@@ -43,9 +45,9 @@ class Answers(Generic[T]):
 class Nodes:
     """The nodes of a grid, by the stable numbers of their clients.
 
-    Flower gives a SuperNode a new random id whenever it starts. During a run, a client that returns
-    with another node is the same client if its memory is on the same disk. Otherwise two nodes of
-    one client are refused.
+    A client's number belongs to the node that registered it first; see
+    :class:`equipoise.flower.identity.Owners`. Other nodes with this number are refused, and the
+    client is not affected by them.
 
     Parameters
     ----------
@@ -55,16 +57,21 @@ class Nodes:
         The registered clients; new ones are added.
     settings : FlowerSettings
         How long to wait.
+    owners : Owners, optional
+        Which node each number belongs to.
     """
 
-    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings) -> None:
+    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None) -> None:
         self.grid, self.roster, self.settings = grid, roster, settings
+        self.owners = owners or Owners()
         self.node_of: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self._client_of: dict[int, int] = {}
         self._asked: dict[str, int] = {}
         self._looked = float("-inf")
-        self._home: dict[int, str] = {}
+        self._key_of: dict[int, str] = {}
+        # Nodes refused because of another node with the same number, which may go.
+        self._disputed: dict[int, int] = {}
         self._arrived: dict[int, Description] = {}
 
     def gather(self) -> None:
@@ -72,8 +79,6 @@ class Nodes:
 
         Raises
         ------
-        InputError
-            If two nodes have the same client.
         RunError
             If they do not register in time; the message names the nodes that were refused, with reasons.
         """
@@ -103,6 +108,7 @@ class Nodes:
             try:
                 self.roster.admit([said])
             except InputError as error:
+                self.owners.disown(said.client)
                 self._refuse(self.node_of.pop(said.client), str(error))
             else:
                 admitted.append(said.client)
@@ -113,12 +119,19 @@ class Nodes:
         """Look up the connected nodes, ask new ones for their description, and read the descriptions that arrived."""
         if time.monotonic() - self._looked > _LOOK_FOR_NODES:
             self._looked = time.monotonic()
-            online = set(self.grid.get_node_ids())
+            if self.owners.released():
+                self._reconsider(set(self._disputed.values()))
+            online = {info.node_id: info.public_key for info in self.grid.get_nodes()}
             for node, client in list(self._client_of.items()):
                 if node not in online:
                     self._forget(client, node)
-            strangers = online - set(self._client_of) - set(self._asked.values()) - set(self.refused)
-            messages = [self._message(node, "query.describe", RecordDict(), 0) for node in sorted(strangers)]
+            # A node that was refused and then restarted, perhaps with another configuration, is asked again.
+            self.refused = {node: why for node, why in self.refused.items() if node in online}
+            strangers = set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
+            self._key_of |= {node: fingerprint(online[node]) if online[node] else f"node {node}" for node in strangers}
+            asked = ConfigRecord({"run": self.owners.run})
+            contents = {node: RecordDict({"settings": asked}) for node in sorted(strangers)}
+            messages = [self._message(node, "query.describe", content, 0) for node, content in contents.items()]
             self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
         if self._asked:
             replies, garbled = self._pull(self._asked)
@@ -138,19 +151,21 @@ class Nodes:
         except Misfit as error:
             self._refuse(node, str(error))
             return
-        other = self.node_of.get(said.client)
+        said = dataclasses.replace(said, home=sealed(said.home))
+        owner, other = Owner(self._key_of[node], said.home, said.name), self.node_of.get(said.client)
+        wrong = self.owners.objection(said.client, owner)
         # Before round 1 both have just answered; later the other may be the same client before a restart.
-        if other is not None and (strict or self._home.get(said.client) != said.home):
-            twice = (
-                f"nodes {other} and {node} both say they are client {said.client} ({said.name}); "
+        if wrong is None and other is not None and strict:
+            wrong = (
+                f"nodes {other} and {node} both say they are client {said.client}; "
                 "give each SuperNode a number of its own: --node-config 'client=N'"
             )
-            if strict:
-                raise InputError(twice)
-            self._refuse(node, twice)
+        if wrong:
+            self._disputed[node] = said.client
+            self._refuse(node, wrong)
             return
+        self.owners.claim(said.client, owner)
         self.node_of[said.client], self._client_of[node] = node, said.client
-        self._home[said.client] = said.home
         known = self.roster.known.get(said.client)
         if known is None:
             self._arrived[said.client] = said
@@ -164,6 +179,13 @@ class Nodes:
         if self.node_of.get(client) == node:
             log.warning("client %d: its node %d is offline", client, node)
             del self.node_of[client]
+            self._reconsider({client})
+
+    def _reconsider(self, clients: set[int]) -> None:
+        """Ask nodes again that were refused because their number was taken."""
+        for node in [node for node, client in self._disputed.items() if client in clients]:
+            del self._disputed[node]
+            self.refused.pop(node, None)
 
     def _refuse(self, node: int, why: str) -> None:
         self.refused[node] = why

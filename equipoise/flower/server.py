@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from torch import nn
 
 from equipoise.config import Experiment
 from equipoise.engine.settings import Machine, Training
+from equipoise.errors import InputError
 from equipoise.flower.engine import FlowerEngine
+from equipoise.flower.identity import OWNERS, Owners, read_invited
 from equipoise.flower.nodes import Nodes, reasons
 from equipoise.flower.roster import Roster, read_roster
 from equipoise.flower.silo import engine_over, holds_samples, read_experiment
@@ -26,6 +29,8 @@ from equipoise.run.trainer import Progress
 log = logging.getLogger("flwr.equipoise")
 
 CLIENTS = "clients.json"
+# Clients refuse longer names of runs, with the random part.
+_LONGEST_NAME = 150
 
 
 def server_app(experiment: str | Path, *, callbacks: Sequence[Callback] = ()) -> ServerApp:
@@ -54,12 +59,20 @@ def server_app(experiment: str | Path, *, callbacks: Sequence[Callback] = ()) ->
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(grid, read_experiment(path, context.run_config), context.run_config.get("out"), callbacks)
+        given = read_experiment(path, context.run_config)
+        serve(grid, given, context.run_config.get("out"), callbacks, beside=path.parent)
 
     return app
 
 
-def serve(grid: Grid, experiment: Experiment, out: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
+def serve(
+    grid: Grid,
+    experiment: Experiment,
+    out: Any = None,
+    callbacks: Sequence[Callback] = (),
+    *,
+    beside: Path | None = None,
+) -> Run:
     """Run an experiment with the clients behind a grid.
 
     Parameters
@@ -72,17 +85,24 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None, callbacks: Sequen
         The run directory.
     callbacks : sequence of Callback
         What follows the run, besides the trackers of the experiment.
+    beside : Path, optional
+        Where ``flower.roster`` is, if its path is relative; by default the working directory.
 
     Returns
     -------
     Run
         Finished. The clients' personal models are on their own disks.
     """
+    if experiment.flower.privacy is not None and experiment.evaluation.average_kept:
+        raise InputError(
+            "evaluation.average_kept asks clients for parts of the model without the protection of flower.privacy; "
+            "leave out one of them"
+        )
     directory = Path(out).expanduser() if out else None
     # Clients are not stacked here, so there is no chunk size to measure.
     experiment = dataclasses.replace(experiment, machine=dataclasses.replace(experiment.machine, chunk=1))
-    identity = Identity(directory, experiment)
-    nodes = Nodes(grid, identity.roster, experiment.flower)
+    identity = Identity(directory, experiment, beside or Path())
+    nodes = Nodes(grid, identity.roster, experiment.flower, identity.owners)
     resume = directory is not None and (directory / CONFIG).exists()
     nodes.gather()
     evaluation, method = experiment.evaluation, experiment.method
@@ -121,7 +141,7 @@ def serve(grid: Grid, experiment: Experiment, out: Any = None, callbacks: Sequen
 
 
 class Identity:
-    """The name of a run and its registered clients, stored in the run directory.
+    """The name of a run, its registered clients and the nodes they belong to, stored in the run directory.
 
     Parameters
     ----------
@@ -129,18 +149,28 @@ class Identity:
         The run directory.
     experiment : Experiment
         What is trained.
+    beside : Path
+        Where ``flower.roster`` is, if its path is relative.
     """
 
-    def __init__(self, directory: Path | None, experiment: Experiment) -> None:
+    def __init__(self, directory: Path | None, experiment: Experiment, beside: Path) -> None:
         self._path = directory / CLIENTS if directory else None
         self._saved = 0
         name = f"{experiment.data['name']}-{experiment.method.name}-seed{experiment.seed}"
+        name = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:_LONGEST_NAME]
         more: Mapping[str, Any] = {}
         self.roster = Roster(str(experiment.data["name"]))
         if self._path and self._path.exists():
             self.roster, more = read_roster(self._path)
             self._saved = len(self.roster.known)
         self._name = str(more.get("run", f"{name}-{uuid.uuid4().hex[:12]}"))
+        settings = experiment.flower
+        self.owners = Owners(
+            directory / OWNERS if directory else None,
+            settings.identity,
+            None if settings.roster is None else read_invited(beside / Path(settings.roster).expanduser()),
+            self._name,
+        )
 
     def name(self) -> str:
         """Return the name under which clients keep their memories of this run, and store it."""
@@ -148,6 +178,7 @@ class Identity:
         if self._path and self._path.parent.exists() and len(self.roster.known) != self._saved:
             self.roster.save(self._path, run=self._name)
             self._saved = len(self.roster.known)
+        self.owners.save()
         return self._name
 
 

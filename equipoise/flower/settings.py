@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from equipoise.checks import UNLESS_DEFAULT, count, real
+from equipoise.checks import UNLESS_DEFAULT, count, one_of, real
 from equipoise.errors import InputError
 
 # A model that one client has spoiled makes the losses of all others large, and they must not be blamed for it. So the
@@ -102,6 +102,12 @@ class FlowerSettings:
         The largest loss that a client may report, and the negative of the smallest one.
     max_answer : float
         The most megabytes of uploads, or of the answer to a question. Updates of parameters have a known size.
+    identity : {"memory", "key"}
+        Who may come back under a client's number besides the node that registered it first: a node with the same memory
+        directory, or none but the one with the same key. Keys stay the same where SuperNodes are started with one.
+    roster : str, optional
+        A file on the server that lists the clients that may join; see :func:`equipoise.flower.identity.read_invited`.
+        A relative path is one beside the experiment's file.
 
     Examples
     --------
@@ -121,6 +127,8 @@ class FlowerSettings:
     max_share: float | None = field(default=None, metadata={UNLESS_DEFAULT: True})
     max_loss: float = field(default=LARGEST_REPORT, metadata={UNLESS_DEFAULT: True})
     max_answer: float = field(default=1000.0, metadata={UNLESS_DEFAULT: True})
+    identity: str = field(default="memory", metadata={UNLESS_DEFAULT: True})
+    roster: str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -130,6 +138,7 @@ class FlowerSettings:
             real(getattr(self, name), f"flower.{name}")
         if self.max_share is not None and real(self.max_share, "flower.max_share") > 1:
             raise InputError(f"flower.max_share must be at most 1, got {self.max_share!r}")
+        one_of(self.identity, ("memory", "key"), "flower.identity")
         for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

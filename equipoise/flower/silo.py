@@ -15,14 +15,16 @@ import numpy as np
 from equipoise import models
 from equipoise.attributes import counting_of
 from equipoise.checks import count
-from equipoise.config import Experiment, load_experiment
+from equipoise.config import Experiment, load_experiment, read_yaml, settings_from
 from equipoise.data.encode import encode_federation
 from equipoise.data.silos import silo_federation
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
-from equipoise.flower.memory import Versions, home_of, memory_root
+from equipoise.flower.limits import Limits, protection, read_limits
+from equipoise.flower.memory import Versions, memory_root, proof_of_home
 from equipoise.flower.roster import Description
+from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
@@ -45,6 +47,8 @@ class Silo:
         Whether the client is held out of training.
     root : Path
         Where its memory is.
+    privacy : Privacy, optional
+        What happens to updates before they leave the client.
     """
 
     experiment: Experiment
@@ -52,15 +56,22 @@ class Silo:
     engine: StackedEngine
     unseen: bool
     root: Path
+    privacy: Privacy | None = None
 
     @property
     def ids(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The client's number, as a cohort of one."""
         return np.array([self.client])
 
-    def describe(self) -> Description:
-        """Return the description that is sent to the server."""
-        return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home_of(self.root))
+    @property
+    def trains(self) -> bool:
+        """Whether the client takes part in training, and is not held out."""
+        return not (self.unseen or self.engine.federation.unseen[self.client])
+
+    def describe(self, run: str = "") -> Description:
+        """Return the description that is sent to the server of a run."""
+        home = proof_of_home(self.root, run)
+        return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home)
 
     def memory(self, run: str) -> Versions:
         """Find the client's memory of a run."""
@@ -79,6 +90,8 @@ def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
     7
     """
     overrides = [text.strip() for text in str(run_config.get("set", "")).split(";")]
+    if code := [text for text in overrides if text.partition("=")[0].strip() == "imports"]:
+        raise InputError(f"--run-config set: {code[0]!r}; a run cannot import other code than its app does")
     return load_experiment(path, [text for text in overrides if text])
 
 
@@ -115,7 +128,7 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
         The experiment's file.
     run_config, node : mapping
         Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of its own), ``memory``,
-        ``device``, ``unseen`` and ``min-cell``, a smallest cell above that of the experiment.
+        ``device``, ``unseen``, ``min-cell`` (a smallest cell above that of the experiment) and ``limits`` (a file).
     own : callable, optional
         Makes the client's own federation, of one client, from the node's configuration.
 
@@ -123,6 +136,11 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
     -------
     Silo
         Ready to answer.
+
+    Raises
+    ------
+    Refusal
+        If the experiment goes beyond the limits of the silo, or the run weakens the protection of updates.
     """
     client = client_number(node)
     # A process that answers many messages reads the file, the data and the model once, unless the file changes.
@@ -143,8 +161,11 @@ def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig,
             f"client {client} does not exist in data {engine.federation.name!r}; "
             f"valid: 0 to {engine.federation.clients - 1}"
         )
-    root = memory_root(node.get("memory"))
-    return Silo(_experiment(asked), client, engine, bool(node.get("unseen", False)), root)
+    made, limits = _experiment(asked), read_limits(node["limits"]) if "limits" in node else Limits()
+    limits.check(made, len(engine.federation.train.of(client)))
+    unseen = limits.evaluate_only or bool(node.get("unseen", False))
+    privacy = protection(_written_privacy(experiment, asked.written), made.flower.privacy, limits)
+    return Silo(made, client, engine, unseen, memory_root(node.get("memory")), privacy)
 
 
 class Asked(NamedTuple):
@@ -158,6 +179,12 @@ class Asked(NamedTuple):
 @lru_cache(maxsize=8)
 def _experiment(asked: Asked) -> Experiment:
     return read_experiment(asked.path, {"set": asked.settings})
+
+
+@lru_cache(maxsize=8)
+def _written_privacy(path: Path, written: int) -> Privacy | None:
+    """Read the protection of updates that the experiment's file asks for, without overrides."""
+    return settings_from(FlowerSettings, read_yaml(path).get("flower") or {}, "flower", str(path)).privacy
 
 
 @lru_cache(maxsize=1)

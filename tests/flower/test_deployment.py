@@ -5,35 +5,21 @@ from __future__ import annotations
 import json
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import Error, Message
 
 from equipoise.config import load_experiment
-from equipoise.flower.wire import settings_of
+from equipoise.flower.identity import OWNERS, fingerprint
 from equipoise.run.files import load_tensors
 from tests.flower.certificates import make_key, make_tls
-from tests.flower.loop import own_nodes, run_on_loop
+from tests.flower.loop import own_nodes
 from tests.flower.processes import Flower, marked, send, wait_until
-from tests.flower.world import PATIENCE, assert_same_run, world
+from tests.flower.world import PATIENCE, assert_same_run, replayed, world
 from tests.run.small import rows_of
 
 pytestmark = pytest.mark.slow
-
-
-def replayed(path, folder, rows):
-    """Run in this process with exactly those clients left out that were left out there."""
-    gone = {(row["round"] - 1, int(client)) for row in rows for client in row.get("left_out", {})}
-
-    def tamper(node, message, reply):
-        client, kind = int(node["data"][-1]), message.metadata.message_type
-        if kind == "train" and (settings_of(message.content)["round"], client) in gone:
-            return Message(Error(code=0, reason="gone"), reply_to=message)
-        return reply
-
-    nodes = [{**node, "memory": str(folder / "replayed" / str(c))} for c, node in enumerate(own_nodes(folder))]
-    return run_on_loop(path, nodes, tamper=tamper)[0]
 
 
 def times_received(flower, node, kind="train"):
@@ -102,8 +88,8 @@ def test_a_late_joiner_over_real_processes(tmp_path):
 
 
 def test_tls_and_keys(tmp_path):
-    """Over TLS, nodes with registered keys take part, and one with another key is kept out."""
-    world(tmp_path, training={"rounds": 1}, flower={"clients": 2})
+    """Over TLS, nodes with registered keys take part and own their numbers; one with another key is kept out."""
+    world(tmp_path, training={"rounds": 1}, flower={"clients": 2, "identity": "key"})
     out = tmp_path / "out"
     keys = [make_key(tmp_path / f"key{client}") for client in range(3)]
     with Flower(tmp_path / "flower", tls=make_tls(tmp_path / "tls"), auth=True) as flower:
@@ -120,6 +106,10 @@ def test_tls_and_keys(tmp_path):
         assert wrong.poll() not in (None, 0)
     clients = {said["client"] for said in json.loads((out / "clients.json").read_text())["clients"]}
     assert clients == {0, 1}
+    owners = [json.loads(line) for line in (out / OWNERS).read_text().splitlines() if line]
+    assert {owner["client"]: owner["key"] for owner in owners} == {
+        client: fingerprint(Path(f"{keys[client]}.pub").read_bytes()) for client in range(2)
+    }
 
 
 def test_an_unencrypted_node_cannot_join_over_tls(tmp_path):

@@ -383,15 +383,6 @@ def test_a_node_that_flower_calls_unavailable_is_asked_who_it_is_when_it_is_back
     assert rows[3]["cohort"] == 4
 
 
-@pytest.mark.parametrize("disk", ["3", "2"], ids=["another disk", "the same disk"])
-def test_two_nodes_with_one_number_are_refused_by_name(disk, folder):
-    path = write_experiment(folder)
-    nodes = own_nodes(folder)
-    nodes[3] = {**nodes[3], "client": 2, "memory": str(folder / "memory" / disk)}
-    with pytest.raises(InputError, match=rf"nodes {FIRST_NODE + 14} and {FIRST_NODE + 21} both say they are client 2"):
-        run_on_loop(path, nodes)
-
-
 def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
     path = write_experiment(folder, flower={"wait": 0.3})
     with pytest.raises(

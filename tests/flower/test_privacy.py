@@ -102,6 +102,14 @@ def test_what_would_leave_unprotected_is_refused(folder):
         run_on_loop(path, own_nodes(folder))
 
 
+def test_parts_that_clients_keep_are_not_asked_for(folder):
+    path = write_experiment(
+        folder, method="fedper", evaluation={"average_kept": True}, flower={"privacy": {"clip": 1.0}}
+    )
+    with pytest.raises(InputError, match="average_kept asks clients for parts of the model without the protection"):
+        run_on_loop(path, own_nodes(folder))
+
+
 def test_nothing_is_sent_and_nothing_protected_when_clients_train_alone(folder):
     path = write_experiment(folder, method="local", training={"rounds": 1}, flower={"privacy": {"clip": 1.0}})
     run, sent = updates_sent(path, folder)

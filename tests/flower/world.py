@@ -6,9 +6,12 @@ import math
 import shutil
 from pathlib import Path
 
+from flwr.app import Error, Message
+
 from equipoise.flower.new import new_app
+from equipoise.flower.wire import settings_of
 from equipoise.run.files import load_tensors
-from tests.flower.loop import write_experiment, write_silos
+from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
 from tests.run.small import rows_of
 
 TOLERANCE = 1e-9
@@ -48,6 +51,20 @@ def world(folder, **sections):
     with (folder / "app" / "app.py").open("a") as file:
         file.write(SABOTAGE)
     return path
+
+
+def replayed(path, folder, rows):
+    """Run in this process with exactly those clients left out that were left out there."""
+    gone = {(row["round"] - 1, int(client)) for row in rows for client in row.get("left_out", {})}
+
+    def tamper(node, message, reply):
+        client, kind = int(node["data"][-1]), message.metadata.message_type
+        if kind == "train" and (settings_of(message.content)["round"], client) in gone:
+            return Message(Error(code=0, reason="gone"), reply_to=message)
+        return reply
+
+    nodes = [{**node, "memory": str(folder / "replayed" / str(c))} for c, node in enumerate(own_nodes(folder))]
+    return run_on_loop(path, nodes, tamper=tamper)[0]
 
 
 def differ(one, other):
