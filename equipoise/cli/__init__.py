@@ -215,10 +215,13 @@ def compare(
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")] = None,
+    latex: Annotated[Path | None, typer.Option(help="Write the tables as LaTeX.")] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    jobs: Annotated[
+        str, typer.Option(metavar="N|auto", help="How many runs at a time; auto: as many as fill the cores or the GPU.")
+    ] = "1",
     tune: Annotated[
         bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
     ] = False,
@@ -240,7 +243,8 @@ def compare(
     """Run methods by settings by seeds, and show the tables.
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
-    deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
+    deviation over seeds. The best value is bold, the second underlined. From five seeds on, † marks values that
+    are worse than the best (paired t-test, corrected). If data.leave_out is a list, each of its groups is left out once, and tables
     of the mean over groups and of paired differences from the baseline follow. To try a study in
     small: --setting, --method, --seed and, with an --out of its own, --set.
     """
@@ -264,15 +268,18 @@ def compare(
         )
         directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         check_directory(directory, "choose another with --out")
+        at_a_time = _jobs(jobs)
         if markdown:
             check_file(markdown, "choose another with --markdown")
+        if latex:
+            check_file(latex, "choose another with --latex")
         if csv:
             check_file(csv, "choose another with --csv")
             for what in ("seeds", "differences"):
                 check_file(_beside(csv, what), "choose another with --csv")
         try:
             with show.runs(len(planned.jobs)) as watch:
-                results = planned.run(directory, jobs=jobs, watch=watch)
+                results = planned.run(directory, jobs=at_a_time, watch=watch)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
         report_ = _report(directory) if results.summaries and not no_report else None
@@ -287,6 +294,8 @@ def compare(
             # Also when whoever read the tables, such as `head`, has left.
             if markdown:
                 _write(markdown, results.markdown())
+            if latex:
+                _write(latex, results.latex())
             if csv:
                 _write(csv, results.csv())
                 _write(_beside(csv, "seeds"), results.csv_seeds())
@@ -357,6 +366,15 @@ def _leaning(content: dict[str, Any]) -> int:
     from equipoise.study.reading import KEYS
 
     return sum((key in KEYS) - (key in SECTIONS) for key in content)
+
+
+def _jobs(given: str) -> int | None:
+    """Read how many runs there are at a time; None for as many as fill the machine."""
+    if given == "auto":
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise InputError(f"--jobs must be a whole number from 1, or auto, got {given!r}")
+    return int(given)
 
 
 def _directory_of(experiment: Path | None) -> Path:

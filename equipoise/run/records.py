@@ -82,6 +82,44 @@ def client_rows(
     return rows
 
 
+def average_rows(rows: Iterable[Row]) -> list[Row]:
+    """Average the rows of several rounds, client by client.
+
+    Parameters
+    ----------
+    rows : iterable of dict
+        Rows of one or more rounds, in their order.
+
+    Returns
+    -------
+    list of dict
+        One row for each client, model and split that has a row. Losses, scores, metrics and
+        generalization gaps are means over the rounds in which the client has a value; everything
+        else is that of the last of these rounds. ``left_out`` names metrics without any value.
+
+    Examples
+    --------
+    >>> same = {"model": "global", "split": "test", "client": 3, "group": "a", "unseen": False, "n": 10}
+    >>> rows = [{"round": 1, **same, "loss": 1.0, "accuracy": 0.5}, {"round": 2, **same, "loss": 0.5, "accuracy": 0.7}]
+    >>> average_rows(rows)[0]["loss"], average_rows(rows)[0]["accuracy"], average_rows(rows)[0]["round"]
+    (0.75, 0.6, 2)
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["split"], row["unseen"], row["client"]), []).append(row)
+    averaged = []
+    for own in found.values():
+        row = {name: value for name, value in own[-1].items() if name in _NOT_AVERAGED}
+        columns = dict.fromkeys(name for each in own for name in each if name not in (*_NOT_AVERAGED, "left_out"))
+        row |= {name: float(np.mean([each[name] for each in own if name in each])) for name in columns}
+        faults = {name: fault for each in own for name, fault in each.get("left_out", {}).items() if name not in row}
+        averaged.append(row | ({"left_out": faults} if faults else {}))
+    return averaged
+
+
+_NOT_AVERAGED = ("round", "model", "split", "client", "group", "unseen", "n")
+
+
 def task_of(summary: Mapping[str, Any]) -> Task:
     """Return the task of a run from its summary; summaries of older versions name its score only.
 

@@ -12,7 +12,7 @@ from typing import Any
 from equipoise import metrics as of_clients
 from equipoise.errors import InputError, unknown
 from equipoise.fairness import METRICS, Better
-from equipoise.run.records import MODELS
+from equipoise.run.records import MODELS, task_of
 
 WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
@@ -85,6 +85,21 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     model, who, _ = apart(metric)
     candidates = (model,) if model else ("personal", "global")
     return next((name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None)
+
+
+def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
+    """Return the column of ``metrics.jsonl`` that a metric is of, and whether its values should be high.
+
+    Examples
+    --------
+    >>> scored({"score": "accuracy"}, "worst10"), scored({"score": "accuracy"}, "loss")
+    (('accuracy', True), ('loss', False))
+    """
+    own, name = own_of(metric)
+    if own:
+        declared = summary.get("metrics", {}).get(own, {})
+        return own, bool(declared.get("higher_is_better", True))
+    return ("loss", False) if name == "loss" else (str(summary["score"]), task_of(summary).higher_is_better)
 
 
 def of_validation(metric: str) -> bool:

@@ -143,7 +143,7 @@ class Study:
         origin = {fold: label for label, folds in self.folds.items() for fold in folds}
         return tuple(dict.fromkeys(origin.get(setting, setting) for setting in self.settings))
 
-    def run(self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None) -> Results:
+    def run(self, out: str | Path, *, jobs: int | None = 1, watch: Watch | None = None) -> Results:
         """Run what is missing; if a run fails, the others still run.
 
         Nothing runs if a run directory holds another experiment, as it does after changes to the study.
@@ -152,8 +152,9 @@ class Study:
         ----------
         out : path
             Directory of all runs. What came out is also written to its ``results.json``.
-        jobs : int
-            How many runs at a time, each in a process of its own if more than one.
+        jobs : int or None
+            How many runs at a time, each in a process of its own if more than one; None for as many as
+            fill the cores or, after a first run that shows how much memory they need, the GPU.
         watch : callable, optional
             Called for every job when it begins (``"begun"``) and with its outcome when it ends.
 
@@ -196,7 +197,7 @@ class Study:
             else:
                 summaries[job.path] = result
                 tell(job, "done")
-        results = Results(self, summaries, failures)
+        results = Results(self, summaries, failures, out)
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
         return results
