@@ -26,6 +26,7 @@ from equipoise.fairness import METRICS
 from equipoise.federation import SPLITS, Federation
 from equipoise.run.api import Run
 from equipoise.run.plain import to_plain
+from equipoise.run.records import averaged_over
 from equipoise.run.trainer import Progress
 from equipoise.study import Job, Results
 from equipoise.study.significance import WORSE, Ranking
@@ -152,10 +153,10 @@ def run(run: Run) -> None:
     """Show a finished run."""
     console, summary = _console(), run.summary
     counted = "the last" if summary["select"] == "last" else "the best on validation data"
-    console.print(
-        f"{summary['method']} on {summary['data']}, seed {summary['seed']}, round {summary['round']} "
-        f"of {summary['rounds']} ({counted})"
-    )
+    at = f"round {summary['round']} of {summary['rounds']} ({counted})"
+    if "tail" in summary:
+        at = f"{averaged_over(summary['tail']['rounds'])} of {summary['rounds']}, client by client"
+    console.print(f"{summary['method']} on {summary['data']}, seed {summary['seed']}, {at}")
     if _parts(summary):
         console.print(_overall(summary))
         if summary.get("metrics"):

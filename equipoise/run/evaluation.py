@@ -37,6 +37,9 @@ class Evaluation:
     select_by : str, optional
         What decides in place of the validation loss, for ``select`` and ``patience``: the task's score, or one of
         ``metrics``. It is averaged over the seen clients that have a value.
+    last : int, optional
+        Report means over so many of the last evaluated rounds, or over all if there are fewer: those of each client,
+        which are then summarised. ``select`` still says which round's models are kept.
     patience : int, optional
         Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
     metrics : sequence of str or Metric
@@ -70,6 +73,7 @@ class Evaluation:
     keep_local: bool = False
     metrics: Sequence[str | Metric] = field(default=(), metadata={UNLESS_DEFAULT: True})
     select_by: str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
+    last: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Look metrics up by name, and refuse settings that contradict each other."""
@@ -80,6 +84,10 @@ class Evaluation:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
             raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+        if self.last is not None:
+            count(self.last, "evaluation.last")
+            if self.every == 0:
+                raise InputError("evaluation.last needs evaluation.every of at least 1")
         if self.every == 0 and self.local:
             raise InputError("evaluation.local needs evaluation.every of at least 1")
         if self.select_by is not None and self.select != "best" and self.patience is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,47 @@ def client_rows(
             row["left_out"] = left_out
         rows.append(row)
     return rows
+
+
+def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
+    """Return the rows of the last evaluated rounds, by round.
+
+    Parameters
+    ----------
+    rows : iterable of dict
+        Rows of ``metrics.jsonl``, in their order.
+    count : int
+        How many rounds; if there are fewer, all of them.
+
+    Returns
+    -------
+    dict
+        In the order of rounds. No more than these are in memory at a time.
+
+    Examples
+    --------
+    >>> last_rounds([{"round": 5}, {"round": 10}, {"round": 10}, {"round": 15}], 2)
+    {10: [{'round': 10}, {'round': 10}], 15: [{'round': 15}]}
+    """
+    found: dict[int, list[Row]] = {}
+    for number, of_round in groupby(rows, key=lambda row: int(row["round"])):
+        found[number] = list(of_round)
+        if len(found) > count:
+            del found[next(iter(found))]
+    return found
+
+
+def averaged_over(rounds: Sequence[int]) -> str:
+    """Say over which rounds results are averaged.
+
+    Examples
+    --------
+    >>> averaged_over([130, 140, 150]), averaged_over([4])
+    ('mean over the last 3 evaluated rounds (130 to 150)', 'mean over the last evaluated round (4)')
+    """
+    if len(rounds) < 2:
+        return f"mean over the last evaluated round ({', '.join(map(str, rounds))})"
+    return f"mean over the last {len(rounds)} evaluated rounds ({rounds[0]} to {rounds[-1]})"
 
 
 def average_rows(rows: Iterable[Row]) -> list[Row]:
@@ -170,6 +212,50 @@ def summarize_rows(
                     part["metrics"] = {metric.name: _metric_summary(chosen, metric) for metric in metrics}
                 result.setdefault(model, {})[who] = part
     return result
+
+
+def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the summaries of several rounds: every metric of each round, then the mean over rounds.
+
+    Parameters
+    ----------
+    summaries : sequence of mappings
+        What :func:`summarize_rows` returns, of one split.
+
+    Returns
+    -------
+    dict
+        The same, with means over the rounds that have a value. Names, ids and counts are left out.
+
+    Examples
+    --------
+    >>> rounds = [{"global": {"seen": {"mean": mean, "groups": {"a": mean}, "clients": 3}}} for mean in (0.5, 0.75)]
+    >>> average_summaries(rounds)
+    {'global': {'seen': {'mean': 0.625, 'groups': {'a': 0.625}}}}
+    """
+    averaged: dict[str, Any] = {}
+    for model in MODELS:
+        for who in ("seen", "unseen"):
+            parts = [summary[model][who] for summary in summaries if who in summary.get(model, {})]
+            if parts:
+                part = _average_parts(parts)
+                own = dict.fromkeys(name for each in parts for name in each.get("metrics", {}))
+                if own:
+                    of_metric = {name: [each["metrics"][name] for each in parts if "metrics" in each] for name in own}
+                    part["metrics"] = {name: _average_parts(each) for name, each in of_metric.items()}
+                averaged.setdefault(model, {})[who] = part
+    return averaged
+
+
+def _average_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
+
+    names = [name for name in (*fairness.METRICS, "loss") if any(name in part for part in parts)]
+    averaged: dict[str, Any] = {name: mean(part.get(name) for part in parts) for name in names}
+    groups = dict.fromkeys(name for part in parts for name in part.get("groups", {}))
+    return averaged | {"groups": {name: mean(part.get("groups", {}).get(name) for part in parts) for name in groups}}
 
 
 def _metric_summary(rows: list[Row], metric: Metric) -> dict[str, Any]:

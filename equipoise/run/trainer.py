@@ -31,7 +31,7 @@ from equipoise.random import Purpose, fold
 from equipoise.run.checkpoint import BEST, LOCAL, Checkpoint, read_checkpoint, read_local, read_models, save_models
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
-from equipoise.run.records import Row, summarize_rows
+from equipoise.run.records import Row, average_rows, average_summaries, last_rounds, summarize_rows
 from equipoise.tree import Tree, digest, flat_rows
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
@@ -473,16 +473,20 @@ class Trainer:
         return ClientIndex(cohort.ids, means[0], means[1], made_by)
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the round that counts."""
+        """Summarise the round that counts, or the last rounds that do."""
         number = self.evaluator.selected_round(self.state.round)
-        rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
-        results, validation = (summarize_rows(rows, task, split=split, metrics=metrics) for split in ("test", "val"))
-        for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
-            for measured in (part, *part.get("metrics", {}).values()):
-                if "worst_client_id" in measured:
-                    # A number says nothing to those who do not hold the data.
-                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
+        results = self._summarized([row for row in self.metrics if row["round"] == number])
+        tail = {}
+        if self.evaluation.last is not None:
+            rounds = last_rounds(self.metrics, self.evaluation.last)
+            each = [self._summarized(rows) for rows in rounds.values()]
+            tail = {
+                "rounds": list(rounds),
+                "selected": results,
+                "each": {key: average_summaries([summary[key] for summary in each]) for key in results},
+            }
+            results = self._summarized(average_rows(row for rows in rounds.values() for row in rows))
         return {
             "method": self.method.name,
             "data": self.federation.name,
@@ -494,10 +498,24 @@ class Trainer:
             "task": task.name,
             "score": task.score,
             **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
-            "results": results,
-            "validation": validation,
+            **results,
+            **({"tail": tail} if tail else {}),
             **_counted(self.bytes),
         }
+
+    def _summarized(self, rows: list[Row]) -> dict[str, Any]:
+        """Summarise rows on test and on validation data."""
+        task, metrics = self.engine.network.task, self.evaluator.metrics
+        found = {
+            key: summarize_rows(rows, task, split=split, metrics=metrics)
+            for key, split in (("results", "test"), ("validation", "val"))
+        }
+        for part in (part for by_model in found.values() for who in by_model.values() for part in who.values()):
+            for measured in (part, *part.get("metrics", {}).values()):
+                if "worst_client_id" in measured:
+                    # A number says nothing to those who do not hold the data.
+                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
+        return found
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from equipoise.fairness import Floats
 from equipoise.run.records import Row
-from equipoise.study.metrics import TOTALS, apart, group_of, kind_of, model_of, of_validation, scored
+from equipoise.study.metrics import TOTALS, apart, group_of, kind_of, model_of, of_validation, scored, which_of
 
 __all__ = ["CONFIDENCE", "LEAST_CLIENTS", "RESAMPLES", "interval", "resampled_interval"]
 
@@ -169,7 +169,7 @@ def interval(runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: st
     Returns
     -------
     tuple of float, or None
-        None without runs, for metrics that are not of clients, for clients that are not in the same
+        None without runs, for metrics that are not of clients or begin with ``selected.`` or ``each.``, for clients that are not in the same
         group in all runs, and where :func:`resampled_interval` returns None.
 
     Examples
@@ -177,7 +177,7 @@ def interval(runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: st
     >>> interval([], "mean", split="test") is None
     True
     """
-    if metric in TOTALS:
+    if metric in TOTALS or which_of(metric):
         return None
     _, who, _ = apart(metric)
     kind, split = kind_of(metric), "val" if of_validation(metric) else split

@@ -1,7 +1,9 @@
 """Metrics by name, as studies ask for them, looked up in a run's summary.
 
-A name is ``[val.][model.][who.]name`` for the task's score, and ``[val.][model.][who.]metric.name``
-for one of ``evaluation.metrics``; without ``.name`` its mean is meant.
+A name is ``[val.][which.][model.][who.]name`` for the task's score, and
+``[val.][which.][model.][who.]metric.name`` for one of ``evaluation.metrics``; without ``.name`` its
+mean is meant. ``which`` matters with ``evaluation.last`` only: ``selected`` is the selected round
+alone, and ``each`` the mean over rounds of the metric in each round.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ BETTER: dict[str, Better] = {
     "bytes_down": "low",
 }
 VALIDATION = "val."
+WHICH = ("selected", "each")
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -134,12 +137,26 @@ def left_out(summary: Mapping[str, Any], metric: str) -> int:
 
 
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    results: Mapping[str, Any] = summary["validation" if of_validation(metric) else "results"]
+    # Where results are of a single round, all three are the same.
+    of_rounds = summary.get("tail", {}).get(which_of(metric), summary)
+    results: Mapping[str, Any] = of_rounds["validation" if of_validation(metric) else "results"]
     return results
 
 
+def which_of(metric: str) -> str:
+    """Return ``selected`` or ``each`` if a metric begins so, else nothing.
+
+    Examples
+    --------
+    >>> which_of("val.each.sigma_clients"), which_of("sigma_clients")
+    ('each', '')
+    """
+    first = metric.removeprefix(VALIDATION).partition(".")[0]
+    return first if first in WHICH else ""
+
+
 def apart(metric: str) -> tuple[str | None, str, str]:
-    """Take ``[val.][model.][who.]name`` apart into model, who and name.
+    """Take ``[val.][which.][model.][who.]name`` apart into model, who and name.
 
     Examples
     --------
@@ -147,7 +164,9 @@ def apart(metric: str) -> tuple[str | None, str, str]:
     ('personal', 'unseen', 'groups.north')
     """
     parts = metric.removeprefix(VALIDATION).split(".")
-    model = parts.pop(0) if parts[0] in MODELS else None
+    if parts[0] in WHICH:
+        del parts[0]
+    model = parts.pop(0) if parts and parts[0] in MODELS else None
     who = parts.pop(0) if parts and parts[0] in WHO else "seen"
     return model, who, ".".join(parts)
 

@@ -141,7 +141,9 @@ def study_from(
         ``bytes_up`` or ``bytes_down``. The first and the third may be of one of ``evaluation.metrics``
         (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its mean). All but ``bytes_up`` and
         ``bytes_down`` may have ``global.``, ``personal.`` or ``local.`` before them (otherwise the model the clients
-        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen). With
+        ``evaluation.last``, ``selected.`` before all of these is the selected round alone, and ``each.`` the mean over
+        rounds of the metric in each round.
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional

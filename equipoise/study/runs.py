@@ -19,6 +19,7 @@ from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.files import Journal
 from equipoise.run.records import Row, average_rows, summarize_rows, task_of
+from equipoise.study.metrics import WHICH
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
@@ -76,7 +77,11 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
 
 
 def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
-    return summary if split == "test" else {**summary, "results": summary["validation"]}
+    if split == "test":
+        return summary
+    tail = summary.get("tail", {})
+    moved = {name: {**own, "results": own["validation"]} if name in WHICH else own for name, own in tail.items()}
+    return {**summary, "results": summary["validation"], **({"tail": moved} if moved else {})}
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
