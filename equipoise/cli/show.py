@@ -434,6 +434,13 @@ def results(results: Results, directory: Path) -> None:
         for label, values in results.chosen(setting).items() if setting in results.study.whole_settings else ():
             written = ", ".join(f"{name}: {value}" for name, value in values.items())
             console.print(f"chosen for {label}: {written}", soft_wrap=True)
+    for setting in results.study.folds:
+        if selection := results.selection_table(setting):
+            title, header, rows = selection
+            table = _table(f"\n{title}", *header, numbers=len(header) - 1)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
     for setting in results.compared:
         console.print(_differences(results, setting))
     if len(results.study.methods) > 1:

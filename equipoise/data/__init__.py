@@ -148,7 +148,7 @@ def load(
     partition: Partition | Mapping[str, Any] | str | None = None,
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
-    leave_out: str | None = None,
+    leave_out: str | list[str] | None = None,
     test: str | None = None,
     encode: str | None = None,
     encode_size: int | None = None,

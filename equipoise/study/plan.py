@@ -54,6 +54,8 @@ class Tuning:
         metric in ``evaluation.metrics``.
     tolerance : float
         How much worse the mean may be.
+    selection : tuple of str
+        Where groups are left out in turn, the rules of :mod:`equipoise.study.selection` to compare.
 
     Examples
     --------
@@ -66,6 +68,7 @@ class Tuning:
     seed: int = 0
     by: str = "sigma_clients"
     tolerance: float = 0.01
+    selection: tuple[str, ...] = ("training-domain", "oracle")
 
     def best(
         self,

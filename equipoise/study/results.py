@@ -17,6 +17,7 @@ from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
 from equipoise.study.latex import latex_table
 from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, scored, should_be_high, value_of
 from equipoise.study.runs import counted_rows
+from equipoise.study.selection import RULES, Selected, select_by_rules
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, against, rank_methods
 
 if TYPE_CHECKING:
@@ -251,6 +252,23 @@ class Results:
         declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
         return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
+    def selected(self, setting: str) -> dict[str, dict[str, list[Selected]]]:
+        """Return what DomainBed's rules choose where groups are left out; see :mod:`equipoise.study.selection`."""
+        return select_by_rules(self, setting)
+
+    def selection_table(self, setting: str) -> tuple[str, list[str], list[list[str]]] | None:
+        """Return title, header and rows of the table of rules; None if nothing was tuned or left out."""
+        found = self.selected(setting)
+        if not found:
+            return None
+        folds = len(self.study.folds[setting])
+        rows = []
+        for method in next(iter(found.values())):
+            tested = [[one.tested for one in by_method[method]] for by_method in found.values()]
+            rows.append([method, *(_number(statistics.fmean(own)) if len(own) == folds else "–" for own in tested)])
+        title = f"{setting}: mean over left-out groups, hyper-parameters chosen for each by"
+        return title, ["method", *(RULES[rule] for rule in found)], rows
+
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:
         return self.values(setting, method, metric).get(self.study.tuning.seed)
 
@@ -312,6 +330,14 @@ class Results:
                 for *which, difference in self._differences()
             ]
         chosen = {setting: self.chosen(setting) for setting in self.study.whole_settings} if self.study.tried else None
+        if selections := {setting: self.selected(setting) for setting in self.study.folds if self.study.tried}:
+            plain["selection"] = [
+                {"setting": setting, "rule": rule, "method": method, **asdict(one)}
+                for setting, by_rule in selections.items()
+                for rule, by_method in by_rule.items()
+                for method, chosen_for in by_method.items()
+                for one in chosen_for
+            ]
         return plain | {"failures": failures, "warnings": self.warnings} | ({"chosen": chosen} if chosen else {})
 
     def markdown(self) -> str:
@@ -324,6 +350,9 @@ class Results:
                 rows = [[method, *cells] for method, cells in intervals.items()]
                 lines += _table(f"{setting}: {self.about_intervals}", ["method", *self.study.metrics], rows)
         lines += [f"{self.about_marks}\n"] if len(self.study.methods) > 1 else []
+        for setting in self.study.folds:
+            if selection := self.selection_table(setting):
+                lines += _table(*selection)
         for setting in self.compared:
             rows = [
                 [method, *(self.difference(setting, method, metric).cell for metric in self.study.metrics)]

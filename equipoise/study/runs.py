@@ -81,7 +81,8 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
         return summary
     tail = summary.get("tail", {})
     moved = {name: {**own, "results": own["validation"]} if name in WHICH else own for name, own in tail.items()}
-    return {**summary, "results": summary["validation"], **({"tail": moved} if moved else {})}
+    on_split = {**summary, "results": summary["validation"], "tested": summary["results"]}
+    return {**on_split, **({"tail": moved} if moved else {})}
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
