@@ -337,6 +337,52 @@ def report(
             show.report(written, figures)
 
 
+@app.command(epilog="Example: equipoise advise digits --set data.imbalance=5")
+def advise(
+    data_: Annotated[
+        str, typer.Argument(metavar="DATA|RUN", help="A source of data, an experiment file, or a run directory.")
+    ],
+    set_: Set = None,
+    import_: Import = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the data and of the trial.", show_default="0")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of the trial.", show_default="a third of training.rounds")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the trial.")] = 2,
+    by: Annotated[str, typer.Option(help="The metric that decides, such as mean or worst10.")] = "mean",
+    no_trial: Annotated[bool, typer.Option("--no-trial", help="Measure and advise only; train nothing.")] = False,
+    jobs: Annotated[str, typer.Option(metavar="N|auto", help="Runs of the trial at a time.")] = "1",
+    out: Annotated[Path | None, typer.Option(help="Directory of the trial.", show_default="runs/advise-NAME")] = None,
+    device: Device = None,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say which family of methods fits a federation, and try it.
+
+    Measures how clients differ in labels, inputs and sizes and how many take part, says which methods fit and
+    why, and compares one or two methods of each family on validation data. What the comparison costs is said
+    before it starts.
+    """
+    with _errors(debug):
+        at_a_time = _jobs(jobs)
+        from equipoise.cli import advising
+
+        flags = {
+            "imports": ("--import", import_ or None),
+            "seed": ("--seed", seed),
+            "machine.device": ("--device", device),
+        }
+        request = advising.Request(
+            data_, tuple(_overrides(flags, set_)), rounds=rounds, seeds=seeds, by=by, jobs=at_a_time, trial=not no_trial
+        )
+        directory = out or RUNS / f"advise-{Path(data_).stem}"
+        if not no_trial:
+            check_directory(directory, "choose another with --out")
+        document = advising.advise(request, directory, quiet=json_)
+        if json_:
+            _print_json(document)
+
+
 def _report(directory: Path) -> Path | None:
     """Write the report of a finished run or study; if that fails, say so: the results are there all the same."""
     from equipoise.report import write_report
