@@ -244,9 +244,9 @@ def compare(
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
     deviation over seeds. The best value is bold, the second underlined. From five seeds on, † marks values that
-    are worse than the best (paired t-test, corrected). If data.leave_out is a list, each of its groups is left out once, and tables
-    of the mean over groups and of paired differences from the baseline follow. To try a study in
-    small: --setting, --method, --seed and, with an --out of its own, --set.
+    are worse than the best (paired t-test, corrected). If data.leave_out is a list, each of its groups is left
+    out once, and tables of the mean over groups and of paired differences from the baseline follow. To try a
+    study in small: --setting, --method, --seed and, with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -344,7 +344,7 @@ class Results:
         """Write the tables as Markdown."""
         lines = []
         for setting in self.tables:
-            for title, header, rows in self._written(setting, self._in_markdown):
+            for title, header, rows in self._written(setting):
                 lines += _table(title, header, rows)
             if intervals := self.interval_cells(setting):
                 rows = [[method, *cells] for method, cells in intervals.items()]
@@ -363,10 +363,8 @@ class Results:
         lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
         return "\n".join(lines)
 
-    def _written(
-        self, setting: str, write: Callable[[str, Ranking, str], str]
-    ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-        """Give title, header and rows of the table of metrics and of that of groups; ``write`` marks the cells."""
+    def _written(self, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """Give title, header and rows of the table of metrics and of that of groups, marked as in Markdown."""
         tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
         if groups := self.groups(setting):
             tables[f"{setting}: mean over the clients of each group"] = {group: f"groups.{group}" for group in groups}
@@ -376,24 +374,17 @@ class Results:
             rows = []
             for method in self.study.methods:
                 cells = (
-                    write(self.cell(setting, method, metric), ranking, method) for metric, ranking in rankings.items()
+                    _marked(self.cell(setting, method, metric), ranking, method) for metric, ranking in rankings.items()
                 )
                 rows.append([method, *([models[method]] if models else []), *cells])
             yield title, ["method", *(["model"] if models else []), *columns], rows
-
-    @staticmethod
-    def _in_markdown(cell: str, ranking: Ranking, method: str) -> str:
-        if method in ranking.best:
-            return f"**{cell}**"
-        marked = f"<u>{cell}</u>" if method in ranking.second else cell
-        return f"{marked} {WORSE}" if method in ranking.worse else marked
 
     def latex(self) -> str:
         """Write the tables as LaTeX, for the package booktabs."""
         return "\n".join(
             latex_table(title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else "")
             for setting in self.tables
-            for title, header, rows in self._written(setting, self._in_markdown)
+            for title, header, rows in self._written(setting)
         )
 
     def csv(self) -> str:
@@ -505,6 +496,14 @@ def _statistics(values: Iterable[float]) -> _Statistics:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _marked(cell: str, ranking: Ranking, method: str) -> str:
+    """Mark the best cell, the second, and those worse than the best, in Markdown."""
+    if method in ranking.best:
+        return f"**{cell}**"
+    marked = f"<u>{cell}</u>" if method in ranking.second else cell
+    return f"{marked} {WORSE}" if method in ranking.worse else marked
 
 
 def _said(models: Mapping[str, str]) -> str:

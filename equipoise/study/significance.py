@@ -86,7 +86,7 @@ class Ranking:
     ----------
     best, second : tuple of str
         The methods with the best and the second best mean; several if their means are equal. Empty
-        if there are fewer than two methods to compare.
+        if there are fewer than two methods to compare, or if all means are equal.
     p : dict
         For every other method that could be tested, the corrected p-value of its difference from
         the first of the best.
@@ -137,8 +137,10 @@ def rank_methods(values: Mapping[str, Mapping[int, float]], *, higher_is_better:
         return Ranking()
     means = {label: statistics.fmean(own.values()) for label, own in complete.items()}
     first, *rest = sorted(set(means.values()), reverse=higher_is_better)
+    if not rest:
+        return Ranking()
     best = tuple(label for label in means if means[label] == first)
-    second = tuple(label for label in means if rest and means[label] == rest[0])
+    second = tuple(label for label in means if means[label] == rest[0])
     return Ranking(best, second, _p_of_all(complete, best[0]))
 
 
