@@ -36,14 +36,13 @@ class Verdict:
     supported : bool
         Whether no method of another family is clearly better than the best one of the family.
     pick : str
-        The method to use: the best one of the family if it is supported, else the best of all.
+        The method to use: the one with the best value, whatever the advice.
     family : str
         The family of the pick.
-    best : str
-        The method with the best value.
+    advised : str
+        The best method of the family that was advised.
     difference, standard_error : float
-        By how much the best one of all is better than the best one of the family on average over
-        clients, and the standard error.
+        By how much the pick is better than that on average over clients, and the standard error.
 
     Examples
     --------
@@ -54,7 +53,7 @@ class Verdict:
     supported: bool
     pick: str
     family: str
-    best: str
+    advised: str
     difference: float
     standard_error: float
 
@@ -134,9 +133,7 @@ class Trial:
         ours = max(mine, key=lambda label: sign * means[label])
         difference = sign * (means[best] - means[ours])
         error = self._standard_error(results, directory, best, ours)
-        supported = best in mine or difference <= CLEAR * error
-        pick = ours if supported else best
-        return Verdict(supported, pick, _family_of(pick), best, difference, error)
+        return Verdict(best in mine or difference <= CLEAR * error, best, _family_of(best), ours, difference, error)
 
     def _standard_error(self, results: Results, directory: Path, one: str, other: str) -> float:
         """Return the standard error of the difference: over clients, or over seeds if there are few clients."""

@@ -69,7 +69,7 @@ def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
     with show.runs(len(trial.study.jobs)) as watch:
         results = trial.study.run(directory, jobs=request.jobs, watch=watch)
     verdict = trial.judge(advice, results, directory)
-    say(_table(trial, results), *_judged(trial, advice, verdict), f"\nfiles: {directory}")
+    say(_table(trial, results), *_judged(trial, verdict), f"\nfiles: {directory}")
     ran = {"cost": trial.cost, "seconds": trial.seconds, "directory": str(directory), **asdict(verdict)}
     return {**document, "trial": {**ran, "results": results.plain()["results"]}, "pick": verdict.pick}
 
@@ -156,19 +156,19 @@ def _table(trial: Trial, results: Results) -> Any:
     return table
 
 
-def _judged(trial: Trial, advice: Advice, verdict: Verdict) -> list[str]:
+def _judged(trial: Trial, verdict: Verdict) -> list[str]:
     margin = f"by {verdict.difference:.3f} (standard error {verdict.standard_error:.3f})"
-    if verdict.supported and verdict.best == verdict.pick:
+    if verdict.pick == verdict.advised:
         said = f"The trial supports the advice: {verdict.pick} has the best {trial.by}."
     elif verdict.supported:
         said = (
-            f"The trial supports the advice: {verdict.best} has a better {trial.by} than {verdict.pick} {margin}, which may "
-            "be chance."
+            f"The trial does not contradict the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) has a better "
+            f"{trial.by} than {verdict.advised} {margin}, which may be chance."
         )
     else:
         said = (
-            f"The trial contradicts the advice: {verdict.best} ({FAMILIES[verdict.family].title}) has a better {trial.by} "
-            f"than the methods of the family advised {margin}."
+            f"The trial contradicts the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) has a better {trial.by} "
+            f"than {verdict.advised} {margin}."
         )
     alone = " Federating does not help here: clients are as well off alone." if verdict.family == "alone" else ""
     short = " A short trial favours methods that learn fast; compare the best ones over all rounds before you decide."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def call(monkeypatch, tmp_path, capsys):
 def test_measuring_alone_trains_nothing(call):
     code, stdout, stderr = call("advise", "digits", "--set", "data.imbalance=1", "--no-trial")
     assert (code, stderr) == (0, "")
-    assert "digits: 20 clients in 5 groups" in stdout or "digits: " in stdout
+    assert re.search(r"^digits: \d+ clients in 5 groups, ", stdout, re.MULTILINE)
     assert f"advice: {FAMILIES['corrected'].title} (feddyn, fedavgm)" in stdout
     assert not Path("runs").exists()
 
@@ -46,7 +47,9 @@ def test_the_cost_is_said_before_the_trial_and_the_verdict_after(call):
         stdout.index(text) for text in ("trial: 7 methods × 1 seed × 1 rounds", "validation data", "use: ")
     )
     assert cost < table < verdict
-    assert "The trial supports the advice" in stdout or "The trial contradicts the advice" in stdout
+    assert any(
+        f"The trial {does} the advice: " in stdout for does in ("supports", "contradicts", "does not contradict")
+    )
     assert stderr.count("done") == 7
     assert Path("runs/advise-small/results.json").exists()
     # A second time nothing is trained again.

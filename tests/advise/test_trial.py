@@ -92,12 +92,8 @@ def test_an_advice_is_supported_if_its_family_is_best(tmp_path):
     trial = trial_of(seeds=1)
     results = results_of(trial, tmp_path, scored(ditto=0.8, fedavg_finetuned=0.9))
     verdict = trial.judge(Advice("personal", ()), results, tmp_path)
-    assert (verdict.supported, verdict.pick, verdict.best, verdict.family) == (
-        True,
-        "fedavg-finetuned",
-        "fedavg-finetuned",
-        "personal",
-    )
+    found = (verdict.supported, verdict.pick, verdict.advised, verdict.family)
+    assert found == (True, "fedavg-finetuned", "fedavg-finetuned", "personal")
     assert verdict.difference == 0
 
 
@@ -106,7 +102,7 @@ def test_an_advice_is_supported_if_others_are_better_by_chance_only(tmp_path):
     scores = scored(fedavg=0.8)
     scores["feddyn"] = scores["fedavg"] + np.linspace(-0.04, 0.05, 10)
     verdict = trial.judge(Advice("average", ()), results_of(trial, tmp_path, scores), tmp_path)
-    assert (verdict.supported, verdict.pick, verdict.best) == (True, "fedavg", "feddyn")
+    assert (verdict.supported, verdict.pick, verdict.advised) == (True, "feddyn", "fedavg")
     assert verdict.difference == pytest.approx(0.005)
     assert verdict.standard_error == pytest.approx(np.std(np.linspace(-0.04, 0.05, 10), ddof=1) / 10**0.5)
 
@@ -117,6 +113,7 @@ def test_an_advice_is_contradicted_if_another_family_is_clearly_better(tmp_path)
     scores["feddyn"] = scores["fedavg"] + np.linspace(0.04, 0.05, 10)
     verdict = trial.judge(Advice("average", ()), results_of(trial, tmp_path, scores), tmp_path)
     assert (verdict.supported, verdict.pick, verdict.family) == (False, "feddyn", "corrected")
+    assert verdict.advised == "fedavg"
 
 
 def test_low_values_win_where_they_are_better(tmp_path):
@@ -124,7 +121,7 @@ def test_low_values_win_where_they_are_better(tmp_path):
     results = results_of(trial, tmp_path, scored())
     for path, summary in results.summaries.items():
         summary["results"]["global"]["seen"]["loss"] = 0.1 if "ditto" in str(path) else 1.0
-    assert trial.judge(Advice("average", ()), results, tmp_path).best == "ditto"
+    assert trial.judge(Advice("average", ()), results, tmp_path).pick == "ditto"
 
 
 def test_a_trial_whose_runs_failed_cannot_judge(tmp_path):
@@ -145,5 +142,5 @@ def test_a_trial_on_the_digits(tmp_path):
         found = summary["validation"]
         means[label] = found["personal" if "personal" in found else "global"]["seen"]["mean"]
     best = max(means, key=means.__getitem__)
-    assert verdict.best == best
+    assert verdict.pick == best
     assert verdict.difference == pytest.approx(means[best] - max(means["feddyn"], means["fedavgm"]))
