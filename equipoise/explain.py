@@ -77,6 +77,7 @@ EXAMPLES: dict[str, Any] = {
     "evaluation.select_by": "evaluation: {select: best, select_by: accuracy}",
     "evaluation.select_on": "evaluation: {select: best, select_on: server}",
     "evaluation.patience": 10,
+    "evaluation.last": 8,
     "evaluation.positive": 1,
     "evaluation.metrics": "[auroc, ece]",
     "evaluation.fine_tune": "{epochs: 1, move: head}",

@@ -73,7 +73,7 @@ def test_help_imports_nothing_heavy(arguments, absent):
     assert not loaded & absent
 
 
-@pytest.mark.parametrize("command", ["run", "methods", "data", "compare", "report"])
+@pytest.mark.parametrize("command", ["run", "methods", "data", "compare", "report", "advise"])
 def test_every_command_shows_an_example(call, command):
     code, stdout, _ = call(command, "--help")
     assert code == 0
@@ -668,12 +668,12 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     text = README.read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
-    assert commands == {"methods", "explain", "data", "run", "compare", "report", "flower"}
+    assert commands == {"methods", "explain", "data", "run", "compare", "report", "advise", "flower"}
 
 
 def test_the_front_page_names_the_commands_with_json(call):
     named = re.search(r"`--help`; (.*?) have `--json`", README.read_text())[1]
-    commands = {"run", "methods", "explain", "data", "compare", "report", "flower new"}
+    commands = {"run", "methods", "explain", "data", "compare", "report", "advise", "flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
 

@@ -19,9 +19,11 @@ import torch
 import yaml
 from PIL import Image
 
+from equipoise.cli import show
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
+from equipoise.study.runs import MOST_ON_GPU, at_a_time
 from tests.study.small import compare, snapshot
 from tests.tiny_clip import write_clip
 
@@ -55,6 +57,12 @@ def score_by_hand(directory, *, model, metric, split="test"):
         "sigma_groups": statistics.pstdev(means.values()),
         "worst_group": min(means.values()),
     }[metric]
+
+
+def unmarked(markdown):
+    """Return the lines of tables without the marks of the best, the second and those worse than the best."""
+    lines = markdown.splitlines()
+    return [re.sub(r"\*\*|</?u>| †", "", line) if line.startswith("|") else line for line in lines]
 
 
 def outcomes(study, out, **options):
@@ -283,7 +291,7 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     groups = ["plain", "blurred", "inverted", "rotated", "textured"]
     assert results.groups("base") == groups
     csv = [line.split(",") for line in results.csv().splitlines()]
-    assert csv[0] == ["setting", "method", "model", "metric", "mean", "std", "n"]
+    assert csv[0] == ["setting", "method", "model", "metric", "mean", "std", "n", "rank", "p", "low", "high"]
     models = {(method, metric): model for _, method, model, metric, *_ in csv[1:]}
     found = {(setting, method, metric): row for setting, method, _, metric, *row in csv[1:]}
     for method, model in (("fedavg", "global"), ("local", "personal")):
@@ -301,16 +309,16 @@ def test_tables_equal_what_the_runs_say(tmp_path):
             assert float(line.removeprefix(per_seed)) == pytest.approx(seeds[1], abs=1e-12)
         worst = min(groups, key=lambda group: float(found["base", method, f"groups.{group}"][0]))
         assert results.worst_group("base", method) == worst
-    assert found["base", "local", "global.mean"] == ["", "", "0"]
+    assert found["base", "local", "global.mean"] == ["", "", "0", "", "", "", ""]
     assert models["fedavg", "global.mean"] == "global"
     assert models["local", "global.mean"] == ""
     markdown = results.markdown()
     assert "mean ± sample standard deviation (n - 1) over 2 seeds" in markdown
     row = " | ".join(results.cell("base", "fedavg", metric) for metric in metrics)
     assert f"| method | model | {' | '.join(metrics)} |" in markdown.splitlines()
-    assert f"| fedavg | global | {row} |" in markdown.splitlines()
+    assert f"| fedavg | global | {row} |" in unmarked(markdown)
     row = " | ".join(results.cell("base", "local", f"groups.{group}") for group in groups)
-    assert f"| local | personal | {row} |" in markdown.splitlines()
+    assert f"| local | personal | {row} |" in unmarked(markdown)
     plain = json.loads((tmp_path / "results.json").read_text())
     assert plain == results.plain()
     said = {(row["method"], row["metric"]): row["model"] for row in plain["results"]}
@@ -356,6 +364,50 @@ def test_two_at_a_time_give_the_same(tmp_path):
     two, seen = outcomes(study_from(STUDY), tmp_path / "two", jobs=2)
     assert sorted(outcome for _, outcome in seen) == ["done"] * 4
     assert two.plain() == one.plain()
+
+
+def test_as_many_at_a_time_as_fill_the_cores(tmp_path, monkeypatch):
+    # One run: it is carried out here, whatever the machine.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    results, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path, jobs=None)
+    assert ([outcome for _, outcome in seen], results.failures) == (["begun", "done"], {})
+
+
+def test_runs_on_a_gpu_are_as_many_as_its_memory_holds():
+    gigabyte = 2**30
+    assert at_a_time(40, 16) == 16
+    assert at_a_time(5, 16) == 5
+    assert at_a_time(40, 16, peak=gigabyte, memory=141 * gigabyte) == MOST_ON_GPU
+    # 0.9 · 24 GiB hold four times 4.5 GiB and the half that every process needs.
+    assert at_a_time(40, 16, peak=int(4.5 * gigabyte), memory=24 * gigabyte) == 4
+    assert at_a_time(40, 16, peak=30 * gigabyte, memory=24 * gigabyte) == 1
+    assert at_a_time(40, 2, peak=gigabyte, memory=141 * gigabyte) == 2
+    assert at_a_time(0, 2) == 1
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many", "1.5", ""])
+def test_numbers_of_jobs_that_make_no_sense_are_refused(tmp_path, monkeypatch, capsys, jobs):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(STUDY))
+    code, _, stderr = compare(monkeypatch, capsys, "small.yaml", f"--jobs={jobs}")
+    assert (code, stderr) == (2, f"error: --jobs must be a whole number from 1, or auto, got {jobs!r}\n")
+
+
+def test_lines_of_progress_say_how_much_time_is_left(capsys):
+    study, now = study_from(STUDY), [0.0]
+    with show.runs(4, clock=lambda: now[0]) as watch:
+        watch(study.jobs[0], "already there")
+        for job in study.jobs[1:]:
+            watch(job, "begun")
+            now[0] += 90
+            watch(job, "done")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines] == [
+        "already there",
+        "done (about 3 min left)",
+        "done (about 90 s left)",
+        "done",
+    ]
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path):
@@ -512,7 +564,7 @@ def test_tables_say_which_model_numbers_are_of(parts, metrics, expected):
     ]
     results = results_of(study, *parts)
     assert results.models("base", metrics) == expected
-    header, _, *rows = results.markdown().splitlines()[2:6]
+    header, _, *rows = unmarked(results.markdown())[2:6]
     cells = {method: [results.cell("base", method, metric) for metric in metrics] for method in study.methods}
     lead = {method: [expected[method]] if expected else [] for method in study.methods}
     assert header == f"| {' | '.join(['method', *(['model'] if expected else []), *metrics])} |"
@@ -957,7 +1009,7 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         assert (difference.mean, difference.std, difference.standard_error, difference.pairs) == pytest.approx(
             (sum(pairs) / 6, deviation, deviation / 6**0.5, 6), abs=1e-12
         )
-    lines = results.markdown().splitlines()
+    lines = unmarked(results.markdown())
     assert "**plain left out: mean ± sample standard deviation (n - 1) over 2 seeds**" in lines
     title = "**base: mean over left-out groups (plain, rotated, textured): mean ± sample standard deviation (n - 1) over 2 seeds**"
     mean = lines.index(title)
@@ -981,9 +1033,10 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         "std": difference.std,
         "standard_error": difference.standard_error,
         "pairs": 6,
+        "p": None,
     }
     table = [line.split(",") for line in results.csv_differences().splitlines()]
-    assert table[0] == ["setting", "method", "baseline", "metric", "mean", "std", "standard_error", "pairs"]
+    assert table[0] == ["setting", "method", "baseline", "metric", "mean", "std", "standard_error", "pairs", "p"]
     assert table[2][:4] == ["base", "fedprox", "fedavg", "val.mean"]
     assert float(table[2][4]) == difference.mean
 
@@ -1058,7 +1111,7 @@ def test_values_are_chosen_over_all_folds(tmp_path):
 def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(yaml.safe_dump(STUDY))
-    options = ("--metrics", "mean,global.worst10", "--markdown", "t/t.md", "--csv", "t/t.csv")
+    options = ("--metrics", "mean,global.worst10", "--markdown", "t/t.md", "--csv", "t/t.csv", "--latex", "t/t.tex")
     code, stdout, stderr = compare(monkeypatch, capsys, "small.yaml", *options)
     assert code == 0
     assert [line.partition("]")[0] for line in stderr.splitlines()] == [f"[{number}/4" for number in (1, 2, 3, 4)]
@@ -1069,6 +1122,7 @@ def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
         assert [method, model, *(results.cell("base", method, metric) for metric in ("mean", "global.worst10"))] in rows
     assert "served worst" in stdout
     assert Path("t/t.md").read_text() == results.markdown()
+    assert Path("t/t.tex").read_text() == results.latex()
     assert Path("t/t.csv").read_text() == results.csv()
     assert Path("t/t-seeds.csv").read_text() == results.csv_seeds()
     code, stdout, _ = compare(monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json")

@@ -259,10 +259,13 @@ def compare(
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")] = None,
+    latex: Annotated[Path | None, typer.Option(help="Write the tables as LaTeX.")] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="How many runs at a time.")] = 1,
+    jobs: Annotated[
+        str, typer.Option(metavar="N|auto", help="How many runs at a time; auto: as many as fill the cores or the GPU.")
+    ] = "1",
     tune: Annotated[
         bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
     ] = False,
@@ -295,9 +298,11 @@ def compare(
     """Run methods by settings by seeds, and show the tables.
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
-    deviation over seeds. If data.leave_out is a list, each of its groups is left out once, and tables
-    of the mean over groups and of paired differences from the baseline follow. After --tune, the same command
-    without it runs what was chosen. To try a study in small: --setting, --method, --seed and, with an --out of its own, --set.
+    deviation over seeds. The best value is bold, the second underlined. From five seeds on, † marks values that
+    are worse than the best (paired t-test, corrected). If data.leave_out is a list, each of its groups is left
+    out once, and tables of the mean over groups and of paired differences from the baseline follow. After --tune,
+    the same command without it runs what was chosen. To try a study in small: --setting, --method, --seed and,
+    with an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
@@ -325,8 +330,11 @@ def compare(
             on_import=_say_import,
         )
         check_directory(directory, "choose another with --out")
+        at_a_time = _jobs(jobs)
         if markdown:
             check_file(markdown, "choose another with --markdown")
+        if latex:
+            check_file(latex, "choose another with --latex")
         if csv:
             check_file(csv, "choose another with --csv")
             for what in ("seeds", "differences"):
@@ -334,7 +342,7 @@ def compare(
         try:
             with show.runs(len(planned.jobs)) as watch:
                 reuse = choice.parent if choice and choice.is_file() else choice
-                results = planned.run(directory, jobs=jobs, watch=watch, reuse=reuse)
+                results = planned.run(directory, jobs=at_a_time, watch=watch, reuse=reuse)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command goes on where this one stopped") from None
         report_ = _report(directory) if results.summaries and not no_report else None
@@ -349,6 +357,8 @@ def compare(
             # Also when whoever read the tables, such as `head`, has left.
             if markdown:
                 _write(markdown, results.markdown())
+            if latex:
+                _write(latex, results.latex())
             if csv:
                 _write(csv, results.csv())
                 _write(_beside(csv, "seeds"), results.csv_seeds())
@@ -389,6 +399,52 @@ def report(
             _print_json({"report": str(written), "figures": _name(figures)})
         else:
             show.report(written, figures)
+
+
+@app.command(epilog="Example: equipoise advise digits --set data.imbalance=5")
+def advise(
+    data_: Annotated[
+        str, typer.Argument(metavar="DATA|RUN", help="A source of data, an experiment file, or a run directory.")
+    ],
+    set_: Set = None,
+    import_: Import = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the data and of the trial.", show_default="0")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of the trial.", show_default="a third of training.rounds")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the trial.")] = 2,
+    by: Annotated[str, typer.Option(help="The metric that decides, such as mean or worst10.")] = "mean",
+    no_trial: Annotated[bool, typer.Option("--no-trial", help="Measure and advise only; train nothing.")] = False,
+    jobs: Annotated[str, typer.Option(metavar="N|auto", help="Runs of the trial at a time.")] = "1",
+    out: Annotated[Path | None, typer.Option(help="Directory of the trial.", show_default="runs/advise-NAME")] = None,
+    device: Device = None,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say which family of methods fits a federation, and try it.
+
+    Measures how clients differ in labels, inputs and sizes and how many take part, says which methods fit and
+    why, and compares one or two methods of each family on validation data. What the comparison costs is said
+    before it starts.
+    """
+    with _errors(debug):
+        at_a_time = _jobs(jobs)
+        from equipoise.cli import advising
+
+        flags = {
+            "imports": ("--import", import_ or None),
+            "seed": ("--seed", seed),
+            "machine.device": ("--device", device),
+        }
+        request = advising.Request(
+            data_, tuple(_overrides(flags, set_)), rounds=rounds, seeds=seeds, by=by, jobs=at_a_time, trial=not no_trial
+        )
+        directory = out or RUNS / f"advise-{Path(data_).stem}"
+        if not no_trial:
+            check_directory(directory, "choose another with --out")
+        document = advising.advise(request, directory, quiet=json_)
+        if json_:
+            _print_json(document)
 
 
 def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) -> Path | None:
@@ -433,6 +489,15 @@ def _leaning(content: dict[str, Any]) -> int:
     from equipoise.study.reading import KEYS
 
     return sum((key in KEYS) - (key in SECTIONS) for key in content)
+
+
+def _jobs(given: str) -> int | None:
+    """Read how many runs there are at a time; None for as many as fill the machine."""
+    if given == "auto":
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise InputError(f"--jobs must be a whole number from 1, or auto, got {given!r}")
+    return int(given)
 
 
 def _directory_of(experiment: Path | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +29,10 @@ from equipoise.federation import SPLITS, Federation
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
 from equipoise.run.plain import to_plain
+from equipoise.run.records import averaged_over
 from equipoise.run.trainer import Progress
 from equipoise.study import Job, Results
+from equipoise.study.significance import WORSE, Ranking
 from equipoise.text import LONGEST_MESSAGE, printable
 
 # Wider than any table, so that none is cut if the output is not a terminal.
@@ -105,23 +108,44 @@ def _scores(progress: Progress) -> str:
 
 
 @contextmanager
-def runs(total: int) -> Iterator[Callable[[Job, str], None]]:
-    """Say of each run of a study how it ended, and on a terminal how many are left."""
+def runs(total: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Job, str], None]]:
+    """Say of each run of a study how it ended and how much time is left, as lines and on a terminal also as a bar."""
     console = _console(stderr=True)
-    with _bar(console) as bar:
-        task = bar.add_task("runs", total=total)
-        done = 0
+    columns = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[left]}"))
+    with Bar(*columns, BarColumn(), MofNCompleteColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("runs", total=total, left="")
+        begun, done, there = clock(), 0, 0
 
         def watch(job: Job, outcome: str) -> None:
-            nonlocal done
+            nonlocal begun, done, there
             if outcome == "begun":
                 bar.update(task, description=str(job.path))
                 return
             done += 1
-            bar.advance(task)
-            console.print(f"[{done}/{total}] {job.path}: {outcome}", soft_wrap=True)
+            if outcome == "already there":
+                there, begun = there + 1, clock()
+            left = time_left(clock() - begun, done - there, total - done)
+            bar.update(task, advance=1, left=left)
+            console.print(f"[{done}/{total}] {job.path}: {outcome}{f' ({left})' if left else ''}", soft_wrap=True)
 
         yield watch
+
+
+def time_left(seconds: float, done: int, left: int) -> str:
+    """Say how long runs that are left will take, if they take as long as those that are done.
+
+    Examples
+    --------
+    >>> time_left(30.0, done=2, left=4), time_left(7200.0, done=2, left=3), time_left(1.0, done=0, left=3)
+    ('about 60 s left', 'about 3 h 0 min left', '')
+    """
+    if not done or not left:
+        return ""
+    expected = round(seconds / done * left)
+    if expected < 120:
+        return f"about {expected} s left"
+    minutes = round(expected / 60)
+    return f"about {minutes} min left" if minutes < 120 else f"about {minutes // 60} h {minutes % 60} min left"
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -142,10 +166,10 @@ def run(run: Run) -> None:
     """Show a finished run."""
     console, summary = _console(), run.summary
     counted = "the last" if summary["select"] == "last" else "the best on validation data"
-    console.print(
-        f"{summary['method']} on {summary['data']}, seed {summary['seed']}, round {summary['round']} "
-        f"of {summary['rounds']} ({counted})"
-    )
+    at = f"round {summary['round']} of {summary['rounds']} ({counted})"
+    if "tail" in summary:
+        at = f"{averaged_over(summary['tail']['rounds'])} of {summary['rounds']}, client by client"
+    console.print(f"{summary['method']} on {summary['data']}, seed {summary['seed']}, {at}")
     if _parts(summary):
         console.print(_overall(summary))
         if summary.get("metrics"):
@@ -445,13 +469,24 @@ def results(results: Results, directory: Path) -> None:
     console = _console()
     for setting in results.tables:
         console.print(_metrics(results, setting))
+        if intervals := results.interval_cells(setting):
+            console.print(_intervals(results, intervals))
         if groups := results.groups(setting):
             console.print(_left_behind(results, setting, groups))
         choices = results.choices if results.study.tried else results.study.chosen
         for label, choice in choices.get(setting, {}).items():
             console.print(f"chosen for {label}: {choice.words}", soft_wrap=True)
+    for setting in results.study.folds:
+        if selection := results.selection_table(setting):
+            title, header, rows = selection
+            table = _table(f"\n{title}", *header, numbers=len(header) - 1)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
     for setting in results.compared:
         console.print(_differences(results, setting))
+    if len(results.study.methods) > 1:
+        console.print(f"\n{results.about_marks}", soft_wrap=True)
     for message in results.warnings:
         console.print(f"\nwarning: {message}", style="yellow", soft_wrap=True)
     for path, message in results.failures.items():
@@ -463,8 +498,24 @@ def _metrics(results: Results, setting: str) -> Table:
     metrics = results.study.metrics
     header, first = _methods(results, setting, metrics)
     table = _table(f"\n{results.data(setting)}: mean ± {results.spread}", *header, *metrics, numbers=len(metrics))
+    rankings = {metric: results.ranking(setting, metric) for metric in metrics}
     for label in results.study.methods:
-        table.add_row(*first[label], *(results.cell(setting, label, metric) for metric in metrics))
+        cells = (_ranked(results.cell(setting, label, metric), rankings[metric], label) for metric in metrics)
+        table.add_row(*first[label], *cells)
+    return table
+
+
+def _ranked(cell: str, ranking: Ranking, label: str) -> Text:
+    """Mark a cell; without colours and styles only what is worse than the best beyond chance is marked."""
+    style = "bold" if label in ranking.best else "underline" if label in ranking.second else ""
+    return Text(f"{cell} {WORSE}" if label in ranking.worse else cell, style=style)
+
+
+def _intervals(results: Results, cells: dict[str, list[str]]) -> Table:
+    metrics = results.study.metrics
+    table = _table(f"\n{results.about_intervals}", "method", *metrics, numbers=len(metrics))
+    for label, own in cells.items():
+        table.add_row(label, *own)
     return table
 
 

@@ -23,7 +23,7 @@ def federate(
     *,
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
     unseen: int | float | Sequence[int] = 0,
-    leave_out: str | None = None,
+    leave_out: str | Sequence[str] | None = None,
     test: str | None = None,
     server_val: float = 0.0,
     seed: int = 0,
@@ -40,8 +40,8 @@ def federate(
         Shares of train, val and test in every client, summing to 1.
     unseen : int, float or sequence of int
         Clients to hold out of training: how many, or (below 1) what share of them, drawn at random; or which.
-    leave_out : str, optional
-        A group whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
+    leave_out : str or sequence of str, optional
+        A group, or several, whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
         ``splits`` says; other unseen clients keep their three splits.
     test : {"client", "group", "server"}, optional
         Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
@@ -125,12 +125,12 @@ def _held_by_server(source: Source, whose: str, share: float, seed: int) -> dict
     return held
 
 
-def _left_out(assignment: Assignment, group: str | None) -> NDArray[np.bool_]:
-    if group is None:
-        return np.zeros(len(assignment.clients), bool)
-    if group not in assignment.group_names:
-        raise unknown("group", group, assignment.group_names, where="leave_out")
-    return np.isin(assignment.groups, assignment.group_names.index(group))
+def _left_out(assignment: Assignment, groups: str | Sequence[str] | None) -> NDArray[np.bool_]:
+    named = [groups] if isinstance(groups, str) else list(groups or ())
+    for group in named:
+        if group not in assignment.group_names:
+            raise unknown("group", group, assignment.group_names, where="leave_out")
+    return np.isin(assignment.groups, [assignment.group_names.index(group) for group in named])
 
 
 def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool_]) -> ThreeSplits:

@@ -18,6 +18,7 @@ from equipoise.report.charts import Chart, Series
 from equipoise.report.html import Cell, Section, details, number, paragraph, plural, size, table
 from equipoise.report.reading import Part, RunRecord, Weighed
 from equipoise.report.svg import HUES
+from equipoise.run.records import averaged_over
 
 TILES = {
     "mean": "mean over clients",
@@ -106,6 +107,10 @@ def at_round(record: RunRecord) -> str:
     """Say at which round a run is judged."""
     summary = record.summary
     planned = record.config.get("training", {}).get("rounds", summary["rounds"])
+    if "tail" in summary:
+        over = capital(averaged_over(summary["tail"]["rounds"]))
+        unfinished = "" if record.finished else f" The run is unfinished ({summary['rounds']} of {planned} rounds)."
+        return f"{over} of {planned}: the mean of each client, then summarised.{unfinished}"
     if not record.finished:
         return f"Round {summary['round']}, the last evaluated one; the run is unfinished ({summary['rounds']} of {planned} rounds)."
     chosen = "the last" if summary.get("select", "last") == "last" else "the best on validation data"

@@ -73,7 +73,7 @@ white-space:nowrap}}
 thead th{{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal;min-width:3.4rem}}
 tbody th,.text{{text-align:left}}tbody th{{font-weight:500}}
 td.text{{white-space:normal;font-weight:400;min-width:5rem}}td.long{{white-space:normal;text-align:left;min-width:17rem}}
-td.best{{font-weight:700}}td.worst{{color:var(--warn);font-weight:600}}
+td.best{{font-weight:700}}td.second{{text-decoration:underline;text-underline-offset:3px}}td.worst{{color:var(--warn);font-weight:600}}
 {"".join(f".heat{n}{{background:color-mix(in srgb,var(--h0) {n * 15}%,transparent)}}" for n in range(5))}
 details{{margin:.6rem 0}}summary{{cursor:pointer;font-weight:600;font-size:.92rem;overflow-wrap:anywhere}}
 details[open]>.scroll{{max-height:28rem;overflow:auto}}

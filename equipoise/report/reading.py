@@ -18,7 +18,7 @@ from equipoise.imports import import_of_run
 from equipoise.run.api import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
-from equipoise.run.records import MODELS, Row, summarize_rows, task_of
+from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, task_of
 from equipoise.task import Task
 
 WHO = ("seen", "unseen")
@@ -83,7 +83,8 @@ class RunRecord:
     history : dict
         For each part the summary of every evaluated round, by round.
     rows : list of dict
-        The rows of ``metrics.jsonl`` of the selected round.
+        The rows of ``metrics.jsonl`` of the selected round; with ``evaluation.last``, those of the
+        last rounds, averaged for each client.
     losses : dict
         Mean loss of the clients of each group, by round; of the data that :attr:`loss_part` names.
     loss_part : Part or None
@@ -229,7 +230,8 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
     try:
         summary = read_json(directory / SUMMARY) if finished else _begun(config)
         task = _task_of(summary, config, directory, trust=trust)
-        made = _Journals(directory, task, summary.get("round")).read()
+        last = config.get("evaluation", {}).get("last")
+        made = _Journals(directory, task, summary.get("round"), last).read()
         timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
@@ -302,8 +304,9 @@ def _task_with(row: Mapping[str, Any]) -> str | None:
 class _Journals:
     """Reads the journals of a run row by row, because those of large runs do not fit into memory."""
 
-    def __init__(self, directory: Path, task: Task, selected: int | None) -> None:
-        self._directory, self._task, self._selected = directory, task, selected
+    def __init__(self, directory: Path, task: Task, selected: int | None, last: int | None) -> None:
+        self._directory, self._task, self._selected, self._last = directory, task, selected, last
+        self._tail: dict[int, list[Row]] = {}
         self.history: dict[Part, dict[int, dict[str, Any]]] = {}
         self.rows: list[Row] = []
         self.losses: dict[int, dict[str, float]] = {}
@@ -327,6 +330,12 @@ class _Journals:
                 self.weighed.append(Weighed(number, weights.pop(number), losses))
             if self._selected in (None, number):
                 self.rows = rows
+            if self._last:
+                self._tail[number] = rows
+                if len(self._tail) > self._last:
+                    del self._tail[next(iter(self._tail))]
+        if self._tail:
+            self.rows = average_rows(row for rows in self._tail.values() for row in rows)
         self.weighed += [Weighed(number, of_round, {}) for number, of_round in weights.items()]
         self.weighed.sort(key=lambda weighed: weighed.round)
         return self
@@ -400,9 +409,20 @@ class _Journals:
         for part, of_part in self.history.items():
             if last in of_part:
                 results[part.split].setdefault(part.model, {})[part.who] = of_part[last]
+        tail = {}
+        if self._tail:
+            results = {split: summarize_rows(self.rows, self._task, split=split) for split in results}
+            tail = {"tail": {"rounds": list(self._tail)}}
         done = len(self.rounds)
         totals = {name: sum(row.get(name, 0) for row in self.rounds) for name in ("bytes_up", "bytes_down")}
-        return {"rounds": done, "round": last, "results": results["test"], "validation": results["val"], **totals}
+        return {
+            "rounds": done,
+            "round": last,
+            "results": results["test"],
+            "validation": results["val"],
+            **tail,
+            **totals,
+        }
 
 
 def _by_client(clients: list[int], noted: Any) -> dict[int, float]:

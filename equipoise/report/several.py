@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 
+import numpy as np
+
 from equipoise.report import attributes, one
 from equipoise.report.charts import Chart, Series
 from equipoise.report.entries import Entry
-from equipoise.report.html import Cell, Section, number, paragraph, plural, size, slug, spread, table
+from equipoise.report.html import Cell, Section, details, number, paragraph, plural, size, slug, spread, table
 from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
+from equipoise.study.intervals import CONFIDENCE, OF_GROUPS, RESAMPLES, resampled_interval
 from equipoise.study.metrics import should_be_high
+from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, rank_methods
 
 COLUMNS = ("mean", "worst10", "sigma_clients", "mean_groups", "worst_group", "group_gap", "sigma_groups")
 CRITERIA = ("mean", "worst10", "sigma_clients")
@@ -57,20 +61,42 @@ class Comparison:
         """Return a heading, with the setting."""
         return f"{text}: {self.setting}" if self.setting else text
 
-    def values(self, label: str, who: str, metric: str) -> list[float]:
-        """Return a metric of the models that clients end up with, one value a seed."""
-        found = []
+    def by_seed(self, label: str, who: str, metric: str) -> dict[int, float]:
+        """Return a metric of the models that clients end up with, by seed."""
+        found = {}
         for record in self.runs[label]:
             part = record.leading(who)
             value = record.parts[part].get(metric) if part else None
             if value is not None:
-                found.append(float(value))
+                found[record.seed] = float(value)
         return found
+
+    def values(self, label: str, who: str, metric: str) -> list[float]:
+        """Return a metric of the models that clients end up with, one value a seed."""
+        return list(self.by_seed(label, who, metric).values())
 
     def mean(self, label: str, who: str, metric: str) -> float | None:
         """Return the mean over seeds."""
         values = self.values(label, who, metric)
         return statistics.fmean(values) if values else None
+
+    def ranking(self, who: str, metric: str) -> Ranking:
+        """Say which methods are best and second, and test the others against the best over seeds."""
+        found = {label: self.by_seed(label, who, metric) for label in self.runs}
+        return rank_methods(found, higher_is_better=self.should_be_high(metric))
+
+    def interval(self, records: Sequence[RunRecord], who: str, metric: str) -> tuple[float, float] | None:
+        """Return the bootstrap interval over clients of a method's runs."""
+        parts = [(record, part) for record in records if (part := record.leading(who))]
+        if not parts:
+            return None
+        values = [record.values(part) for record, part in parts]
+        common = sorted(set.intersection(*map(set, values)))
+        groups = [[record.groups[client] for client in common] for record, _ in parts]
+        if not common or (metric in OF_GROUPS and any(own != groups[0] for own in groups)):
+            return None
+        array = np.array([[own[client] for client in common] for own in values])
+        return resampled_interval(array, groups[0], metric, higher_is_better=self.first.task.higher_is_better)
 
     def cell(self, label: str, who: str, metric: str) -> str:
         """Write mean ± sample standard deviation over seeds."""
@@ -172,10 +198,21 @@ def results(comparison: Comparison) -> Section:
         names = ", ".join(best) or "none"
         after += paragraph(f"Pareto set, {who} clients: {names}.")
     explained = paragraph(
-        "Best values are bold. ● marks the Pareto set of mean, worst tenth and σ over clients: no other method is at least "
-        "as good in all three and better in one."
+        "● marks the Pareto set of mean, worst tenth and σ over clients: no other method is at least as good in all "
+        "three and better in one."
     )
-    return Section("results", "Results", which(comparison) + body + explained + after + cautions(comparison), charts)
+    marks = paragraph(about_marks(comparison))
+    return Section(
+        "results", "Results", which(comparison) + body + marks + explained + after + cautions(comparison), charts
+    )
+
+
+def about_marks(comparison: Comparison) -> str:
+    """Explain the marks of the table, and what is claimed."""
+    ranked = "Best values are bold, second ones underlined."
+    if max(map(len, comparison.runs.values())) < LEAST_SEEDS:
+        return f"{ranked} Nothing is claimed about chance: that takes {LEAST_SEEDS} seeds."
+    return f"{ranked} {WORSE} marks values that are worse than the best: p < {LEVEL}, {TEST}."
 
 
 def which(comparison: Comparison) -> str:
@@ -206,29 +243,45 @@ def which(comparison: Comparison) -> str:
 def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
     """Return the metrics of all methods for seen or unseen clients."""
     metrics = [m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)]
-    tops = {metric: _best(comparison, who, metric) for metric in metrics}
+    rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
     rows: list[list[str | Cell]] = []
     for label, runs in comparison.runs.items():
         part = comparison.part(label, who)
-        cells = [
-            Cell(escape(comparison.cell(label, who, metric)), "best" if label in tops[metric] else "")
-            for metric in metrics
-        ]
+        cells = [_ranked(escape(comparison.cell(label, who, metric)), rankings[metric], label) for metric in metrics]
         mark = Cell('<span role="img" aria-label="in the Pareto set">●</span>') if label in best else Cell("")
         model = f"{part.model}, validation data" if part and part.split == "val" else part.model if part else "–"
         rows.append([label, mark, model, f"{len(runs)}", *cells])
     arrows = [f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}" for metric in metrics]
     header = ["method", "Pareto", "model", "runs", *arrows]
-    return table(comparison.title(f"{one.capital(comparison.first.score)}, {who} clients"), header, rows, texts=[2])
+    named = f"{one.capital(comparison.first.score)}, {who} clients"
+    whole = table(comparison.title(named), header, rows, texts=[2])
+    return whole + interval_table(comparison, who, metrics)
 
 
-def _best(comparison: Comparison, who: str, metric: str) -> list[str]:
-    """Return the methods whose mean is the best, if there are others to compare it with."""
-    means = {label: mean for label in comparison.runs if (mean := comparison.mean(label, who, metric)) is not None}
-    if len(means) < 2:
-        return []
-    top = (max if comparison.should_be_high(metric) else min)(means.values())
-    return [label for label, mean in means.items() if mean == top]
+def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
+    marked = f'{text}\N{NO-BREAK SPACE}<span role="img" aria-label="worse than the best">{WORSE}</span>'
+    look = "best" if label in ranking.best else "second" if label in ranking.second else ""
+    return Cell(marked if label in ranking.worse else text, look)
+
+
+def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> str:
+    """Return bootstrap intervals over clients, folded; nothing if there are too few clients."""
+    rows, some = [], False
+    for label, records in comparison.runs.items():
+        cells = []
+        for metric in metrics:
+            found = comparison.interval(records, who, metric)
+            some = some or found is not None
+            cells.append(f"{number(found[0])} to {number(found[1])}" if found else "–")
+        rows.append([label, *cells])
+    if not some:
+        return ""
+    caption = comparison.title(f"{CONFIDENCE:.0%} bootstrap intervals over clients, {who} clients")
+    explained = paragraph(
+        f"How far metrics would vary with other clients of the same kind: clients drawn with replacement {RESAMPLES:,} "
+        "times (BCa), each with its values of all seeds; within groups for metrics of groups."
+    )
+    return details("Intervals over clients", explained + table(caption, ["method", *metrics], rows))
 
 
 def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Chart]:

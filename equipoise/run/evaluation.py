@@ -40,6 +40,9 @@ class Evaluation:
     select_on : {"clients", "server"}
         Whose validation data decide, for ``select`` and ``patience``: those of the seen clients, or those that the
         server holds (``data.server_val``, ``Federation.server``).
+    last : int, optional
+        Report means over so many of the last evaluated rounds, or over all if there are fewer: those of each client,
+        which are then summarised. ``select`` still says which round's models are kept.
     patience : int, optional
         Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
     metrics : sequence of str or Metric
@@ -82,6 +85,7 @@ class Evaluation:
     positive: int | str | None = field(default=None, metadata={UNLESS_DEFAULT: True})
     min_cell: int = field(default=5, metadata={UNLESS_DEFAULT: True})
     select_on: str = field(default="clients", metadata={UNLESS_DEFAULT: True})
+    last: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Look metrics up by name, and refuse settings that contradict each other."""
@@ -96,6 +100,10 @@ class Evaluation:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
             raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+        if self.last is not None:
+            count(self.last, "evaluation.last")
+            if self.every == 0:
+                raise InputError("evaluation.last needs evaluation.every of at least 1")
         if self.every == 0 and self.local:
             raise InputError("evaluation.local needs evaluation.every of at least 1")
         if self.select_by is not None and self.select != "best" and self.patience is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,85 @@ def client_rows(
     return rows
 
 
+def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
+    """Return the rows of the last evaluated rounds, by round.
+
+    Parameters
+    ----------
+    rows : iterable of dict
+        Rows of ``metrics.jsonl``, in their order.
+    count : int
+        How many rounds; if there are fewer, all of them.
+
+    Returns
+    -------
+    dict
+        In the order of rounds. No more than these are in memory at a time.
+
+    Examples
+    --------
+    >>> last_rounds([{"round": 5}, {"round": 10}, {"round": 10}, {"round": 15}], 2)
+    {10: [{'round': 10}, {'round': 10}], 15: [{'round': 15}]}
+    """
+    found: dict[int, list[Row]] = {}
+    for number, of_round in groupby(rows, key=lambda row: int(row["round"])):
+        found[number] = list(of_round)
+        if len(found) > count:
+            del found[next(iter(found))]
+    return found
+
+
+def averaged_over(rounds: Sequence[int]) -> str:
+    """Say over which rounds results are averaged.
+
+    Examples
+    --------
+    >>> averaged_over([130, 140, 150]), averaged_over([4])
+    ('mean over the last 3 evaluated rounds (130 to 150)', 'mean over the last evaluated round (4)')
+    """
+    if len(rounds) < 2:
+        return f"mean over the last evaluated round ({', '.join(map(str, rounds))})"
+    return f"mean over the last {len(rounds)} evaluated rounds ({rounds[0]} to {rounds[-1]})"
+
+
+def average_rows(rows: Iterable[Row]) -> list[Row]:
+    """Average the rows of several rounds, client by client.
+
+    Parameters
+    ----------
+    rows : iterable of dict
+        Rows of one or more rounds, in their order.
+
+    Returns
+    -------
+    list of dict
+        One row for each client, model and split that has a row. Losses, scores, metrics and
+        generalization gaps are means over the rounds in which the client has a value; everything
+        else is that of the last of these rounds. ``left_out`` names metrics without any value.
+
+    Examples
+    --------
+    >>> same = {"model": "global", "split": "test", "client": 3, "group": "a", "unseen": False, "n": 10}
+    >>> rows = [{"round": 1, **same, "loss": 1.0, "accuracy": 0.5}, {"round": 2, **same, "loss": 0.5, "accuracy": 0.7}]
+    >>> average_rows(rows)[0]["loss"], average_rows(rows)[0]["accuracy"], average_rows(rows)[0]["round"]
+    (0.75, 0.6, 2)
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["split"], row["unseen"], row["client"]), []).append(row)
+    averaged = []
+    for own in found.values():
+        row = {name: value for name, value in own[-1].items() if name in _NOT_AVERAGED}
+        columns = dict.fromkeys(name for each in own for name in each if name not in (*_NOT_AVERAGED, "left_out"))
+        row |= {name: float(np.mean([each[name] for each in own if name in each])) for name in columns}
+        faults = {name: fault for each in own for name, fault in each.get("left_out", {}).items() if name not in row}
+        averaged.append(row | ({"left_out": faults} if faults else {}))
+    return averaged
+
+
+_NOT_AVERAGED = ("round", "model", "split", "client", "group", "unseen", "n", "attributes")
+
+
 def task_of(summary: Mapping[str, Any]) -> Task:
     """Return the task of a run from its summary; summaries of older versions name its score only.
 
@@ -156,6 +236,50 @@ def summarize_rows(
                     part["attributes"] = by_attribute
                 result.setdefault(model, {})[who] = part
     return result
+
+
+def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the summaries of several rounds: every metric of each round, then the mean over rounds.
+
+    Parameters
+    ----------
+    summaries : sequence of mappings
+        What :func:`summarize_rows` returns, of one split.
+
+    Returns
+    -------
+    dict
+        The same, with means over the rounds that have a value. Names, ids and counts are left out.
+
+    Examples
+    --------
+    >>> rounds = [{"global": {"seen": {"mean": mean, "groups": {"a": mean}, "clients": 3}}} for mean in (0.5, 0.75)]
+    >>> average_summaries(rounds)
+    {'global': {'seen': {'mean': 0.625, 'groups': {'a': 0.625}}}}
+    """
+    averaged: dict[str, Any] = {}
+    for model in MODELS:
+        for who in ("seen", "unseen"):
+            parts = [summary[model][who] for summary in summaries if who in summary.get(model, {})]
+            if parts:
+                part = _average_parts(parts)
+                own = dict.fromkeys(name for each in parts for name in each.get("metrics", {}))
+                if own:
+                    of_metric = {name: [each["metrics"][name] for each in parts if "metrics" in each] for name in own}
+                    part["metrics"] = {name: _average_parts(each) for name, each in of_metric.items()}
+                averaged.setdefault(model, {})[who] = part
+    return averaged
+
+
+def _average_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
+
+    names = [name for name in (*fairness.METRICS, "loss") if any(name in part for part in parts)]
+    averaged: dict[str, Any] = {name: mean(part.get(name) for part in parts) for name in names}
+    groups = dict.fromkeys(name for part in parts for name in part.get("groups", {}))
+    return averaged | {"groups": {name: mean(part.get("groups", {}).get(name) for part in parts) for name in groups}}
 
 
 def _without_samples(

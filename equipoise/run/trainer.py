@@ -44,7 +44,7 @@ from equipoise.run.checkpoint import (
 )
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, diverged
 from equipoise.run.files import Journal
-from equipoise.run.records import Row, summarize_rows
+from equipoise.run.records import Row, average_rows, average_summaries, last_rounds, summarize_rows
 from equipoise.tree import Tree, digest, flat_rows
 
 log = logging.getLogger("equipoise")
@@ -600,21 +600,21 @@ class Trainer:
         return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the round that counts."""
+        """Summarise the round that counts, or the last rounds that do."""
         number = self.evaluator.selected_round(self.state.round)
-        rows = [row for row in self.metrics if row["round"] == number]
         task, metrics = self.engine.network.task, self.evaluator.metrics
         of_server = {row["split"]: row for row in self.server if row["round"] == number}
-        how: dict[str, Any] = {"metrics": metrics, "federation": self.federation}
-        results, validation = (summarize_rows(rows, task, split=split, **how) for split in ("test", "val"))
-        for part in (part for by_model in (results, validation) for who in by_model.values() for part in who.values()):
-            by_attribute = [
-                of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()
-            ]
-            for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
-                if "worst_client_id" in measured:
-                    # A number says nothing to those who do not hold the data.
-                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
+        results = self._summarized([row for row in self.metrics if row["round"] == number])
+        tail = {}
+        if self.evaluation.last is not None:
+            rounds = last_rounds(self.metrics, self.evaluation.last)
+            each = [self._summarized(rows) for rows in rounds.values()]
+            tail = {
+                "rounds": list(rounds),
+                "selected": results,
+                "each": {key: average_summaries([summary[key] for summary in each]) for key in results},
+            }
+            results = self._summarized(average_rows(row for rows in rounds.values() for row in rows))
         return {
             "method": self.method.name,
             "data": self.federation.name,
@@ -627,11 +627,28 @@ class Trainer:
             "task": task.name,
             "score": task.score,
             **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
-            "results": results,
-            "validation": validation,
+            **results,
+            **({"tail": tail} if tail else {}),
             **({"server": {split: _values(row) for split, row in of_server.items()}} if of_server else {}),
             **_counted(self.bytes),
         }
+
+    def _summarized(self, rows: list[Row]) -> dict[str, Any]:
+        """Summarise rows on test and on validation data."""
+        task, metrics = self.engine.network.task, self.evaluator.metrics
+        found = {
+            key: summarize_rows(rows, task, split=split, metrics=metrics, federation=self.federation)
+            for key, split in (("results", "test"), ("validation", "val"))
+        }
+        for part in (part for by_model in found.values() for who in by_model.values() for part in who.values()):
+            by_attribute = [
+                of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()
+            ]
+            for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
+                if "worst_client_id" in measured:
+                    # A number says nothing to those who do not hold the data.
+                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
+        return found
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
 """Metrics by name, as studies ask for them, looked up in a run's summary.
 
-A name is ``[val.][model.][who.]name`` for the task's score, and ``[val.][model.][who.]metric.name``
-for one of ``evaluation.metrics``; without ``.name`` its mean is meant. Figures of an attribute of
-samples are called ``[val.][model.][who.]attributes.ATTRIBUTE.figure``.
+A name is ``[val.][which.][model.][who.]name`` for the task's score, and
+``[val.][which.][model.][who.]metric.name`` for one of ``evaluation.metrics``; without ``.name`` its
+mean is meant. ``which`` matters with ``evaluation.last`` only: ``selected`` is the selected round
+alone, and ``each`` the mean over rounds of the metric in each round.
+Figures of an attribute of samples are called
+``[val.][which.][model.][who.]attributes.ATTRIBUTE.figure``.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from equipoise import metrics as of_clients
 from equipoise.errors import InputError, unknown
 from equipoise.fairness import METRICS, Better
 from equipoise.parity import FIGURES
-from equipoise.run.records import MODELS
+from equipoise.run.records import MODELS, task_of
 
 WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
@@ -32,6 +35,7 @@ BETTER: dict[str, Better] = {
     "server.loss": "low",
 }
 VALIDATION = "val."
+WHICH = ("selected", "each")
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -103,6 +107,21 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     return next((name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None)
 
 
+def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
+    """Return the column of ``metrics.jsonl`` that a metric is of, and whether its values should be high.
+
+    Examples
+    --------
+    >>> scored({"score": "accuracy"}, "worst10"), scored({"score": "accuracy"}, "loss")
+    (('accuracy', True), ('loss', False))
+    """
+    own, name = own_of(metric)
+    if own:
+        declared = summary.get("metrics", {}).get(own, {})
+        return own, bool(declared.get("higher_is_better", True))
+    return ("loss", False) if name == "loss" else (str(summary["score"]), task_of(summary).higher_is_better)
+
+
 def of_validation(metric: str) -> bool:
     """Say whether a metric asks for validation data, whatever the split of the study.
 
@@ -135,12 +154,26 @@ def left_out(summary: Mapping[str, Any], metric: str) -> int:
 
 
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    results: Mapping[str, Any] = summary["validation" if of_validation(metric) else "results"]
+    # Where results are of a single round, all three are the same.
+    of_rounds = summary.get("tail", {}).get(which_of(metric), summary)
+    results: Mapping[str, Any] = of_rounds["validation" if of_validation(metric) else "results"]
     return results
 
 
+def which_of(metric: str) -> str:
+    """Return ``selected`` or ``each`` if a metric begins so, else nothing.
+
+    Examples
+    --------
+    >>> which_of("val.each.sigma_clients"), which_of("sigma_clients")
+    ('each', '')
+    """
+    first = metric.removeprefix(VALIDATION).partition(".")[0]
+    return first if first in WHICH else ""
+
+
 def apart(metric: str) -> tuple[str | None, str, str]:
-    """Take ``[val.][model.][who.]name`` apart into model, who and name.
+    """Take ``[val.][which.][model.][who.]name`` apart into model, who and name.
 
     Examples
     --------
@@ -148,7 +181,9 @@ def apart(metric: str) -> tuple[str | None, str, str]:
     ('personal', 'unseen', 'groups.north')
     """
     parts = metric.removeprefix(VALIDATION).split(".")
-    model = parts.pop(0) if parts[0] in MODELS else None
+    if parts[0] in WHICH:
+        del parts[0]
+    model = parts.pop(0) if parts and parts[0] in MODELS else None
     who = parts.pop(0) if parts and parts[0] in WHO else "seen"
     return model, who, ".".join(parts)
 

@@ -64,6 +64,8 @@ class Tuning:
         metric in ``evaluation.metrics``.
     tolerance : float
         How much worse the mean may be.
+    selection : tuple of str
+        Where groups are left out in turn, the rules of :mod:`equipoise.study.selection` to compare.
 
     Examples
     --------
@@ -76,6 +78,7 @@ class Tuning:
     seed: int = 0
     by: str = "sigma_clients"
     tolerance: float = 0.01
+    selection: tuple[str, ...] = ("training-domain", "oracle")
 
     def best(
         self,
@@ -161,7 +164,12 @@ class Study:
         return tuple(dict.fromkeys(origin.get(setting, setting) for setting in self.settings))
 
     def run(
-        self, out: str | Path, *, jobs: int = 1, watch: Watch | None = None, reuse: str | Path | None = None
+        self,
+        out: str | Path,
+        *,
+        jobs: int | None = 1,
+        watch: Watch | None = None,
+        reuse: str | Path | None = None,
     ) -> Results:
         """Run what is missing; if a run fails, the others still run.
 
@@ -171,8 +179,9 @@ class Study:
         ----------
         out : path
             Directory of all runs. What came out is also written to its ``results.json``.
-        jobs : int
-            How many runs at a time, each in a process of its own if more than one.
+        jobs : int or None
+            How many runs at a time, each in a process of its own if more than one; None for as many as
+            fill the cores or, after a first run that shows how much memory they need, the GPU.
         watch : callable, optional
             Called for every job when it begins (``"begun"``) and with its outcome when it ends.
         reuse : path, optional
@@ -218,7 +227,7 @@ class Study:
             else:
                 summaries[job.path] = result
                 tell(job, "done")
-        results = Results(self, summaries, failures)
+        results = Results(self, summaries, failures, out)
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
         if chosen := results.choices if self.tried else self.chosen:

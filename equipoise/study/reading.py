@@ -9,6 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from equipoise.checks import one_of
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError, unknown
 from equipoise.metrics import several_from
@@ -16,6 +17,7 @@ from equipoise.study.choice import Choices, read_choices
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
+from equipoise.study.selection import RULES, pair_label
 from equipoise.text import printable
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
@@ -149,7 +151,9 @@ def study_from(
         ``bytes_up`` or ``bytes_down``. The first and the third may be of one of ``evaluation.metrics``
         (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its mean). All but ``bytes_up`` and
         ``bytes_down`` may have ``global.``, ``personal.`` or ``local.`` before them (otherwise the model the clients
-        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen).
+        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen). With
+        ``evaluation.last``, ``selected.`` before all of these is the selected round alone, and ``each.`` the mean over
+        rounds of the metric in each round.
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
@@ -220,11 +224,13 @@ def study_from(
     made, tried = _to_tune(described, kept, where) if tune else (kept, {})
     drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
 
-    def experiment(method: _Method, setting: str, seed: int, *, tuned: bool) -> Experiment:
+    def experiment(
+        method: _Method, setting: str, seed: int, *, tuned: bool, also: _Setting | None = None
+    ) -> Experiment:
         named = Override("method", method.options, f"methods of {where}")
-        tuned_with = changes if tuned else []
-        between = [*part[setting].changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
-        overrides = [named, *between, *for_all, *part[setting].left_out]
+        tuned_with, differing = changes if tuned else [], also or part[setting]
+        between = [*differing.changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
+        overrides = [named, *between, *for_all, *differing.left_out]
         return experiment_from(base, f"base of {where}", overrides, on_import=on_import)
 
     settings_of = {fold: label for label, own in divided.items() for fold in own}
@@ -244,6 +250,13 @@ def study_from(
 
     # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
     jobs = [job(setting, label, method, seed) for seed in drawn for setting in part for label, method in made.items()]
+    if tune and "leave-one-domain-out" in tuning.selection:
+        jobs += [
+            Job(label, named, tuning.seed, experiment(method, label, tuning.seed, tuned=True, also=pair))
+            for whole, own in folds.items()
+            for label, pair in _pairs(whole, own, part, where).items()
+            for named, method in made.items()
+        ]
     if not tune:
         # Errors in a grid are found now, not when the study is tuned.
         for described_as in kept.values():
@@ -420,6 +433,21 @@ def _folds(
     }
 
 
+def _pairs(whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where: str) -> dict[str, _Setting]:
+    """Return one setting for each two groups that are left out together, by its label."""
+    if len(folds) < 3:
+        raise InputError(
+            f"tuning of {where}: leave-one-domain-out needs three left-out groups or more in setting {whole!r}, got "
+            f"{', '.join(folds) or 'none'}"
+        )
+    found = {}
+    for one, other in itertools.combinations(folds, 2):
+        (first,), (second,) = part[one].left_out, part[other].left_out
+        label = _label(pair_label(one, other), LEAVE_OUT, where)
+        found[label] = _Setting(part[one].changes, (replace(first, value=[first.value, second.value]),))
+    return found
+
+
 def _kept_settings(
     divided: Mapping[str, Mapping[str, _Setting]], chosen: Sequence[str] | None, where: str
 ) -> dict[str, _Setting]:
@@ -495,9 +523,15 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
         raise InputError(f"{origin} must hold keys with values, got {given!r}")
     kinds = {"seed": (int, "a whole number"), "by": (str, "a metric"), "tolerance": (int | float, "a number")}
     fields = {key: value for key, value in given.items() if key != "set"}
+    if "selection" in fields:
+        fields["selection"] = tuple(_list(fields["selection"], f"{origin}: selection", str))
+        for rule in fields["selection"]:
+            one_of(rule, tuple(RULES), f"{origin}: selection")
     for key, value in fields.items():
+        if key == "selection":
+            continue
         if key not in kinds:
-            raise unknown("key", key, [*kinds, "set"], where=origin)
+            raise unknown("key", key, [*kinds, "selection", "set"], where=origin)
         kind, words = kinds[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(f"{origin}: {key} must be {words}, got {value!r}")

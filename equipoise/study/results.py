@@ -8,12 +8,18 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equipoise.run.records import task_of
+from equipoise.run.records import Row, task_of
 from equipoise.study.choice import Choice, Choices
-from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, value_of
+from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
+from equipoise.study.latex import latex_table
+from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, scored, should_be_high, value_of
+from equipoise.study.runs import counted_rows
+from equipoise.study.selection import RULES, Selected, select_by_rules
+from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, against, rank_methods
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -31,11 +37,14 @@ class Results:
         The summary of every run that succeeded, by its path.
     failures : dict
         Why a run failed, by its path.
+    directory : Path, optional
+        Where the runs are; without it there are no intervals over clients.
     """
 
     study: Study
     summaries: Mapping[Path, Mapping[str, Any]]
     failures: Mapping[Path, str]
+    directory: Path | None = None
 
     @property
     def spread(self) -> str:
@@ -72,12 +81,80 @@ class Results:
         found = {(job.setting, job.seed): value_of(summary, metric) for job, summary in self._runs(setting, method)}
         return {which: value for which, value in found.items() if value is not None}
 
+    def ranking(self, setting: str, metric: str) -> Ranking:
+        """Say which methods are best and second, and test the others against the best.
+
+        Pairs are runs with the same seed; for the label of folds, the means over the folds.
+        """
+        found = {method: self.values(setting, method, metric) for method in self.study.methods}
+        high = self._should_be_high(setting, metric)
+        return Ranking() if high is None else rank_methods(found, higher_is_better=high)
+
+    def _should_be_high(self, setting: str, metric: str) -> bool | None:
+        """Say which way is better; None without a run."""
+        runs = (summary for method in self.study.methods for _, summary in self._runs(setting, method))
+        summary = next(runs, None)
+        return None if summary is None else should_be_high(metric, higher_is_better=scored(summary, metric)[1])
+
+    @property
+    def about_marks(self) -> str:
+        """Explain the marks in tables."""
+        ranked = "Bold: best. Underlined: second."
+        if len(self.study.seeds) < LEAST_SEEDS:
+            return f"{ranked} Nothing is claimed about chance: that takes {LEAST_SEEDS} seeds."
+        return f"{ranked} {WORSE} worse than the best: p < {LEVEL}, {TEST}."
+
+    @property
+    def about_intervals(self) -> str:
+        """Return the title of a table of intervals."""
+        return f"{CONFIDENCE:.0%} bootstrap intervals over clients (BCa, {RESAMPLES:,} resamples), mean over seeds"
+
+    @cached_property
+    def _counted(self) -> dict[Path, list[Row]]:
+        """The rows of each run that its summary is about."""
+        if self.directory is None:
+            return {}
+        return {path: counted_rows(self.directory / path, summary) for path, summary in self.summaries.items()}
+
+    @cached_property
+    def _intervals(self) -> dict[tuple[str, str, str], Interval]:
+        found = {}
+        for setting in self.study.settings if self._counted else ():
+            metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            for method in self.study.methods:
+                runs = [(summary, self._counted[job.path]) for job, summary in self._runs(setting, method)]
+                for metric in metrics:
+                    if (own := interval(runs, metric, split=self.study.split)) is not None:
+                        found[setting, method, metric] = own
+        return found
+
+    def interval(self, setting: str, method: str, metric: str) -> Interval | None:
+        """Return the bootstrap interval over clients, if there is one; see :mod:`equipoise.study.intervals`."""
+        return self._intervals.get((setting, method, metric))
+
+    def interval_cells(self, setting: str) -> dict[str, list[str]]:
+        """Write the intervals of all metrics by method; empty if there are none."""
+        found = {
+            method: [self.interval(setting, method, metric) for metric in self.study.metrics]
+            for method in self.study.methods
+        }
+        if not any(own for row in found.values() for own in row):
+            return {}
+        return {
+            method: [f"[{_number(own[0])}, {_number(own[1])}]" if own else "–" for own in row]
+            for method, row in found.items()
+        }
+
     def difference(self, setting: str, method: str, metric: str) -> Difference:
         """Compare a method with the baseline, in all folds and seeds for which both have a value."""
         baseline = self.study.baseline
         theirs = self._by_fold(setting, baseline, metric) if baseline else {}
         ours = self._by_fold(setting, method, metric)
-        return Difference.of([ours[which] - theirs[which] for which in ours if which in theirs])
+        p = None
+        if baseline:
+            others = {other: self.values(setting, other, metric) for other in self.study.others}
+            p = against(self.values(setting, baseline, metric), others).get(method)
+        return Difference.of([ours[which] - theirs[which] for which in ours if which in theirs], p)
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -87,9 +164,11 @@ class Results:
     def about_differences(self, setting: str) -> str:
         """Return the title of a table of differences."""
         over = "left-out groups and seeds" if setting in self.study.folds else "seeds"
+        enough = len(self.study.seeds) >= LEAST_SEEDS
+        tested = "; p of a two-sided paired t-test over seeds, Holm correction over methods" if enough else ""
         return (
             f"{setting}: difference from {self.study.baseline}, paired over {over}: "
-            "mean ± standard error (standard deviation; number of pairs)"
+            f"mean ± standard error (standard deviation; number of pairs{tested})"
         )
 
     def cell(self, setting: str, method: str, metric: str) -> str:
@@ -200,6 +279,23 @@ class Results:
         declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
         return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
+    def selected(self, setting: str) -> dict[str, dict[str, list[Selected]]]:
+        """Return what DomainBed's rules choose where groups are left out; see :mod:`equipoise.study.selection`."""
+        return select_by_rules(self, setting)
+
+    def selection_table(self, setting: str) -> tuple[str, list[str], list[list[str]]] | None:
+        """Return title, header and rows of the table of rules; None if nothing was tuned or left out."""
+        found = self.selected(setting)
+        if not found:
+            return None
+        folds = len(self.study.folds[setting])
+        rows = []
+        for method in next(iter(found.values())):
+            tested = [[one.tested for one in by_method[method]] for by_method in found.values()]
+            rows.append([method, *(_number(statistics.fmean(own)) if len(own) == folds else "–" for own in tested)])
+        title = f"{setting}: mean over left-out groups, hyper-parameters chosen for each by"
+        return title, ["method", *(RULES[rule] for rule in found)], rows
+
     def _tuned(self, setting: str, method: str, metric: str) -> float | None:
         return self.values(setting, method, metric).get(self.study.tuning.seed)
 
@@ -236,11 +332,24 @@ class Results:
         rows = [
             dict(zip(names, which, strict=True))
             | dict(zip(("mean", "std", "n"), summed, strict=True))
+            | dict(zip(("rank", "p", "low", "high"), compared, strict=True))
             | {"seeds": {str(seed): value for seed, value in seeds.items()}}
-            for *which, summed, seeds in self._rows()
+            for *which, summed, compared, seeds in self._rows()
         ]
         failures = {path.as_posix(): message for path, message in self.failures.items()}
-        plain = {"metrics": list(self.study.metrics), "split": self.study.split, "std": self.spread, "results": rows}
+        plain: dict[str, Any] = {
+            "metrics": list(self.study.metrics),
+            "split": self.study.split,
+            "std": self.spread,
+            "results": rows,
+        }
+        plain["statistics"] = {
+            "marks": self.about_marks,
+            "test": TEST,
+            "level": LEVEL,
+            "least_seeds": LEAST_SEEDS,
+            "intervals": self.about_intervals,
+        }
         if self.compared:
             named = ("setting", "method", "metric")
             plain["differences"] = [
@@ -248,6 +357,14 @@ class Results:
                 for *which, difference in self._differences()
             ]
         chosen = {setting: self.chosen(setting) for setting in self.study.whole_settings} if self.study.tried else None
+        if selections := {setting: self.selected(setting) for setting in self.study.folds if self.study.tried}:
+            plain["selection"] = [
+                {"setting": setting, "rule": rule, "method": method, **asdict(one)}
+                for setting, by_rule in selections.items()
+                for rule, by_method in by_rule.items()
+                for method, chosen_for in by_method.items()
+                for one in chosen_for
+            ]
         how = self.choices if self.study.tried else self.study.chosen
         about = {s: {method: asdict(choice) for method, choice in of.items()} for s, of in how.items()}
         return (
@@ -261,19 +378,15 @@ class Results:
         """Write the tables as Markdown."""
         lines = []
         for setting in self.tables:
-            tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
-            if groups := self.groups(setting):
-                tables[f"{setting}: mean over the clients of each group"] = {
-                    group: f"groups.{group}" for group in groups
-                }
-            for title, columns in tables.items():
-                models = self.models(setting, columns.values())
-                header = ["method", *(["model"] if models else []), *columns]
-                rows = []
-                for method in self.study.methods:
-                    cells = (self.cell(setting, method, metric) for metric in columns.values())
-                    rows.append([method, *([models[method]] if models else []), *cells])
+            for title, header, rows in self._written(setting):
                 lines += _table(title, header, rows)
+            if intervals := self.interval_cells(setting):
+                rows = [[method, *cells] for method, cells in intervals.items()]
+                lines += _table(f"{setting}: {self.about_intervals}", ["method", *self.study.metrics], rows)
+        lines += [f"{self.about_marks}\n"] if len(self.study.methods) > 1 else []
+        for setting in self.study.folds:
+            if selection := self.selection_table(setting):
+                lines += _table(*selection)
         for setting in self.compared:
             rows = [
                 [method, *(self.difference(setting, method, metric).cell for metric in self.study.metrics)]
@@ -284,14 +397,38 @@ class Results:
         lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
         return "\n".join(lines)
 
+    def _written(self, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+        """Give title, header and rows of the table of metrics and of that of groups, marked as in Markdown."""
+        tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
+        if groups := self.groups(setting):
+            tables[f"{setting}: mean over the clients of each group"] = {group: f"groups.{group}" for group in groups}
+        for title, columns in tables.items():
+            models = self.models(setting, columns.values())
+            rankings = {metric: self.ranking(setting, metric) for metric in columns.values()}
+            rows = []
+            for method in self.study.methods:
+                cells = (
+                    _marked(self.cell(setting, method, metric), ranking, method) for metric, ranking in rankings.items()
+                )
+                rows.append([method, *([models[method]] if models else []), *cells])
+            yield title, ["method", *(["model"] if models else []), *columns], rows
+
+    def latex(self) -> str:
+        """Write the tables as LaTeX, for the package booktabs."""
+        return "\n".join(
+            latex_table(title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else "")
+            for setting in self.tables
+            for title, header, rows in self._written(setting)
+        )
+
     def csv(self) -> str:
         """Write one row a setting, method and metric, groups included."""
-        rows = ([*which, *summed] for *which, summed, _ in self._rows())
-        return _csv(["setting", "method", "model", "metric", "mean", "std", "n"], rows)
+        rows = ([*which, *summed, *compared] for *which, summed, compared, _ in self._rows())
+        return _csv(["setting", "method", "model", "metric", "mean", "std", "n", "rank", "p", "low", "high"], rows)
 
     def csv_seeds(self) -> str:
         """Write one row a setting, method, metric and seed."""
-        rows = ([*which, seed, value] for *which, _, seeds in self._rows() for seed, value in seeds.items())
+        rows = ([*which, seed, value] for *which, _, _, seeds in self._rows() for seed, value in seeds.items())
         return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
     def csv_differences(self) -> str:
@@ -308,11 +445,12 @@ class Results:
                 for metric in self.study.metrics:
                     yield setting, method, metric, self.difference(setting, method, metric)
 
-    def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, dict[int, float]]]:
+    def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, _Compared, dict[int, float]]]:
         for setting in self.tables:
             metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            rankings = {metric: self.ranking(setting, metric) for metric in metrics}
             for method in self.study.methods:
-                for metric in metrics:
+                for metric, ranking in rankings.items():
                     seeds = self.values(setting, method, metric)
                     yield (
                         setting,
@@ -320,8 +458,13 @@ class Results:
                         self._model(setting, method, metric),
                         metric,
                         _statistics(seeds.values()),
+                        self._compared(setting, method, metric, ranking),
                         seeds,
                     )
+
+    def _compared(self, setting: str, method: str, metric: str, ranking: Ranking) -> _Compared:
+        place = 1 if method in ranking.best else 2 if method in ranking.second else None
+        return place, (ranking.p or {}).get(method), *(self.interval(setting, method, metric) or (None, None))
 
 
 @dataclass(frozen=True)
@@ -338,6 +481,10 @@ class Difference:
         ``std`` divided by √n.
     pairs : int
         The number n of pairs.
+    p : float or None
+        The p-value of a two-sided paired t-test over seeds, after Holm's correction over all methods
+        but the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are averaged
+        before, because pairs of one seed share clients.
 
     Examples
     --------
@@ -349,12 +496,13 @@ class Difference:
     std: float | None
     standard_error: float | None
     pairs: int
+    p: float | None = None
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
+    def of(cls, differences: Sequence[float], p: float | None = None) -> Difference:
         """Summarize the differences of all pairs."""
         mean, std, pairs = _statistics(differences)
-        return cls(mean, std, None if std is None else std / math.sqrt(pairs), pairs)
+        return cls(mean, std, None if std is None else std / math.sqrt(pairs), pairs, p)
 
     @property
     def cell(self) -> str:
@@ -364,10 +512,13 @@ class Difference:
         mean = f"+{_number(self.mean)}" if self.mean >= 0 else _number(self.mean)
         if self.std is None or self.standard_error is None:
             return f"{mean} ({self.pairs})"
-        return f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs})"
+        tested = "" if self.p is None else f"; p = {self.p:.3f}"
+        return f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs}{tested})"
 
 
 _Statistics = tuple[float | None, float | None, int]
+# Place (1 or 2), p-value against the best, and the ends of the interval over clients.
+_Compared = tuple[int | None, float | None, float | None, float | None]
 
 
 def _statistics(values: Iterable[float]) -> _Statistics:
@@ -379,6 +530,14 @@ def _statistics(values: Iterable[float]) -> _Statistics:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+
+
+def _marked(cell: str, ranking: Ranking, method: str) -> str:
+    """Mark the best cell, the second, and those worse than the best, in Markdown."""
+    if method in ranking.best:
+        return f"**{cell}**"
+    marked = f"<u>{cell}</u>" if method in ranking.second else cell
+    return f"{marked} {WORSE}" if method in ranking.worse else marked
 
 
 def _said(models: Mapping[str, str]) -> str:

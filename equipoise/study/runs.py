@@ -20,7 +20,8 @@ from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
-from equipoise.run.records import summarize_rows, task_of
+from equipoise.run.records import Row, average_rows, summarize_rows, task_of
+from equipoise.study.metrics import WHICH
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job
@@ -115,7 +116,11 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
 def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
     if split == "test":
         return summary
-    validated = {**summary, "results": summary["validation"]}
+    tail = summary.get("tail", {})
+    moved = {name: {**own, "results": own["validation"]} if name in WHICH else own for name, own in tail.items()}
+    validated = {**summary, "results": summary["validation"], "tested": summary["results"]}
+    if moved:
+        validated["tail"] = moved
     if held := summary.get("server"):
         # The metrics of a study on validation data are those of validation data, the server's too.
         validated["server"] = {kind: held["val"] for kind in ("val", "test") if "val" in held}
@@ -132,10 +137,80 @@ def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
         raise RunError(f"cannot read {journal.path}: {type(error).__name__}: {error}") from error
 
 
+def counted_rows(directory: Path, summary: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of ``metrics.jsonl`` that a summary is about; none if they cannot be read.
+
+    Examples
+    --------
+    >>> counted_rows(Path("no/such/run"), {"round": 3})
+    []
+    """
+    tail = summary.get("tail", {}).get("rounds", [])
+    rounds = set(tail) or {summary.get("round")}
+    try:
+        rows = [row for row in Journal(directory / "metrics.jsonl").complete() if row["round"] in rounds]
+        return average_rows(rows) if tail else rows
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> int:
+    """Return how many runs fill a machine.
+
+    Parameters
+    ----------
+    missing : int
+        How many runs there are.
+    cores : int
+        One run for each core is enough: small models gain little from more threads.
+    peak, memory : int
+        On a GPU, the bytes that a run has used at most, and those that there are. A tenth of the
+        memory stays free, because runs differ. Beyond ``MOST_ON_GPU`` runs they only wait for each
+        other.
+
+    Returns
+    -------
+    int
+        At least 1.
+
+    Examples
+    --------
+    >>> at_a_time(30, 16), at_a_time(30, 16, peak=10 * 2**30, memory=80 * 2**30), at_a_time(3, 16)
+    (16, 6, 3)
+    """
+    fitting = [missing, cores]
+    if memory:
+        fitting += [MOST_ON_GPU, int(0.9 * memory) // (peak + GPU_CONTEXT)]
+    return max(1, min(fitting))
+
+
+MOST_ON_GPU = 8
+# What a process holds on a GPU before it has a single tensor, in bytes.
+GPU_CONTEXT = 2**29
+
+
 def carry_out(
-    missing: Sequence[Job], out: Path, jobs: int, split: str, tell: Watch
+    missing: Sequence[Job], out: Path, jobs: int | None, split: str, tell: Watch
 ) -> Iterator[tuple[Job, dict[str, Any] | str]]:
-    """Run jobs, so many at a time, and give the summary of each on a split, or why there is none, as they end."""
+    """Run jobs and give the summary of each on a split, or why there is none, as they end.
+
+    ``jobs`` is how many run at a time; with None as many as fill the cores or the GPU.
+    """
+    if jobs is None:
+        cores, devices = torch.get_num_threads(), [job.experiment.machine.torch_device for job in missing]
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        device = next((device for device in devices if device.type == "cuda"), None)
+        use = {}
+        if device is not None:
+            # Alone, to see how much memory it needs.
+            torch.cuda.reset_peak_memory_stats(device)
+            first, missing = missing[0], missing[1:]
+            tell(first, "begun")
+            yield first, _run(first, out / first.path, split, torch.get_num_threads())
+            use = {"peak": torch.cuda.max_memory_reserved(device), "memory": torch.cuda.mem_get_info(device)[1]}
+            torch.cuda.empty_cache()
+        jobs = at_a_time(len(missing), cores, **use)
     if jobs == 1 or len(missing) < 2:
         for job in missing:
             tell(job, "begun")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +68,15 @@ def write_roles(folder, roles, *, characters=120):
     ]
     Path(folder, "roles.jsonl").write_text("\n".join(lines))
     return str(folder)
+
+
+def write_cifar(root, *, each=40, test=10):
+    """Write noise in the format of CIFAR-10, as many images of each class; gives the directory."""
+    draws, folder = np.random.default_rng(0), Path(root, "cifar-10-batches-py")
+    folder.mkdir(parents=True)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        count = test if name == "test_batch" else 10 * each // 5
+        pixels = draws.integers(0, 256, (count, 3072), dtype=np.uint8)
+        batch = {b"labels": [number % 10 for number in range(count)], b"data": pixels}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    return str(root)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from equipoise.study import load_study
 from tests.experiments.scripts import load_script
+from tests.experiments.stand_ins import write_cifar
 
 HOME = Path(__file__).parents[2] / "experiments" / "gifair"
 TABLES = ["gender", "letters", "original", "shakespeare", "skewed", "threegroups"]
@@ -26,7 +28,7 @@ def experiments(name, **options):
 
 
 def test_every_table_and_the_figure_are_there():
-    assert sorted(path.stem for path in HOME.glob("*.yaml")) == sorted([*TABLES, "lambda"])
+    assert sorted(path.stem for path in HOME.glob("*.yaml")) == sorted([*TABLES, "lambda", "skewed-cifar10"])
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -126,3 +128,85 @@ def test_figure_4_of_another_study_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         load_script(HOME / "figure4.py").main()
     assert "holds runs of another study: its methods are not called by values of λ" in capsys.readouterr().err
+
+
+# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
+
+FAIR = {"fedavg", "qffl", "term", "afl", "fedmgda", "ditto", "gifair-global", "gifair-exact", "gifair-per"}
+
+
+def test_images_of_cifar_are_divided_and_judged_as_the_file_says():
+    study = load_study(HOME / "skewed-cifar10.yaml")
+    assert (set(study.methods), study.seeds, study.baseline) == (FAIR, (1, 2, 3, 4, 5), "fedavg")
+    for job in study.jobs:
+        experiment = job.experiment
+        partition = experiment.data["partition"]
+        assert (partition["clients"], partition["classes"], partition["images"]) == (100, 5, 100)
+        assert (experiment.model["name"], experiment.data["seed"]) == ("bncnn", 0)
+        assert (experiment.training.rounds, experiment.training.cohort_size(100)) == (150, 10)
+        assert (experiment.evaluation.every, experiment.evaluation.last) == (5, 8)
+    tuned = load_study(HOME / "skewed-cifar10.yaml", tune=True)
+    assert (set(tuned.tried), tuned.seeds, tuned.split) == (FAIR - {"fedavg"}, (0,), "val")
+    assert tuned.tuning.by == "sigma_clients"
+    of_mnist = load_study(HOME / "skewed.yaml", tune=True).tried
+    for label in FAIR - {"fedavg", "gifair-exact"}:
+        assert list(tuned.tried[label].values()) == list(of_mnist[label].values())
+    chosen = {job.method: job.experiment.plain()["method"] for job in study.jobs}
+    for label, variants in tuned.tried.items():
+        assert any(values.items() <= chosen[label].items() for values in variants.values()), label
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The study on noise: ten clients, two of them a round, three rounds of which the last two count."""
+    root = write_cifar(tmp_path / "cifar", each=25)
+    changes = [
+        f"data.root={root}",
+        "data.partition.clients=10",
+        "data.partition.images=4",
+        "model.channels=[2, 2]",
+        "model.hidden=[4]",
+        "training.cohort=2",
+        "training.rounds=3",
+        "training.epochs=1",
+        "evaluation={every: 1, last: 2}",
+        "machine={device: cpu}",
+    ]
+    return load_study(HOME / "skewed-cifar10.yaml", seeds=[1], overrides=changes)
+
+
+def test_cifar_in_small(small, tmp_path):
+    results = small.run(tmp_path / "runs")
+    assert results.failures == {}
+    for method in small.methods:
+        personal = method in ("ditto", "gifair-per")
+        for metric in small.metrics:
+            assert len(results.values("base", method, metric)) == 1, (method, metric)
+        assert results.models("base", small.metrics)[method] == ("personal" if personal else "global")
+    for summary in results.summaries.values():
+        assert summary["tail"]["rounds"] == [2, 3]
+    noise = load_script(HOME / "testing_noise.py")
+    found = noise.read(tmp_path / "runs")
+    assert set(found) == {f"base/{method}" for method in small.methods}
+    ((sigma, of_testing, left),) = found["base/fedavg"]
+    assert sigma == pytest.approx(results.values("base", "fedavg", "sigma_clients")[1])
+    assert left == pytest.approx(max(0, sigma**2 - of_testing**2) ** 0.5)
+    assert noise.table(found).splitlines()[2].startswith("| base/")
+
+
+def test_noise_of_testing():
+    noise = load_script(HOME / "testing_noise.py")
+    accuracies, images = [0.9, 0.5, 0.7], [11, 21, 101]
+    sigma, of_testing, left = noise.measure(accuracies, images)
+    variance = (0.9 * 0.1 / 10 + 0.5 * 0.5 / 20 + 0.7 * 0.3 / 100) / 3
+    assert sigma == pytest.approx(statistics.pstdev(accuracies))
+    assert of_testing == pytest.approx(variance**0.5)
+    assert left == pytest.approx((statistics.pvariance(accuracies) - variance) ** 0.5)
+    assert noise.measure([0.5, 0.6], [5, 5])[2] == 0.0
+
+
+def test_noise_without_a_study_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["testing_noise.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        load_script(HOME / "testing_noise.py").main()
+    assert "holds no finished run of a study" in capsys.readouterr().err

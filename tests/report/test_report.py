@@ -268,6 +268,31 @@ def test_the_pareto_set_holds_what_nothing_dominates(study):
     assert [label for label in table if table[label]["Pareto"]] == expected
 
 
+def test_from_five_seeds_on_methods_are_tested_against_the_best(tmp_path):
+    for seed in range(5):
+        write_run(tmp_path / f"study/base/fedavg/seed{seed}", clients=20, seed=seed)
+        write_run(tmp_path / f"study/base/ga/seed{seed}", clients=20, seed=seed, method="ga")
+        worse = write_run(tmp_path / f"study/base/worse/seed{seed}", clients=20, seed=seed, method="fedprox")
+        summary = json.loads((worse / "summary.json").read_text())
+        summary["results"]["global"]["seen"]["mean"] -= 0.2 + 0.001 * seed
+        (worse / "summary.json").write_text(json.dumps(summary))
+    page = page_of(tmp_path / "study")
+    shown = {label: row["mean ↑"] for label, row in page.table("Accuracy, seen clients").items()}
+    assert ["†" in cell for cell in shown.values()] == [False, False, True]
+    assert "† marks values that are worse than the best: p < 0.05, two-sided paired t-test over seeds" in page.text
+    (comparison,) = comparisons(find_entries([tmp_path / "study"])[0])
+    low, high = comparison.interval(comparison.runs["fedavg"], "seen", "mean")
+    intervals = page.table("95% bootstrap intervals over clients, seen clients")
+    assert intervals["fedavg"]["mean"] == f"{low:.3f} to {high:.3f}"
+    assert low < comparison.mean("fedavg", "seen", "mean") < high
+
+
+def test_below_five_seeds_nothing_is_claimed(study):
+    page = page_of(study)
+    assert "Nothing is claimed about chance: that takes 5 seeds." in page.text
+    assert "†" not in page.text
+
+
 def test_methods_are_in_the_order_of_the_study(study):
     rows = [{"setting": "base", "method": method} for method in ("ga", "fedavg", "faa")]
     (study / "results.json").write_text(json.dumps({"results": rows}))
