@@ -20,6 +20,8 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 napoleon_google_docstring = False
+# Attributes are listed with their class, and not once more as members.
+napoleon_use_ivar = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 html_theme = "furo"
