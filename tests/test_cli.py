@@ -31,20 +31,6 @@ from tests.data.small_adult import write_adult
 START = "from equipoise.cli import main; main()"
 
 
-@pytest.fixture
-def call(monkeypatch, tmp_path, capsys):
-    """Run a command in an empty directory; give exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            equipoise.cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
 def run_json(call, *arguments):
     code, stdout, stderr = call("run", *arguments, "--json")
     assert (code, stderr) == (0, "")

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-import equipoise.cli
 from equipoise.advise import FAMILIES
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "advice"
 SMALL = {"data": "digits", "model": {"name": "mlp", "hidden": [4]}, "training": {"rounds": 2}}
-
-
-@pytest.fixture
-def call(monkeypatch, tmp_path, capsys):
-    """Run a command in an empty directory; give exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            equipoise.cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def test_measuring_alone_trains_nothing(call):

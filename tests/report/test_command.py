@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,6 @@ from equipoise.data import load
 from tests.report.synthetic import write_run
 
 TINY = ("--rounds", 1, "--set", "model.hidden=[2]")
-
-
-@pytest.fixture
-def call(monkeypatch, tmp_path, capsys):
-    """Run a command in an empty directory; give exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            equipoise.cli.main()
-        return end.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def test_run_writes_a_report_and_says_where(call):

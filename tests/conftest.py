@@ -1,0 +1,23 @@
+"""What tests of several folders use."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import equipoise.cli
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path, capsys):
+    """Run a command in an empty directory; give exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            equipoise.cli.main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return run
