@@ -53,7 +53,7 @@ def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="fl
 
 def minimised(reports):
     """The whole loss of each client: the task's, and what the method adds."""
-    return reports["train_loss"] + reports["method_terms"]
+    return reports["train_loss"] + reports.get("method_terms", 0)
 
 
 def engine_run(module, federation, cohorts, *, chunk, method="fedavg", **how):

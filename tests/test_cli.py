@@ -695,7 +695,7 @@ def test_names_in_a_summary_from_others_do_not_act_on_the_terminal(call):
         (["--device", "cpu:x"], 2),
         (["--set", "seed=" + "9" * 5000], 2),
         (["--set", "data=&a {name: *a}"], 2),
-        (["--set", "training={<<: {rounds: 1}}"], 2),
+        (["--set", "training={<<: [rounds]}"], 2),
         (["--set", "data.name=" + "x" * 1_000_000], 2),
         (["--set", 'data.name="\\e[2J"'], 2),
     ],

@@ -282,7 +282,7 @@ def train(
                 _begin(directory, _yaml(config), attached or {})
         if finished and directory:
             return Run(read_json(directory / SUMMARY), config, directory, trainer)
-        listeners = Listeners(callbacks, copy.deepcopy(config), directory)
+        listeners = Listeners(callbacks, json.loads(json.dumps(config, default=repr)), directory)
         try:
             trainer.run(on_round, listeners)
             run = _finished(trainer, config, directory)

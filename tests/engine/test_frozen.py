@@ -22,7 +22,7 @@ from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.local_rules import Heads, Weighted, by_first_pixel
 from tests.engine.small_models import mlp
-from tests.rounds import linear, play, random_regression
+from tests.rounds import linear, minimised, play, random_regression
 
 # One sample is a batch without a variance, and a client that is the only one left at the end.
 SIZES = [9, 1, 20, 3, 17]
@@ -75,7 +75,7 @@ def after_rounds(rule, module=None, cohorts=COHORTS, *, chunk=10, fine_tune=(), 
     still, own = played.engine.personal_models(
         played.model, Personal(method, fine_tune, len(cohorts)), np.arange(len(SIZES))
     )
-    losses = played.updates[-1].reports["train_loss"]
+    losses = minimised(played.updates[-1].reports)
     return {**played.model, **{f"own {name}": t for name, t in {**still, **own}.items()}, "losses": losses}
 
 

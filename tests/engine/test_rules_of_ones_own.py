@@ -198,7 +198,7 @@ def test_whole_numbers_in_tensors_are_kept():
     ],
 )
 def test_an_optimizer_that_is_no_settings_is_refused(optimizer, says):
-    with pytest.raises(InputError, match=rf"training.optimizer must be settings such as Sgd\(lr=0.1\) .*{says}"):
+    with pytest.raises(InputError, match=rf"optimizer must be settings such as Sgd\(lr=0.1\) .*{says}"):
         train(images(), rounds=1, optimizer=optimizer)
     with pytest.raises(InputError, match=f"the optimizer of a Phase must be settings .*{says}"):
         Phase(optimizer=optimizer)

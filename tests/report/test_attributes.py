@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
 
 
 def page_of(*paths):
-    return Page(write_report(paths).read_text(encoding="utf-8"))
+    return Page(write_report(paths, paths[0] / "report.html").read_text(encoding="utf-8"))
 
 
 def test_one_run_has_rates_by_value(runs):
