@@ -658,7 +658,7 @@ def test_the_experiment_and_the_commands_of_the_front_page():
 
 
 def test_the_front_page_names_the_commands_with_json(call):
-    named = re.search(r"`--help`; (.*?) have `--json`", README.read_text())[1]
+    named = re.search(r"`--help`; (.*?)\s+have `--json`", README.read_text(), re.DOTALL)[1]
     commands = {"run", "methods", "explain", "data", "compare", "report", "advise", "flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
