@@ -29,7 +29,7 @@ test: $(READY) lint  ## check the code and run all quick tests and the examples 
 
 # Every message to a Flower client starts a process that loads PyTorch: two federations at once would be slower than one
 # after the other.
-FEDERATIONS := tests/flower/test_processes.py tests/flower/test_deployment.py
+FEDERATIONS := tests/flower/test_processes.py tests/flower/test_deployment.py tests/flower/test_attacks.py
 test-slow: $(READY)  ## run the tests that take long: killed processes, federations of processes, all combinations
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 -m slow $(FEDERATIONS:%=--ignore %)
 	$(PYTHON) -m pytest -m slow --durations 0 $(FEDERATIONS)
