@@ -85,6 +85,7 @@ def place(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_study_of_own_code_runs_in_processes_of_its_own(place):
     code, printed, errors = equipoise("compare", "study.yaml", "--jobs", "2", "--out", "runs", cwd=place)
     assert code == 0, errors
@@ -103,6 +104,7 @@ print(torch.equal(*(equipoise.load(f"runs/{run}/seed0", trust=True).head.weight 
     assert "halved" in printed
 
 
+@pytest.mark.slow
 def test_a_run_takes_own_code_along(place, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (place / "one.yaml").write_text(

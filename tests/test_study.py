@@ -1291,6 +1291,7 @@ def kill_and_start_again(tmp_path, *options):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.slow
 def test_a_killed_study_redoes_no_finished_run(tmp_path):
     kill_and_start_again(tmp_path)
 

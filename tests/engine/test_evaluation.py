@@ -225,6 +225,7 @@ def test_metrics_of_samples_that_several_clients_hold():
 
 
 @pytest.mark.parametrize(("shared", "most"), [(True, 1), (False, 3)], ids=["one client", "a chunk"])
+@pytest.mark.slow
 def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     monkeypatch.setattr(chunking, "_PASS", 4)
     clients, each = 40, 20

@@ -471,6 +471,7 @@ def photos(size: int, a_class: int) -> tuple[Tensor, np.ndarray]:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_linear_probe_on_resnet_50_knows_photographs():
     """Each third is held out once, because single thirds of 84 images differ by several percent. Chance is 0.14."""
     from sklearn.linear_model import LogisticRegression
