@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from equipoise.run.files import load_tensors
+from tests.peak import PEAK
 from tests.run.small import rows_of
 
 CLIENTS, SAMPLES, COHORT, ROUNDS = 1_000_000, 10, 100, 3
 PROGRAM = f"""
-import json, resource, sys
-from pathlib import Path
+import json, sys
 import numpy as np
 import torch
 from equipoise import Evaluation, Federation, train
@@ -39,13 +39,7 @@ run = train(
     federation, method="scaffold", rounds={ROUNDS}, cohort={COHORT}, batch_size=5, evaluation=Evaluation(every=0),
     out=sys.argv[1],
 )
-status = Path("/proc/self/status")
-if status.exists():
-    # On Linux ru_maxrss counts the process that started this one, too.
-    peak = 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-else:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(json.dumps({{"peak": peak, "rounds": run.summary["rounds"]}}))
+print(json.dumps({{"peak": peak(), "rounds": run.summary["rounds"]}}))
 """
 
 
@@ -54,7 +48,7 @@ def million(tmp_path_factory):
     out = tmp_path_factory.mktemp("million") / "run"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(out)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PEAK + PROGRAM, str(out)], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout)
