@@ -19,6 +19,7 @@ from equipoise.engine import data as engine_data
 from equipoise.engine.data import DeviceData
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import build
+from tests.peak import PEAK
 
 CPU = torch.device("cpu")
 
@@ -250,6 +251,3 @@ def test_memory_does_not_grow_with_the_samples_that_are_not_read(tmp_path):
     said = json.loads(done.stdout)
     assert said["rounds"] == 2
     assert said["grown"] < 1 << 30
-
-
-from tests.peak import PEAK
