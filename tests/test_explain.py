@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from equipoise import config
-from equipoise.cli import main
 from equipoise.config import Experiment, experiment_from
 from equipoise.data import PARTITIONS, SOURCES, load, recipe_of
 from equipoise.engine.settings import FineTune, Machine, Training
@@ -164,19 +162,13 @@ def test_explain_finds_keys_by_their_ends_and_names_mistakes():
         explain("training.epoch")
 
 
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["equipoise", "explain", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code or 0, *capsys.readouterr()
-
-
-def test_the_command_line_explains(monkeypatch, capsys):
-    code, stdout, _ = call(monkeypatch, capsys, "training.schedule")
+def test_the_command_line_explains(call):
+    code, stdout, _ = call("explain", "training.schedule")
     assert code == 0
+    assert all(line == line.rstrip() for line in stdout.splitlines())
     assert "training.schedule.warmup: a whole number; default 0" in stdout
     assert "example: training: {schedule: {kind: cosine, over: 100}}" in stdout
-    assert json.loads(call(monkeypatch, capsys, "machine.device", "--json")[1])[0]["default"] == "auto"
-    assert call(monkeypatch, capsys, "--markdown")[1] == page()
-    code, _, stderr = call(monkeypatch, capsys, "machine.devise")
+    assert json.loads(call("explain", "machine.device", "--json")[1])[0]["default"] == "auto"
+    assert call("explain", "--markdown")[1] == page()
+    code, _, stderr = call("explain", "machine.devise")
     assert (code, "did you mean 'machine.device'" in stderr) == (2, True)

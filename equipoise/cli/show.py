@@ -555,5 +555,5 @@ def settings(found: Sequence[Setting]) -> None:
         usual = f"default {setting.default}" if setting.default else "no default"
         default = "needed" if setting.default is None else usual
         console.print(Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"), soft_wrap=True)
-        console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4)))
+        console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4), expand=False))
         console.print(f"    example: {setting.example}", soft_wrap=True)
