@@ -7,7 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = [] if find_spec("triton") else ["equipoise/models/kernels.py", "equipoise/models/products.py"]
+collect_ignore = (
+    [] if find_spec("triton") else ["equipoise/models/kernels.py", "equipoise/models/products.py"]
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -74,7 +74,9 @@ def interpreter(peer: Peer, choices: Choices) -> Path:
     if peer.name in choices.envs:
         python = choices.envs[peer.name] / "bin" / "python"
         if not python.exists():
-            raise InputError(f"no Python at {str(python)!r}, from --env {peer.name}=…; give a virtual environment")
+            raise InputError(
+                f"no Python at {str(python)!r}, from --env {peer.name}=…; give a virtual environment"
+            )
         return python
     if peer.requirements is None or peer.name in choices.pythonpaths:
         return Path(sys.executable)
@@ -106,7 +108,17 @@ def _made(peer: Peer, requirements: Path) -> Path:
     print(f"installing {peer.name} into {directory} …", file=sys.stderr, flush=True)
     venv.create(directory, with_pip=True, clear=True)
     # One retry: where the extra index of CPU builds cannot be reached, pip tries it again for every package.
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", "-r", str(requirements)]
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--retries",
+        "1",
+        "-r",
+        str(requirements),
+    ]
     installation = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if installation.returncode != 0:
         print(installation.stdout, file=sys.stderr)

@@ -71,7 +71,9 @@ class Echo(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(id_) for id_ in list(message_ids) if id_ in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         raise NotImplementedError
 
     def _across(self, message: Message) -> Message:
@@ -84,7 +86,9 @@ class Echo(Grid):
 
     def _answer(self, message: Message) -> Message:
         client = message.metadata.dst_node_id - 1
-        note = ConfigRecord({"client": client, "round": settings_of(message.content).get("round", 0)})
+        note = ConfigRecord(
+            {"client": client, "round": settings_of(message.content).get("round", 0)}
+        )
         if message.metadata.message_type == "query.describe":
             about = ConfigRecord({"text": described(client).text()})
             return Message(RecordDict({"about": about, "note": note}), reply_to=message)
@@ -92,7 +96,9 @@ class Echo(Grid):
         update = to_record(from_record(message.content.array_records["model"]))
         self.client_seconds += time.process_time() - begin
         reports = MetricRecord({"train_loss": 1.0, "steps": 1.0})
-        return Message(RecordDict({"update": update, "reports": reports, "note": note}), reply_to=message)
+        return Message(
+            RecordDict({"update": update, "reports": reports, "note": note}), reply_to=message
+        )
 
 
 def described(client: int) -> Description:
@@ -147,7 +153,9 @@ def measure(hidden: list[int], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="Where to write the numbers.")
     given = parser.parse_args()

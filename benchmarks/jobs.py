@@ -34,7 +34,14 @@ _JOBS: dict[str, dict[str, Any]] = {
     },
     "pfl": {
         "about": "pfl-research's CIFAR-10 setting: two-layer CNN, 1,000 clients, cohort of 50",
-        "fields": {"model": "pflcnn", "options": {}, "shape": _IMAGE, "clients": 1000, "cohort": 50, "lr": 0.1},
+        "fields": {
+            "model": "pflcnn",
+            "options": {},
+            "shape": _IMAGE,
+            "clients": 1000,
+            "cohort": 50,
+            "lr": 0.1,
+        },
         "rounds": {"cpu": (1, 5), "cuda": (5, 30)},
         "exact": 2,
         "tolerance": 1e-2,
@@ -61,7 +68,13 @@ ABOUT = {name: spec["about"] for name, spec in _JOBS.items()}
 
 
 def make(
-    name: str, *, device: str, threads: int, rounds: int | None = None, quick: bool = False, tf32: bool = False
+    name: str,
+    *,
+    device: str,
+    threads: int,
+    rounds: int | None = None,
+    quick: bool = False,
+    tf32: bool = False,
 ) -> Job:
     """Describe one of the three jobs for a device.
 
@@ -119,6 +132,8 @@ def draw(job: Job) -> tuple[Tensor, Tensor]:
     y = generator.integers(job.classes, size=(job.clients, job.samples))
     centres = 0.5 * generator.standard_normal((job.classes, *job.shape), dtype=np.float32)
     x = generator.standard_normal((job.clients, job.samples, *job.shape), dtype=np.float32)
-    for client in range(job.clients):  # one client at a time: all centres at once would double the memory
+    for client in range(
+        job.clients
+    ):  # one client at a time: all centres at once would double the memory
         x[client] += centres[y[client]]
     return torch.from_numpy(x), torch.from_numpy(y)

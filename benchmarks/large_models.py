@@ -68,7 +68,9 @@ def images(clients: int, each: int, pixels: int, *, in_bytes: bool = True) -> Fe
     x = x if in_bytes else x.float() / 255
     y = torch.from_numpy(draws.integers(0, CLASSES, count))
     holders = np.repeat(np.arange(clients), each)
-    return Federation.from_arrays(x, y, clients=holders.tolist(), splits=(1.0, 0.0, 0.0), classes=CLASSES)
+    return Federation.from_arrays(
+        x, y, clients=holders.tolist(), splits=(1.0, 0.0, 0.0), classes=CLASSES
+    )
 
 
 def prompted(source: str, pixels: int) -> nn.Module:
@@ -120,7 +122,9 @@ def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[fl
 # ---- measurements, each in a process of its own -----------------------------------------------------------------------
 
 
-def step(how: str, source: str, clients: int = 16, each: int = 8, pixels: int = 112, rounds: int = 3) -> dict[str, Any]:
+def step(
+    how: str, source: str, clients: int = 16, each: int = 8, pixels: int = 112, rounds: int = 3
+) -> dict[str, Any]:
     """Take local steps of 16 clients with 8 images each."""
     torch.set_num_threads(1)
     federation, module = images(clients, each, pixels), prompted(source, pixels)
@@ -138,7 +142,9 @@ def step(how: str, source: str, clients: int = 16, each: int = 8, pixels: int = 
     else:
         chunk = clients if how == "stacked" else 1
         training = Training(batch_size=each, epochs=1, optimizer=Sgd(lr=0.1))
-        play = Rounds(StackedEngine(federation, module, training, Machine(device="cpu", chunk=chunk))).play
+        play = Rounds(
+            StackedEngine(federation, module, training, Machine(device="cpu", chunk=chunk))
+        ).play
     play()
     began = time.process_time()
     for _ in range(rounds):
@@ -152,7 +158,10 @@ def prompts(
     """Train prompts of 22 clients, 32 images a step, on a GPU."""
     federation, module = images(clients, each, pixels), prompted(source, pixels)
     machine = Machine(
-        device="cuda", chunk=clients, tf32=how == "tf32", frozen="bfloat16" if how == "bfloat16" else None
+        device="cuda",
+        chunk=clients,
+        tf32=how == "tf32",
+        frozen="bfloat16" if how == "bfloat16" else None,
     )
     if how.startswith("loop"):
         play = _plain_loop(federation, module.cuda(), tf32=how == "loop tf32")
@@ -201,17 +210,34 @@ def fedgcr(
     module = build_model("fedgc", shape=(3, pixels, pixels), classes=CLASSES, source=source)
     if how.startswith("loop"):
         play = _fedgcr_loop(federation, module.cuda(), tf32=how == "loop tf32")
-        return {"images_a_second": clients * each / median_seconds(play, rounds, warmup=1), "rounds": rounds}
-    training = Training(rounds=rounds, batch_size=32, epochs=1, optimizer=optimizer_named("adamw", lr=1e-3))
-    machine = Machine(device="cuda", tf32=how != "float32", frozen="bfloat16" if how == "bfloat16" else None)
+        return {
+            "images_a_second": clients * each / median_seconds(play, rounds, warmup=1),
+            "rounds": rounds,
+        }
+    training = Training(
+        rounds=rounds, batch_size=32, epochs=1, optimizer=optimizer_named("adamw", lr=1e-3)
+    )
+    machine = Machine(
+        device="cuda", tf32=how != "float32", frozen="bfloat16" if how == "bfloat16" else None
+    )
     began = time.perf_counter()
     trainer = Trainer(
-        federation, build_method("fedgcr", clusters=5), module, training, machine, Evaluation(every=0), seed=0
+        federation,
+        build_method("fedgcr", clusters=5),
+        module,
+        training,
+        machine,
+        Evaluation(every=0),
+        seed=0,
     )
     trainer.run()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    return {"images_a_second": rounds * clients * each / seconds, "rounds": rounds, "seconds": seconds}
+    return {
+        "images_a_second": rounds * clients * each / seconds,
+        "rounds": rounds,
+        "seconds": seconds,
+    }
 
 
 def _fedgcr_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
@@ -259,7 +285,9 @@ def _fedgcr_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Ca
     return play
 
 
-def resnet(how: str, source: str, each: int = 640, pixels: int = 112, rounds: int = 5) -> dict[str, Any]:
+def resnet(
+    how: str, source: str, each: int = 640, pixels: int = 112, rounds: int = 5
+) -> dict[str, Any]:
     """Train a ResNet-50 on three clients of 640 images, 16 images a step, on a GPU.
 
     Speed does not depend on the weights, so they are random.
@@ -268,23 +296,33 @@ def resnet(how: str, source: str, each: int = 640, pixels: int = 112, rounds: in
     federation = images(clients, each, pixels)
     optimizer = Sgd(lr=1e-3, momentum=0.9, weight_decay=5e-4)
     with tempfile.TemporaryDirectory() as folder:
-        transformers.ResNetForImageClassification(transformers.ResNetConfig()).save_pretrained(folder)
+        transformers.ResNetForImageClassification(transformers.ResNetConfig()).save_pretrained(
+            folder
+        )
         Path(folder, "preprocessor_config.json").write_text(
             '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
         )
-        module = build_model("pretrained", shape=(3, pixels, pixels), classes=CLASSES, source=folder)
+        module = build_model(
+            "pretrained", shape=(3, pixels, pixels), classes=CLASSES, source=folder
+        )
     if how == "loop":
         play = _plain_training(federation, module.cuda(), optimizer, batch)
     else:
         method, _, chunk = how.partition(" chunk ")
-        machine = Machine(device="cuda", precision="bfloat16", chunk=int(chunk) if chunk else "auto")
-        engine = StackedEngine(federation, module, Training(batch_size=batch, optimizer=optimizer), machine)
+        machine = Machine(
+            device="cuda", precision="bfloat16", chunk=int(chunk) if chunk else "auto"
+        )
+        engine = StackedEngine(
+            federation, module, Training(batch_size=batch, optimizer=optimizer), machine
+        )
         play = Rounds(engine, build_method(method).local).play
     seconds = median_seconds(play, rounds, warmup=2)
     return {"seconds": seconds, "images_a_second": clients * each / seconds}
 
 
-def _plain_training(federation: Federation, module: nn.Module, optimizer: Sgd, batch: int) -> Callable[[], None]:
+def _plain_training(
+    federation: Federation, module: nn.Module, optimizer: Sgd, batch: int
+) -> Callable[[], None]:
     """Train all parameters, one client after the other, from the same start."""
     x, y = federation.x.cuda(), federation.y.cuda()
     begun = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -294,7 +332,10 @@ def _plain_training(federation: Federation, module: nn.Module, optimizer: Sgd, b
         for client in range(federation.clients):
             module.load_state_dict(begun)
             steps = torch.optim.SGD(
-                module.parameters(), optimizer.lr, momentum=optimizer.momentum, weight_decay=optimizer.weight_decay
+                module.parameters(),
+                optimizer.lr,
+                momentum=optimizer.momentum,
+                weight_decay=optimizer.weight_decay,
             )
             held = torch.from_numpy(federation.train.of(client)).cuda()
             for chosen in held[torch.randperm(len(held), device="cuda")].split(batch):
@@ -353,7 +394,9 @@ def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
     draws = torch.Generator().manual_seed(0)
     x = torch.rand(20 * 60, 1, 28, 28, generator=draws)
     y = torch.randint(0, 10, (len(x),), generator=draws)
-    federation = Federation.from_arrays(x, y, clients=np.repeat(np.arange(20), 60), splits=(1.0, 0.0, 0.0), classes=10)
+    federation = Federation.from_arrays(
+        x, y, clients=np.repeat(np.arange(20), 60), splits=(1.0, 0.0, 0.0), classes=10
+    )
     module = build_model("cnn2", shape=(1, 28, 28), classes=10)
     players = []
     for rule in (None, ThreeLooks()):
@@ -369,7 +412,14 @@ def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
     floating = images(50, 8, 16, in_bytes=False)
     module = build_model("mlp", shape=(3, 16, 16), classes=CLASSES)
     players = [
-        Rounds(StackedEngine(floating, module, Training(batch_size=size, epochs=5), Machine(device="cpu", chunk=50)))
+        Rounds(
+            StackedEngine(
+                floating,
+                module,
+                Training(batch_size=size, epochs=5),
+                Machine(device="cpu", chunk=50),
+            )
+        )
         for size in (8, 32)
     ]
     narrow, wide = in_turns(players, rounds)
@@ -389,7 +439,16 @@ MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] =
 
 def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
     """Run one measurement in a process of its own, and add its peak memory."""
-    command = [sys.executable, "-m", "benchmarks.large_models", "--source", source, "--only", name, how]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.large_models",
+        "--source",
+        source,
+        "--only",
+        name,
+        how,
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
@@ -397,10 +456,18 @@ def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what is asked for and print it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measurements", nargs="*", choices=[*MEASUREMENTS, []], help="What to measure.")
-    parser.add_argument("--source", default="../shared/weights/vit-small-14", help="Directory of a pretrained ViT.")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="Where to measure 'looks'.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "measurements", nargs="*", choices=[*MEASUREMENTS, []], help="What to measure."
+    )
+    parser.add_argument(
+        "--source", default="../shared/weights/vit-small-14", help="Directory of a pretrained ViT."
+    )
+    parser.add_argument(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="Where to measure 'looks'."
+    )
     parser.add_argument("--json", type=Path, help="Where to write the numbers.")
     parser.add_argument("--only", nargs=2, metavar=("NAME", "HOW"), help=argparse.SUPPRESS)
     given = parser.parse_args()

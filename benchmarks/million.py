@@ -82,13 +82,19 @@ def median_seconds(counts: Sequence[int], *, rounds: int, warm_up: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.million", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.million", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds")
     parser.add_argument("--warm-up", type=int, default=5, help="rounds before them")
     arguments = parser.parse_args()
-    few, many = median_seconds([1_000, 1_000_000], rounds=arguments.rounds, warm_up=arguments.warm_up)
+    few, many = median_seconds(
+        [1_000, 1_000_000], rounds=arguments.rounds, warm_up=arguments.warm_up
+    )
     # Linux counts in KiB, macOS in bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     print(f"{COHORT} clients of {SAMPLES} samples a round, median of {arguments.rounds} rounds")
     print(f"    1,000 registered: {few * 1e3:7.2f} ms a round")
     print(f"1,000,000 registered: {many * 1e3:7.2f} ms a round, {many / few:.2f} times as long")

@@ -68,7 +68,9 @@ def main() -> None:
     ratios = [plain / ours for plain, ours in pairs]
     for plain, ours in pairs:
         print(f"bare {plain:.3f} s, equipoise {ours:.3f} s: {plain / ours:.2f}")
-    print(f"{job.name}: equipoise is {statistics.median(ratios):.2f} times as fast (median of {len(ratios)} pairs)")
+    print(
+        f"{job.name}: equipoise is {statistics.median(ratios):.2f} times as fast (median of {len(ratios)} pairs)"
+    )
 
 
 if __name__ == "__main__":

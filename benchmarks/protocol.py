@@ -107,7 +107,9 @@ class Work:
         """Build the model with the initial weights, in training mode, its dropout off where the pass says so."""
         from equipoise.models import build
 
-        model: nn.Module = build(self.job.model, shape=self.job.shape, classes=self.job.classes, **self.job.options)
+        model: nn.Module = build(
+            self.job.model, shape=self.job.shape, classes=self.job.classes, **self.job.options
+        )
         model.load_state_dict(torch.load(self.directory / "initial.pt", weights_only=True))
         if not stage.dropout:
             for module in model.modules():
@@ -179,7 +181,9 @@ def _peak_resident() -> float:
             parents[pid] = int(fields["PPid"])
             peaks[pid] = int(fields["VmHWM"].split()[0]) * 1024
     if not peaks:  # no /proc: macOS, which counts in bytes and not in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     return sum(peak for pid, peak in peaks.items() if _descends(pid, parents))
 
 
@@ -196,7 +200,10 @@ def float32_error(device: torch.device) -> dict[str, float]:
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))
-    images, kernel = a.view(4, 64, 16, 16), torch.randn(64, 64, 3, 3, generator=generator, dtype=torch.float64)
+    images, kernel = (
+        a.view(4, 64, 16, 16),
+        torch.randn(64, 64, 3, 3, generator=generator, dtype=torch.float64),
+    )
     questions: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
         "matmul": (torch.matmul, a, b),
         "conv": (nn.functional.conv2d, images, kernel),
@@ -228,7 +235,9 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True, help="directory that holds the job")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write; parameters go beside it as .pt")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON file to write; parameters go beside it as .pt"
+    )
     parser.add_argument("--no-exact", action="store_true", help="leave the exactness pass out")
     arguments = parser.parse_args()
 
@@ -255,7 +264,9 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
         "peak": clock.peak,
         "float32_error": error,
         "threads": f"{job.threads} torch threads, {processes}",
-        "device": torch.cuda.get_device_name() if work.device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if work.device.type == "cuda"
+        else platform.machine(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

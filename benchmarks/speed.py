@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         names = _chosen("job", arguments.jobs, jobs.NAMES, "--jobs")
         peers = [PEERS[name] for name in _chosen("peer", arguments.peers, PEERS, "--peers")]
-        choices = Choices(_pairs(arguments.env, "--env"), _pairs(arguments.pythonpath, "--pythonpath"))
+        choices = Choices(
+            _pairs(arguments.env, "--env"), _pairs(arguments.pythonpath, "--pythonpath")
+        )
         _check(arguments)
         peers, notes = _able(peers, arguments.device)
         notes += _busy()
@@ -61,16 +63,37 @@ def _parser() -> argparse.ArgumentParser:
         description="Train the same jobs with Equipoise and its peers; compare client-steps per second and results.",
         epilog="example: python -m benchmarks.speed --jobs small pfl --peers bare pfl equipoise --repeats 3",
     )
-    parser.add_argument("--jobs", nargs="+", default=list(jobs.NAMES), metavar="JOB", help=", ".join(jobs.NAMES))
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), metavar="PEER", help=", ".join(PEERS))
+    parser.add_argument(
+        "--jobs", nargs="+", default=list(jobs.NAMES), metavar="JOB", help=", ".join(jobs.NAMES)
+    )
+    parser.add_argument(
+        "--peers", nargs="+", default=list(PEERS), metavar="PEER", help=", ".join(PEERS)
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, help="timed rounds, in place of each job's own number")
-    parser.add_argument("--repeats", type=int, default=3, help="times each peer is run, peers taking turns (default 3)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads for every peer (default 2)")
-    parser.add_argument("--tf32", action="store_true", help="let every peer's timed pass use TF32 on a GPU")
-    parser.add_argument("--quick", action="store_true", help="few rounds and one repeat: does everything run?")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds one peer may take (default 1800)")
-    parser.add_argument("--env", nargs="+", default=[], metavar="PEER=DIR", help="virtual environment of a peer")
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds, in place of each job's own number"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="times each peer is run, peers taking turns (default 3)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="torch threads for every peer (default 2)"
+    )
+    parser.add_argument(
+        "--tf32", action="store_true", help="let every peer's timed pass use TF32 on a GPU"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds and one repeat: does everything run?"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="seconds one peer may take (default 1800)"
+    )
+    parser.add_argument(
+        "--env", nargs="+", default=[], metavar="PEER=DIR", help="virtual environment of a peer"
+    )
     parser.add_argument(
         "--pythonpath",
         nargs="+",
@@ -78,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PEER=DIR",
         help="run a peer with this Python, importing from DIR",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/speed"), help="directory for speed.json and speed.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/speed"), help="directory for speed.json and speed.md"
+    )
     return parser
 
 
@@ -97,7 +122,9 @@ def _pairs(texts: Iterable[str], where: str) -> dict[str, Path]:
         if peer not in PEERS:
             raise unknown("peer", peer, PEERS, where=where)
         if not separator or not Path(directory).is_dir():
-            raise InputError(f"{where} {text!r} names no directory; write PEER=DIR with a directory that exists")
+            raise InputError(
+                f"{where} {text!r} names no directory; write PEER=DIR with a directory that exists"
+            )
         pairs[peer] = Path(directory).absolute()
     return pairs
 
@@ -127,10 +154,16 @@ def _able(peers: list[Peer], device: str) -> tuple[list[Peer], list[str]]:
 def _busy() -> list[str]:
     """Warn of other work on the machine: threads that wait for one another lose far more than their share of a core."""
     load = os.getloadavg()[0]
-    return [f"machine busy: load average {load:.1f} before the first run; timings are unreliable"] if load > 0.5 else []
+    return (
+        [f"machine busy: load average {load:.1f} before the first run; timings are unreliable"]
+        if load > 0.5
+        else []
+    )
 
 
-def _compare(names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace) -> dict[str, Any]:
+def _compare(
+    names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace
+) -> dict[str, Any]:
     pythons = {peer.name: interpreter(peer, choices) for peer in peers}
     report: dict[str, Any] = {
         "device": arguments.device,
@@ -173,10 +206,24 @@ def _measure(
                 continue
             what = f"{job.name} {repeat + 1}/{repeats} {peer.name}"
             out = directory / f"{peer.name}-{repeat}.json"
-            command = [pythons[peer.name], peer.path, "--job", directory, "--device", arguments.device, "--out", out]
+            command = [
+                pythons[peer.name],
+                peer.path,
+                "--job",
+                directory,
+                "--device",
+                arguments.device,
+                "--out",
+                out,
+            ]
             try:
                 # One exactness pass is enough: it has no spread.
-                _run([*map(str, command), *(["--no-exact"] if repeat else [])], peer, choices, arguments)
+                _run(
+                    [*map(str, command), *(["--no-exact"] if repeat else [])],
+                    peer,
+                    choices,
+                    arguments,
+                )
             except RunError as error:
                 failures[peer.name] = str(error)
                 print(f"{what}: {error}", file=sys.stderr, flush=True)
@@ -203,7 +250,9 @@ def _run(command: list[str], peer: Peer, choices: Choices, arguments: argparse.N
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise RunError(f"peer {peer.name!r} took more than --timeout {arguments.timeout:g} s") from None
+            raise RunError(
+                f"peer {peer.name!r} took more than --timeout {arguments.timeout:g} s"
+            ) from None
         raise
     if process.returncode != 0:
         tail = "\n".join(output.splitlines()[-15:])
@@ -212,7 +261,11 @@ def _run(command: list[str], peer: Peer, choices: Choices, arguments: argparse.N
 
 def _distances(directory: Path, results: Results) -> dict[str, dict[str, float]]:
     """Measure how far each peer's final parameters are from the bare loop's: see ``distance``."""
-    finals = {peer: torch.load(directory / f"{peer}-0.pt", weights_only=True) for peer, runs in results.items() if runs}
+    finals = {
+        peer: torch.load(directory / f"{peer}-0.pt", weights_only=True)
+        for peer, runs in results.items()
+        if runs
+    }
     if REFEREE not in finals:
         return {}
     initial = torch.load(directory / "initial.pt", weights_only=True)
@@ -220,7 +273,9 @@ def _distances(directory: Path, results: Results) -> dict[str, dict[str, float]]
 
 
 def distance(
-    final: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
+    final: dict[str, torch.Tensor],
+    reference: dict[str, torch.Tensor],
+    initial: dict[str, torch.Tensor],
 ) -> dict[str, float]:
     """Measure how far parameters are from a reference, all of them as one vector.
 
@@ -268,7 +323,9 @@ def summarize(
             "client_steps_per_second": statistics.median(rates),
             "lowest": min(rates),
             "highest": max(rates),
-            "client_steps_per_second_total": statistics.median(run["client_steps_per_second"]["total"] for run in runs),
+            "client_steps_per_second_total": statistics.median(
+                run["client_steps_per_second"]["total"] for run in runs
+            ),
             "seconds_per_round": statistics.median(run["seconds_per_round"] for run in runs),
             "peak": {key: max(run["peak"][key] for run in runs) for key in runs[0]["peak"]},
             "distance": distances.get(peer),
@@ -284,11 +341,17 @@ def summarize(
             )
         worst = max(error for run in runs for error in run["float32_error"].values())
         if not (job.tf32 or worst <= FLOAT32_ERROR):
-            problems.append(f"{peer} did not compute in full float32: error {worst:.1e}; TF32 must be off")
+            problems.append(
+                f"{peer} did not compute in full float32: error {worst:.1e}; TF32 must be off"
+            )
     ratios = {}
     if OURS in rows:
         ours = rows[OURS]["client_steps_per_second"]
-        ratios = {peer: ours / row["client_steps_per_second"] for peer, row in rows.items() if peer != OURS}
+        ratios = {
+            peer: ours / row["client_steps_per_second"]
+            for peer, row in rows.items()
+            if peer != OURS
+        }
     return {
         "about": jobs.ABOUT[job.name],
         "rounds": job.timed.rounds,
@@ -315,13 +378,21 @@ def markdown(report: dict[str, Any]) -> str:
             "of the way",
             "equipoise is",
         ]
-        lines += _table([header, *(_row(peer, row, job["ratios"]) for peer, row in job["peers"].items())])
+        lines += _table(
+            [header, *(_row(peer, row, job["ratios"]) for peer, row in job["peers"].items())]
+        )
         lines += ["", f"{job['rounds']} timed rounds of {job['steps_per_round']} client-steps."]
         for peer, row in job["peers"].items():
-            versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
-            lines.append(f"- {peer}: runs {len(row['runs'])}, on {row['device']}, {row['threads']}; {versions}")
+            versions = ", ".join(
+                f"{package} {version}" for package, version in row["versions"].items()
+            )
+            lines.append(
+                f"- {peer}: runs {len(row['runs'])}, on {row['device']}, {row['threads']}; {versions}"
+            )
         lines += [f"- **problem**: {problem}" for problem in job["problems"]]
-    return "\n".join([*lines, *(["", *(f"- {note}" for note in report["notes"])] if report["notes"] else [])])
+    return "\n".join(
+        [*lines, *(["", *(f"- {note}" for note in report["notes"])] if report["notes"] else [])]
+    )
 
 
 def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
@@ -346,7 +417,8 @@ def _rate(value: float) -> str:
 def _table(cells: list[list[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in cells
     ]
     rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
     return [lines[0], rule, *lines[1:]]

@@ -36,7 +36,9 @@ TINY = Job(
 )
 
 
-def by_hand(weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def by_hand(
+    weight: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Train softmax regression on one client of TINY in plain numpy."""
     weight, bias = weight.copy(), bias.copy()
     for _ in range(2):
@@ -55,10 +57,13 @@ def test_bare_loop_is_federated_averaging(tmp_path: Path) -> None:
 
     x, y = (tensor.numpy() for tensor in jobs.draw(TINY))
     weight, bias = (
-        tensor.double().numpy() for tensor in torch.load(tmp_path / "initial.pt", weights_only=True).values()
+        tensor.double().numpy()
+        for tensor in torch.load(tmp_path / "initial.pt", weights_only=True).values()
     )
     for cohort in ([0, 1], [2, 0], [1, 2]):
-        (weight_a, bias_a), (weight_b, bias_b) = (by_hand(weight, bias, x[client], y[client]) for client in cohort)
+        (weight_a, bias_a), (weight_b, bias_b) = (
+            by_hand(weight, bias, x[client], y[client]) for client in cohort
+        )
         weight, bias = (weight_a + weight_b) / 2, (bias_a + bias_b) / 2
     got_weight, got_bias = (tensor.numpy() for tensor in final.values())
     np.testing.assert_allclose(got_weight, weight, rtol=1e-5)
@@ -78,14 +83,18 @@ def test_job_survives_the_directory(tmp_path: Path) -> None:
 def test_dropout_is_off_only_where_asked(tmp_path: Path, dropout: bool, p: float) -> None:
     job = dataclasses.replace(TINY, model="mlp", options={"hidden": [4], "dropout": 0.25})
     jobs.materialize(job, tmp_path)
-    model = Work(job, tmp_path, torch.device("cpu")).model(dataclasses.replace(job.exact, dropout=dropout))
+    model = Work(job, tmp_path, torch.device("cpu")).model(
+        dataclasses.replace(job.exact, dropout=dropout)
+    )
     assert [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)] == [p]
 
 
 def test_clock_leaves_warmup_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([10.0, 11.0, 13.0, 16.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ends))
-    clock = Clock(Pass("timed", warmup=2, rounds=2, shuffle=False, dropout=False), torch.device("cpu"))
+    clock = Clock(
+        Pass("timed", warmup=2, rounds=2, shuffle=False, dropout=False), torch.device("cpu")
+    )
     for _ in range(4):
         clock.round_done()
     assert clock.round_seconds == [2.0, 3.0]
@@ -94,7 +103,11 @@ def test_clock_leaves_warmup_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jobs_have_the_agreed_sizes() -> None:
     sizes = {name: jobs.make(name, device="cpu", threads=2) for name in jobs.NAMES}
-    assert {name: job.steps_per_round for name, job in sizes.items()} == {"small": 500, "pfl": 250, "big": 50}
+    assert {name: job.steps_per_round for name, job in sizes.items()} == {
+        "small": 500,
+        "pfl": 250,
+        "big": 50,
+    }
     assert sizes["pfl"].cohort_of(20) == list(range(50))
 
 
@@ -116,7 +129,10 @@ def test_summary_takes_medians_and_names_problems() -> None:
         "bare": [results(rate) for rate in (10.0, 30.0, 20.0)],
         "equipoise": [results(50.0), results(60.0), results(300.0, error=3e-4)],
     }
-    distances = {"bare": {"relative": 0.0, "of_move": 0.0}, "equipoise": {"relative": 1e-9, "of_move": math.nan}}
+    distances = {
+        "bare": {"relative": 0.0, "of_move": 0.0},
+        "equipoise": {"relative": 1e-9, "of_move": math.nan},
+    }
     summary = speed.summarize(TINY, runs, distances, {"pfl": "pfl failed"})
     assert summary["peers"]["bare"]["client_steps_per_second"] == 20
     assert (summary["peers"]["bare"]["lowest"], summary["peers"]["bare"]["highest"]) == (10, 30)
@@ -139,7 +155,9 @@ def test_summary_takes_medians_and_names_problems() -> None:
         (["--rounds", "0"], "--rounds is 0"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert speed.main(arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -11,6 +11,11 @@ def test_the_share_follows_from_the_seconds():
     seconds = measured["seconds"]
     assert set(seconds) == {"read", "read and checked", "round"}
     assert all(value > 0 for value in seconds.values())
-    share = 100 * measured["clients"] * (seconds["read and checked"] - seconds["read"]) / seconds["round"]
+    share = (
+        100
+        * measured["clients"]
+        * (seconds["read and checked"] - seconds["read"])
+        / seconds["round"]
+    )
     # Seconds are rounded to 10 µs.
     assert abs(measured["percent_of_a_round"] - share) < 100 * 4 * 2e-5 / seconds["round"]

@@ -30,7 +30,9 @@ def setting() -> Setting:
         optimizer=Sgd(lr=0.3, momentum=0.9),
         schedule=Schedule(kind="steps", at=(2,), factors=(0.1,)),
     )
-    return Setting(federation, build("logistic", shape=(5,), classes=3), training, Machine(device="cpu"))
+    return Setting(
+        federation, build("logistic", shape=(5,), classes=3), training, Machine(device="cpu")
+    )
 
 
 def test_clients_take_turns() -> None:
@@ -44,9 +46,13 @@ def test_steps_are_counted_client_by_client(setting: Setting) -> None:
 
 def test_the_loop_is_federated_averaging(setting: Setting) -> None:
     """One round in numpy: two epochs of momentum SGD in stored order, averaged by size."""
-    plain = dataclasses.replace(setting, training=dataclasses.replace(setting.training, shuffle=False))
+    plain = dataclasses.replace(
+        setting, training=dataclasses.replace(setting.training, shuffle=False)
+    )
     found = by_loop(plain, 1, lambda: None)
-    start = np.column_stack([tensor.detach().numpy() for tensor in setting.model.head.parameters()]).astype(float)
+    start = np.column_stack(
+        [tensor.detach().numpy() for tensor in setting.model.head.parameters()]
+    ).astype(float)
     total = np.zeros_like(start)
     for client in (0, 1):
         rows = setting.federation.train.of(client)
@@ -66,7 +72,9 @@ def test_the_loop_is_federated_averaging(setting: Setting) -> None:
 
 
 def test_both_sides_agree_over_a_whole_run(setting: Setting) -> None:
-    plain = dataclasses.replace(setting, training=dataclasses.replace(setting.training, shuffle=False))
+    plain = dataclasses.replace(
+        setting, training=dataclasses.replace(setting.training, shuffle=False)
+    )
     engine, loop = by_engine(plain, 4, lambda: None), by_loop(plain, 4, lambda: None)
     for name, tensor in loop.items():
         torch.testing.assert_close(engine[name], tensor, rtol=1e-4, atol=1e-6)
@@ -77,5 +85,9 @@ def test_the_report_extrapolates_by_steps(setting: Setting) -> None:
     report = compare(setting, rounds=4, loop_rounds=2)
     assert report["client_steps"] == 28
     # Rounds 1 and 2 of the loop are 6 and 8 steps.
-    assert report["loop_seconds_extrapolated"] == pytest.approx(report["loop_seconds_measured"] * 28 / 14)
-    assert report["ratio"] == pytest.approx(report["loop_seconds_extrapolated"] / report["engine_seconds"])
+    assert report["loop_seconds_extrapolated"] == pytest.approx(
+        report["loop_seconds_measured"] * 28 / 14
+    )
+    assert report["ratio"] == pytest.approx(
+        report["loop_seconds_extrapolated"] / report["engine_seconds"]
+    )

@@ -55,17 +55,25 @@ def measure(hidden: list[int], repeats: int) -> dict[str, Any]:
     checked = seconds_of(lambda: schema.read(content), repeats)
     whole = flower_cost.measure(hidden, max(1, repeats // 3))
     parts = whole["seconds"]
-    round_ = parts["serialise"] + parts["combine"] + parts["flower"] + whole["clients"] * parts["client"]
+    round_ = (
+        parts["serialise"] + parts["combine"] + parts["flower"] + whole["clients"] * parts["client"]
+    )
     return {
         "parameters": sum(tensor.numel() for tensor in sent.values()),
         "clients": whole["clients"],
-        "seconds": {"read": round(plain, 5), "read and checked": round(checked, 5), "round": round(round_, 4)},
+        "seconds": {
+            "read": round(plain, 5),
+            "read and checked": round(checked, 5),
+            "round": round(round_, 4),
+        },
         "percent_of_a_round": round(100 * whole["clients"] * (checked - plain) / round_, 2),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="Where to write the numbers.")
     given = parser.parse_args()

@@ -39,7 +39,9 @@ from equipoise.study import load_study
 class InTurn(Sampler):
     """Clients take part one after another, the next ones in every round."""
 
-    def select(self, key: int, state: State, sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def select(
+        self, key: int, state: State, sizes: NDArray[np.int64], count: int
+    ) -> NDArray[np.int64]:
         """Return the cohort of the round."""
         return in_turn(state.round, len(sizes), count)
 
@@ -65,7 +67,10 @@ class Setting:
             raise InputError(f"the plain loop knows SGD alone, not {experiment.training.optimizer}")
         federation = experiment.federation()
         model = build_model(
-            shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **experiment.model
+            shape=federation.shape,
+            classes=federation.outputs,
+            seed=experiment.seed,
+            **experiment.model,
         )
         return cls(federation, model, experiment.training, machine)
 
@@ -106,9 +111,14 @@ def by_loop(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str, T
     options: Any = training.optimizer
     x, y = setting.federation.x.to(device), setting.federation.y.to(device)
     seen = setting.federation.seen
-    held = {int(client): torch.from_numpy(setting.federation.train.of(client)).to(device) for client in seen}
+    held = {
+        int(client): torch.from_numpy(setting.federation.train.of(client)).to(device)
+        for client in seen
+    }
     model = copy.deepcopy(setting.model).to(device).train()
-    local = [tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()]
+    local = [
+        tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()
+    ]
     shared = [tensor.detach().clone() for tensor in local]
     round_done()
     for round_ in range(rounds):
@@ -120,7 +130,12 @@ def by_loop(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str, T
             with torch.no_grad():
                 torch._foreach_copy_(local, shared)
             optimizer = torch.optim.SGD(
-                model.parameters(), lr, options.momentum, options.dampening, options.weight_decay, options.nesterov
+                model.parameters(),
+                lr,
+                options.momentum,
+                options.dampening,
+                options.weight_decay,
+                options.nesterov,
             )
             for _ in range(training.epochs):
                 mine = held[client]
@@ -185,7 +200,9 @@ def compare(setting: Setting, *, rounds: int, loop_rounds: int) -> dict[str, Any
     # By steps, not by rounds: unequal clients make rounds of unequal length.
     extrapolated = sum(counted) * setting.steps(rounds) / steps
     return {
-        "device": torch.cuda.get_device_name() if setting.machine.torch_device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name()
+        if setting.machine.torch_device.type == "cuda"
+        else "cpu",
         "torch": torch.__version__,
         "machine": dataclasses.asdict(setting.machine),
         "rounds": rounds,
@@ -204,16 +221,27 @@ def compare(setting: Setting, *, rounds: int, loop_rounds: int) -> dict[str, Any
 
 def main() -> None:
     """Compare, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", type=Path)
     parser.add_argument("--setting", help="one of the study's settings (default: the first)")
     parser.add_argument("--rounds", type=int, help="rounds of Equipoise (default: the study's)")
     parser.add_argument("--loop-rounds", type=int, default=10)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--chunk", default="auto", help="clients stacked together (default: the engine's own rule)")
-    parser.add_argument("--tf32", action=argparse.BooleanOptionalAction, default=False, help="for both sides")
     parser.add_argument(
-        "--set", dest="changes", nargs="+", default=[], metavar="KEY=VALUE", help="change the experiment"
+        "--chunk", default="auto", help="clients stacked together (default: the engine's own rule)"
+    )
+    parser.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction, default=False, help="for both sides"
+    )
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change the experiment",
     )
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     arguments = parser.parse_args()

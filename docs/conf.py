@@ -29,9 +29,13 @@ html_title = "Equipoise"
 html_show_copyright = False
 
 
-def escape_bars(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+def escape_bars(
+    app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]
+) -> None:
     """Keep |S| and |x − y| from being read as substitutions."""
-    lines[:] = [line if ">>>" in line or "``" in line else line.replace("|", r"\|") for line in lines]
+    lines[:] = [
+        line if ">>>" in line or "``" in line else line.replace("|", r"\|") for line in lines
+    ]
 
 
 def setup(app: Any) -> None:

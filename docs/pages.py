@@ -48,7 +48,9 @@ def read() -> dict[str, Any]:
     listed = {name for group in described["purposes"].values() for name in group}
     for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
         if differing := found ^ set(own_methods()):
-            raise SystemExit(f"{what} of docs/methods.yaml and the registry differ by {', '.join(sorted(differing))}")
+            raise SystemExit(
+                f"{what} of docs/methods.yaml and the registry differ by {', '.join(sorted(differing))}"
+            )
     return described
 
 
@@ -75,7 +77,10 @@ def _code(names: list[str]) -> str:
 
 def purposes() -> str:
     """Return the table of methods by purpose."""
-    return _table(("purpose", "methods"), [(purpose, _code(names)) for purpose, names in read()["purposes"].items()])
+    return _table(
+        ("purpose", "methods"),
+        [(purpose, _code(names)) for purpose, names in read()["purposes"].items()],
+    )
 
 
 def parts() -> str:
@@ -89,12 +94,19 @@ def parts() -> str:
 
 def server_sees() -> str:
     """Return the table of methods by what the server sees of clients."""
-    seen = {level: [n for n in own_methods() if methods.build(n).sees == level] for level in SECURE_AGGREGATION}
+    seen = {
+        level: [n for n in own_methods() if methods.build(n).sees == level]
+        for level in SECURE_AGGREGATION
+    }
     rows = [(level.words, _code(seen[level]), text) for level, text in SECURE_AGGREGATION.items()]
     return _table(("server sees", "methods", "under secure aggregation"), rows)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"purposes": purposes, "parts": parts, "server sees": server_sees}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "purposes": purposes,
+    "parts": parts,
+    "server sees": server_sees,
+}
 
 
 def filled(text: str) -> str:
@@ -103,7 +115,9 @@ def filled(text: str) -> str:
     def made(match: re.Match[str]) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
 
-    return re.sub(r"(<!-- table: ([a-z ]+) -->)\n.*?\n(<!-- end of table -->)", made, text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- table: ([a-z ]+) -->)\n.*?\n(<!-- end of table -->)", made, text, flags=re.DOTALL
+    )
 
 
 def pages_with_tables() -> list[Path]:
@@ -116,7 +130,9 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
     """Return the page of a method."""
     part = methods.part_class(name)
     about = described["methods"][name]
-    results = ", ".join(f"[{page}](../results/{page}.md)" for page in about["results"]) or "none yet"
+    results = (
+        ", ".join(f"[{page}](../results/{page}.md)" for page in about["results"]) or "none yet"
+    )
     lines = [
         f"# {about['title']}",
         "",
@@ -133,7 +149,10 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
         "```{eval-rst}",
         f".. autoclass:: {part.__module__}.{part.__name__}",
         "",
-        *(f".. autoclass:: {base.__module__}.{base.__name__}\n   :no-index:\n" for base in _described_with(part)),
+        *(
+            f".. autoclass:: {base.__module__}.{base.__name__}\n   :no-index:\n"
+            for base in _described_with(part)
+        ),
         "```",
         "",
     ]
@@ -146,7 +165,8 @@ def _described_with(part: type[Part]) -> list[type[Any]]:
     return [
         base
         for base in part.__mro__[1:]
-        if base.__module__.startswith(("equipoise.methods.", "equipoise.grouping")) and base not in registered
+        if base.__module__.startswith(("equipoise.methods.", "equipoise.grouping"))
+        and base not in registered
     ]
 
 
@@ -165,7 +185,9 @@ def write_pages(folder: Path) -> None:
         for purpose, names in described["purposes"].items()
     ]
     hidden = "\n".join(["```{toctree}", ":hidden:", "", *own_methods(), "```"])
-    (folder / "index.md").write_text("\n\n".join(["# Methods", *groups, hidden]) + "\n", encoding="utf-8")
+    (folder / "index.md").write_text(
+        "\n\n".join(["# Methods", *groups, hidden]) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> int:

@@ -55,7 +55,9 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     """
     if isinstance(values, np.ma.MaskedArray) and np.ma.getmaskarray(values).any():
         hidden = int(np.ma.getmaskarray(values).sum())
-        raise InputError(f"{what} is a masked array with {hidden} masked values; fill them or leave their samples out")
+        raise InputError(
+            f"{what} is a masked array with {hidden} masked values; fill them or leave their samples out"
+        )
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
@@ -129,7 +131,11 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
         missing = torch.isnan(ids).cpu().numpy()
     elif isinstance(ids, np.ndarray) and ids.dtype.kind != "O":
         missing = (
-            np.isnan(ids) if ids.dtype.kind in "fc" else np.isnat(ids) if ids.dtype.kind in "mM" else np.zeros(0, bool)
+            np.isnan(ids)
+            if ids.dtype.kind in "fc"
+            else np.isnat(ids)
+            if ids.dtype.kind in "mM"
+            else np.zeros(0, bool)
         )
     else:
         # Only what is missing differs from itself.
@@ -165,7 +171,9 @@ def names_in(path: Path) -> list[str]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+            return [
+                name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")
+            ]
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         raise InputError(f"cannot read {path}: {error}; it must hold the arrays x and y") from error
 
@@ -218,7 +226,9 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
                 for name, entry in zip(every, entries, strict=True)
             ]
     except KeyError as error:
-        raise InputError(f"cannot read {path}: {error.args[0]}; it must hold the arrays {wanted}") from error
+        raise InputError(
+            f"cannot read {path}: {error.args[0]}; it must hold the arrays {wanted}"
+        ) from error
     except InputError:
         raise
     # An archive that is damaged or made up can fail in any of these ways.
@@ -231,17 +241,25 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
         zipfile.BadZipFile,
         zlib.error,
     ) as error:
-        raise InputError(f"cannot read {path}: {error}; it must hold the arrays {wanted}") from error
+        raise InputError(
+            f"cannot read {path}: {error}; it must hold the arrays {wanted}"
+        ) from error
 
 
-def _read_npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, what: str, kinds: str) -> NDArray[Any]:
+def _read_npy(
+    archive: zipfile.ZipFile, entry: zipfile.ZipInfo, what: str, kinds: str
+) -> NDArray[Any]:
     with archive.open(entry) as file:
         shape, by_columns, dtype, head = _head(file)
         if dtype.kind not in kinds:
-            raise InputError(f"{what} must hold real numbers{' or text' if 'U' in kinds else ''}, not {dtype}")
+            raise InputError(
+                f"{what} must hold real numbers{' or text' if 'U' in kinds else ''}, not {dtype}"
+            )
         needed = prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or needed != entry.file_size - head:
-            raise InputError(f"{what} has {entry.file_size - head} bytes of values, its shape {shape} needs {needed}")
+            raise InputError(
+                f"{what} has {entry.file_size - head} bytes of values, its shape {shape} needs {needed}"
+            )
         values = np.frombuffer(bytearray(file.read()), dtype)
     values = values.reshape(shape, order="F" if by_columns else "C")
     return values if dtype.kind == "U" else numbers(values, what)
@@ -252,7 +270,9 @@ def _head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     version = npy.read_magic(file)
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     if version not in readers:
-        raise ValueError(f"version {version[0]}.{version[1]} of NumPy's format is not that of numbers")
+        raise ValueError(
+            f"version {version[0]}.{version[1]} of NumPy's format is not that of numbers"
+        )
     try:
         shape, by_columns, dtype = readers[version](file, max_header_size=_LONGEST_HEAD)
     except Exception as error:

@@ -15,7 +15,15 @@ from torch import Tensor
 from equipoise.errors import InputError, unknown
 from equipoise.task import Task
 
-__all__ = ["Attribute", "Counting", "attributes_from", "column_of", "counting_of", "counts_in", "read_column"]
+__all__ = [
+    "Attribute",
+    "Counting",
+    "attributes_from",
+    "column_of",
+    "counting_of",
+    "counts_in",
+    "read_column",
+]
 
 Ints = NDArray[np.int64]
 Given = Mapping[str, "Attribute | Sequence[Any] | NDArray[Any]"]
@@ -78,7 +86,9 @@ class Attribute:
         # Arrays, tensors and columns of data frames.
         listed = values.tolist() if hasattr(values, "tolist") else values
         if isinstance(listed, str) or not isinstance(listed, Sequence):
-            raise InputError(f"attribute {name!r} must be a list with one value a sample, got {values!r}")
+            raise InputError(
+                f"attribute {name!r} must be a list with one value a sample, got {values!r}"
+            )
         for sample, value in enumerate(listed):
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 raise InputError(
@@ -86,8 +96,12 @@ class Attribute:
                     "as 'unknown'"
                 )
             if not isinstance(value, str | int | float | np.generic):
-                raise InputError(f"attribute {name!r} of sample {sample} must be text or a number, got {value!r}")
-        names, codes = np.unique(np.array([str(value) for value in listed], dtype=str), return_inverse=True)
+                raise InputError(
+                    f"attribute {name!r} of sample {sample} must be text or a number, got {value!r}"
+                )
+        names, codes = np.unique(
+            np.array([str(value) for value in listed], dtype=str), return_inverse=True
+        )
         if len(names) > MOST_VALUES:
             raise InputError(
                 f"attribute {name!r} has {len(names)} values; valid: at most {MOST_VALUES}. Divide numbers into "
@@ -180,7 +194,11 @@ def read_column(name: str) -> tuple[str, str, str] | None:
         parts = json.loads(name)
     except ValueError:
         return None
-    if len(parts) != 3 or not all(isinstance(part, str) for part in parts) or parts[2] not in COUNTS:
+    if (
+        len(parts) != 3
+        or not all(isinstance(part, str) for part in parts)
+        or parts[2] not in COUNTS
+    ):
         return None
     return parts[0], parts[1], parts[2]
 
@@ -273,7 +291,9 @@ class Counting:
         return counted
 
 
-def _withheld(cells: NDArray[np.float64], min_cell: int, already: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+def _withheld(
+    cells: NDArray[np.float64], min_cell: int, already: NDArray[np.bool_] | None = None
+) -> NDArray[np.bool_]:
     """Say which values are withheld, given the cells of each of them: an array of shape [values, cells]."""
 
     def small(counts: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -333,7 +353,9 @@ def counting_of(
     1
     """
     if positive is not None and not task.labels:
-        raise InputError(f"evaluation.positive={positive!r} has no meaning for a {task.name}; leave it out")
+        raise InputError(
+            f"evaluation.positive={positive!r} has no meaning for a {task.name}; leave it out"
+        )
     chosen = _positive(positive, classes or 0, class_names) if task.labels else None
     return Counting(attributes, task, chosen, min_cell) if attributes else None
 
@@ -343,10 +365,14 @@ def _positive(given: int | str | None, classes: int, names: Sequence[str] | None
         return 1 if classes == 2 else None
     if isinstance(given, str):
         if given not in (names or ()):
-            raise unknown("class", given, names or map(str, range(classes)), where="evaluation.positive")
+            raise unknown(
+                "class", given, names or map(str, range(classes)), where="evaluation.positive"
+            )
         return list(names or ()).index(given)
     if not 0 <= given < classes:
-        raise InputError(f"evaluation.positive must be a class from 0 to {classes - 1}, got {given}")
+        raise InputError(
+            f"evaluation.positive must be a class from 0 to {classes - 1}, got {given}"
+        )
     return given
 
 

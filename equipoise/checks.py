@@ -114,7 +114,9 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
     return number
 
 
-def several(value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None) -> tuple[T, ...]:
+def several(
+    value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None
+) -> tuple[T, ...]:
     """Return a sequence as a tuple, each item of which passes a check.
 
     Parameters
@@ -196,7 +198,9 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at least 4 x 4
     """
     if len(shape) != 3:
-        raise InputError(f"model {model!r} needs images of shape (channels, height, width), got shape {shape}")
+        raise InputError(
+            f"model {model!r} needs images of shape (channels, height, width), got shape {shape}"
+        )
     channels, height, width = shape
     if min(height, width) < smallest:
         raise InputError(
@@ -227,7 +231,13 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     >>> name_and_options("flip", "training.augment")
     ('flip', {})
     """
-    options = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
+    options = (
+        {"name": value}
+        if isinstance(value, str)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else {}
+    )
     if not isinstance(options.get("name"), str):
         raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
     return options.pop("name"), options
@@ -268,7 +278,9 @@ def name(value: object, what: str) -> str:
             f"{what} must have at most {LONGEST_NAME} characters, got {len(value)}: {printable(value, 40)!r}"
         )
     if unprintable_in(value):
-        raise InputError(f"{what} must be text in one line without control characters, got '{printable(value)}'")
+        raise InputError(
+            f"{what} must be text in one line without control characters, got '{printable(value)}'"
+        )
     return value
 
 

@@ -125,7 +125,9 @@ class Client:
         if self._noted is None:
             return None
         if "task_loss" not in self._noted and "output" in self._computed:
-            self._noted["task_loss"] = self.network.task.loss(self._computed["output"].detach(), self.y)
+            self._noted["task_loss"] = self.network.task.loss(
+                self._computed["output"].detach(), self.y
+            )
         return self._noted.get("task_loss")
 
     @property
@@ -209,7 +211,10 @@ class Client:
         z = self.features()
         # A second look at what the pass through the features has left, so statistics are not recorded again.
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
-        rows, samples = self.network.aligned(self.params, z, self.forward), self.network.aligns_samples
+        rows, samples = (
+            self.network.aligned(self.params, z, self.forward),
+            self.network.aligns_samples,
+        )
         if rows.dim() != 2 or (samples and len(rows) != len(self.y)):
             raise InputError(
                 f"aligned of {type(self.network.module).__name__} returned a tensor of shape {tuple(rows.shape)} for "
@@ -221,7 +226,13 @@ class Client:
         """Apply a part that the method has brought (see :meth:`equipoise.method.Part.extend`), or a layer by its name."""
         return self._apply(z, name).output
 
-    def at(self, params: Mapping[str, Tensor] | None = None, x: Tensor | None = None, *, train: bool = False) -> Client:
+    def at(
+        self,
+        params: Mapping[str, Tensor] | None = None,
+        x: Tensor | None = None,
+        *,
+        train: bool = False,
+    ) -> Client:
         """Return a copy of the client with other parameters or another batch, for a second look.
 
         The copy records nothing: BatchNorm's statistics stay what they are. So it is safe inside
@@ -243,11 +254,16 @@ class Client:
             A copy.
         """
         given = Inputs.given(self) if x is None else x
-        if isinstance(given, Precomputed) and any(in_parts(name, "features") for name in params or ()):
+        if isinstance(given, Precomputed) and any(
+            in_parts(name, "features") for name in params or ()
+        ):
             # z belongs to the features it was computed with.
             given = given.fetch()
         client = replace(
-            self, x=given, params={**self.params, **(params or {})}, moving=self.moving if train else frozenset()
+            self,
+            x=given,
+            params={**self.params, **(params or {})},
+            moving=self.moving if train else frozenset(),
         )
         if x is None and self.network.inputs is None and "encoded" in (known := self._known()):
             # A stem is frozen, so what it makes of a batch does not depend on parameters.
@@ -289,9 +305,15 @@ class Client:
 
     def personal(self) -> Client:
         """Return the same client with its personal parts in place of the shared ones."""
-        own = {n.removeprefix(PERSONAL): value for n, value in self.params.items() if n.startswith(PERSONAL)}
+        own = {
+            n.removeprefix(PERSONAL): value
+            for n, value in self.params.items()
+            if n.startswith(PERSONAL)
+        }
         # Batches are not frozen where clients have personal features, so z is theirs too.
-        client = replace(self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own))
+        client = replace(
+            self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own)
+        )
         if "z" in self._computed and not any(in_parts(name, "features") for name in own):
             client._computed["z"] = self._computed["z"]
         if self._noted is not None:
@@ -336,7 +358,11 @@ class Client:
     def _from_batch(self, part: str | None = None) -> Pass:
         """Apply the model or its features to the batch, after the stem if that has been applied already."""
         known = self._known()
-        return self._apply(known["encoded"], part, encoded=True) if "encoded" in known else self._apply(self.x, part)
+        return (
+            self._apply(known["encoded"], part, encoded=True)
+            if "encoded" in known
+            else self._apply(self.x, part)
+        )
 
     def _apply(self, x: Tensor, part: str | None = None, *, encoded: bool = False) -> Pass:
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)

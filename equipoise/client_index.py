@@ -59,10 +59,14 @@ class ClientIndex:
         """Check the shapes and values, and sort the rows."""
         ids = np.asarray(self.ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
-            raise InputError(f"ids of a client index must be a list of whole numbers, got {self.ids!r}")
+            raise InputError(
+                f"ids of a client index must be a list of whole numbers, got {self.ids!r}"
+            )
         order = np.argsort(ids, kind="stable")
         if (repeated := np.flatnonzero(np.diff(ids[order]) == 0)).size:
-            raise InputError(f"client {int(ids[order][repeated[0]])} is more than once in the client index")
+            raise InputError(
+                f"client {int(ids[order][repeated[0]])} is more than once in the client index"
+            )
         object.__setattr__(self, "ids", ids[order].astype(np.int64))
         for name in ("features", "labels"):
             rows = getattr(self, name)
@@ -95,7 +99,9 @@ class ClientIndex:
                 f"it has {len(self.ids)} clients, from {int(self.ids[0])} to {int(self.ids[-1])}"
             )
         where = torch.from_numpy(rows)
-        return ClientIndex(np.asarray(ids), self.features[where], self.labels[where], self.made_by, self.epsilon)
+        return ClientIndex(
+            np.asarray(ids), self.features[where], self.labels[where], self.made_by, self.epsilon
+        )
 
     def digest(self) -> str:
         """Return a hash of ids, vectors and what made them."""
@@ -113,7 +119,9 @@ class ClientIndex:
         tensor([[1.0000, 0.5000],
                 [0.5000, 1.0000]])
         """
-        return torch.stack([rows @ rows.T for rows in directions(self.features, self.labels, compare)]).mean(0)
+        return torch.stack(
+            [rows @ rows.T for rows in directions(self.features, self.labels, compare)]
+        ).mean(0)
 
     def write(self, path: str | Path) -> None:
         """Write the index to a file.
@@ -140,7 +148,13 @@ class ClientIndex:
             raise InputError(f"{path} is no client index: {error}") from error
         if note.get("kind") != _KIND or set(tensors) != {"ids", "features", "labels"}:
             raise InputError(f"{path} is no client index: it has {', '.join(sorted(tensors))}")
-        return cls(tensors["ids"].numpy(), tensors["features"], tensors["labels"], note["made_by"], note.get("epsilon"))
+        return cls(
+            tensors["ids"].numpy(),
+            tensors["features"],
+            tensors["labels"],
+            note["made_by"],
+            note.get("epsilon"),
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"ids": torch.from_numpy(self.ids), "features": self.features, "labels": self.labels}
@@ -160,7 +174,9 @@ def directions(features: Tensor, labels: Tensor, compare: str = "both") -> list[
     return [torch.nn.functional.normalize(rows, dim=1) for rows in chosen]
 
 
-def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tensor, compare: str = "both") -> Tensor:
+def similarity_to(
+    features: Tensor, labels: Tensor, sizes: Tensor, members: Tensor, compare: str = "both"
+) -> Tensor:
     """Return S(β_i, C), the similarity of all clients i to some clients C.
 
     S(β_i, C) = Σ_{j ∈ C} N_j (cos(β_f,i, β_f,j) + cos(β_l,i, β_l,j)) / (2 Σ_{j ∈ C} N_j)
@@ -189,11 +205,16 @@ def similarity_to(features: Tensor, labels: Tensor, sizes: Tensor, members: Tens
     """
     share = sizes[members] / sizes[members].sum()
     return torch.stack(
-        [rows @ (share.to(rows.dtype) @ rows[members]) for rows in directions(features, labels, compare)]
+        [
+            rows @ (share.to(rows.dtype) @ rows[members])
+            for rows in directions(features, labels, compare)
+        ]
     ).mean(0)
 
 
-def similarity_by_group(index: ClientIndex, groups: NDArray[np.int64], compare: str = "both") -> dict[str, Any]:
+def similarity_by_group(
+    index: ClientIndex, groups: NDArray[np.int64], compare: str = "both"
+) -> dict[str, Any]:
     """Compare the similarity of clients of the same group with that of clients of different groups.
 
     Parameters
@@ -224,7 +245,10 @@ def similarity_by_group(index: ClientIndex, groups: NDArray[np.int64], compare: 
     same = groups[:, None] == groups[None]
     nearest = np.where(pairs, similarity, -np.inf).argmax(1)
     kinds = np.unique(groups)
-    blocks = [[pairs & (groups[:, None] == one) & (groups[None] == other) for other in kinds] for one in kinds]
+    blocks = [
+        [pairs & (groups[:, None] == one) & (groups[None] == other) for other in kinds]
+        for one in kinds
+    ]
     return {
         "within": _mean(similarity[pairs & same]),
         "between": _mean(similarity[~same]),
@@ -239,7 +263,10 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 @torch.no_grad()
 def make_index(
-    federation: Federation, of_samples: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, made_by: str = ""
+    federation: Federation,
+    of_samples: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    *,
+    made_by: str = "",
 ) -> ClientIndex:
     """Average the indices of samples over the training samples of each client.
 
@@ -271,7 +298,9 @@ def make_index(
     means: list[list[Tensor]] = []
     for client in ids:
         rows = torch.from_numpy(federation.train.of(int(client)))
-        parts = [of_samples(federation.x[some], federation.y[some]) for some in rows.split(_TOGETHER)]
+        parts = [
+            of_samples(federation.x[some], federation.y[some]) for some in rows.split(_TOGETHER)
+        ]
         means.append([torch.cat(part).double().mean(0) for part in zip(*parts, strict=True)])
     features, labels = (torch.stack(rows).float() for rows in zip(*means, strict=True))
     return ClientIndex(ids, features, labels, made_by)
@@ -304,8 +333,16 @@ def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
     """
     features, head = getattr(model, "features", None), getattr(model, "head", None)
     if not isinstance(features, nn.Module) or not isinstance(head, LabelCosines):
-        raise InputError(f"a client index is made by model 'dsaign', got {type(model).__name__} with another head")
-    made_by = digest({**model.state_dict(), "vectors": head.vectors, f"of {federation.fingerprint()}": torch.empty(0)})
+        raise InputError(
+            f"a client index is made by model 'dsaign', got {type(model).__name__} with another head"
+        )
+    made_by = digest(
+        {
+            **model.state_dict(),
+            "vectors": head.vectors,
+            f"of {federation.fingerprint()}": torch.empty(0),
+        }
+    )
     training = model.training
     model.eval()
 

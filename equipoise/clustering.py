@@ -212,7 +212,9 @@ def nearest(points: Floats, centres: Floats) -> Labels:
     return np.asarray(distances.argmin(0), dtype=np.int64)
 
 
-def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gmm", key: int = 0) -> int:
+def choose_number(
+    points: Floats, most: int, *, by: str = "bic", kind: str = "gmm", key: int = 0
+) -> int:
     """Choose how many clusters there are.
 
     Parameters
@@ -250,11 +252,17 @@ def choose_number(points: Floats, most: int, *, by: str = "bic", kind: str = "gm
         return 1
     scaled = _scaled(points)
     if by == "bic":
-        return min(numbers, key=lambda number: _bic(scaled, cluster(scaled, number, kind=kind, key=key)))
-    return max(numbers, key=lambda number: (round(_stability(scaled, number, kind, key), 6), number))
+        return min(
+            numbers, key=lambda number: _bic(scaled, cluster(scaled, number, kind=kind, key=key))
+        )
+    return max(
+        numbers, key=lambda number: (round(_stability(scaled, number, kind, key), 6), number)
+    )
 
 
-def cluster_points(points: Floats, number: int, *, kind: str = "gmm", choice: str = "fixed", key: int = 0) -> Labels:
+def cluster_points(
+    points: Floats, number: int, *, kind: str = "gmm", choice: str = "fixed", key: int = 0
+) -> Labels:
     """Divide points into clusters, whose number is fixed or chosen.
 
     Parameters

@@ -44,7 +44,14 @@ from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress
 from equipoise.text import printable
 
-__all__ = ["Experiment", "Override", "experiment_from", "load_experiment", "read_yaml", "settings_from"]
+__all__ = [
+    "Experiment",
+    "Override",
+    "experiment_from",
+    "load_experiment",
+    "read_yaml",
+    "settings_from",
+]
 
 SECTIONS = (
     "imports",
@@ -67,7 +74,13 @@ UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 S = TypeVar("S")
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+}
 
 
 @dataclass(frozen=True)
@@ -98,11 +111,15 @@ class Override:
         """Read ``key=value``, with the value in YAML; ``below`` is a section the key is meant in."""
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
-            raise InputError(f"--set {text!r} is not of the form key=value, such as training.rounds=20")
+            raise InputError(
+                f"--set {text!r} is not of the form key=value, such as training.rounds=20"
+            )
         try:
             parsed = yaml_from(value)
         except yaml.YAMLError as error:
-            raise InputError(f"--set {text}: {value!r} is not valid YAML ({_line(error)})") from error
+            raise InputError(
+                f"--set {text}: {value!r} is not valid YAML ({_line(error)})"
+            ) from error
         return cls(f"{below}.{key.strip()}" if below else key.strip(), parsed, f"--set {text}")
 
 
@@ -208,7 +225,9 @@ class Experiment:
         # In one process nothing is sent that needs protection.
         if engine is not StackedEngine:
             protection = {"privacy": self.flower.privacy, "max_share": self.flower.max_share}
-            if used := {name: to_plain(value) for name, value in protection.items() if value is not None}:
+            if used := {
+                name: to_plain(value) for name, value in protection.items() if value is not None
+            }:
                 sections["flower"] = used
         if self.tracking:
             sections["tracking"] = [dict(tracker) for tracker in self.tracking]
@@ -230,7 +249,10 @@ class Experiment:
                 start=self.start,
                 data=self.data,
                 sections=sections,
-                attached={file.name: file.read_bytes() for file in filter(None, map(file_of, self.imports))},
+                attached={
+                    file.name: file.read_bytes()
+                    for file in filter(None, map(file_of, self.imports))
+                },
                 on_round=on_round,
                 callbacks=[*callbacks, *trackers],
                 engine=engine,
@@ -334,7 +356,9 @@ def experiment_from(
     given = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     origins = Origins(where, tuple(given))
     if not isinstance(mapping, Mapping):
-        raise InputError(f"{where} must hold keys with values, such as 'data: digits', got {_shown(mapping)}")
+        raise InputError(
+            f"{where} must hold keys with values, such as 'data: digits', got {_shown(mapping)}"
+        )
     content: dict[str, Any] = dict(mapping)
     for override in given:
         _override(content, override)
@@ -404,7 +428,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} is not valid YAML: {_line(error)}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} must hold keys with values, such as 'data: digits', got {_shown(content)}")
+        raise InputError(
+            f"{path} must hold keys with values, such as 'data: digits', got {_shown(content)}"
+        )
     for section in (content, content.get("base")):
         if isinstance(section, dict) and isinstance(section.get("imports"), str | list):
             section["imports"] = _with_paths(section["imports"], Path(path).parent)
@@ -435,7 +461,11 @@ class Origins:
     def of(self, key: str) -> str:
         """Say where the value of a dotted key came from: the last override at, above or below it, or the file."""
         at = f"{key}."
-        related = [item for item in self.overrides if at.startswith(f"{item.key}.") or item.key.startswith(at)]
+        related = [
+            item
+            for item in self.overrides
+            if at.startswith(f"{item.key}.") or item.key.startswith(at)
+        ]
         return related[-1].origin if related else self.where
 
     @contextmanager
@@ -450,11 +480,17 @@ class Origins:
             if section:
                 places = [
                     self.where,
-                    *(item.origin for item in self.overrides if item.key.partition(".")[0] == section),
+                    *(
+                        item.origin
+                        for item in self.overrides
+                        if item.key.partition(".")[0] == section
+                    ),
                 ]
             else:
                 words = set(re.findall(r"\w+", str(error)))
-                set_for_it = [item.origin for item in self.overrides if item.key.rpartition(".")[2] in words]
+                set_for_it = [
+                    item.origin for item in self.overrides if item.key.rpartition(".")[2] in words
+                ]
                 places = set_for_it or [self.where]
             named = ", ".join(filter(None, dict.fromkeys(places)))
             raise InputError(f"{named}: {error}" if named else str(error)) from error
@@ -469,7 +505,9 @@ class _Reader:
     def experiment(self, content: Mapping[str, Any]) -> Experiment:
         seed = self.value(content.get("seed", 0), int, "seed")
         if not 0 <= seed < 2**63:
-            raise InputError(f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}")
+            raise InputError(
+                f"{self.origins.of('seed')}: seed must be from 0 to 2**63 - 1, got {seed}"
+            )
         machine = self.settings(Machine, content, "machine")
         flower = self.settings(FlowerSettings, content, "flower", privacy=self.privacy)
         checkpoint_every = self.value(content.get("checkpoint_every", 1), int, "checkpoint_every")
@@ -484,7 +522,9 @@ class _Reader:
             model=self.model(content.get("model", {}), method.usual_model),
             training=training,
             machine=machine,
-            evaluation=self.settings(Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics),
+            evaluation=self.settings(
+                Evaluation, content, "evaluation", fine_tune=self.fine_tune, metrics=self.metrics
+            ),
             seed=seed,
             checkpoint_every=checkpoint_every,
             start=self.start(content.get("start")),
@@ -495,7 +535,9 @@ class _Reader:
         )
 
     def imports(self, given: Any) -> tuple[str, ...]:
-        listed = tuple(self.value([given] if isinstance(given, str) else given, list[str], "imports"))
+        listed = tuple(
+            self.value([given] if isinstance(given, str) else given, list[str], "imports")
+        )
         with self.origins.named("imports"):
             import_own(listed, on_import=self.on_import)
         return listed
@@ -523,11 +565,15 @@ class _Reader:
         types, special = self.options_of_part(name)
         return {"name": name, **self.fields(options, types, path, special)}
 
-    def options_of_part(self, name: str) -> tuple[dict[str, Any], dict[str, Callable[[Any, str], Any]]]:
+    def options_of_part(
+        self, name: str
+    ) -> tuple[dict[str, Any], dict[str, Callable[[Any, str], Any]]]:
         """Return the types of a part's options, and what checks those that are methods or parts themselves."""
         kind = methods.part_class(name)
         special: dict[str, Callable[[Any, str], Any]] = {
-            option: partial(self.part, slot=inner) if isinstance(inner, str) else self.method_options
+            option: partial(self.part, slot=inner)
+            if isinstance(inner, str)
+            else self.method_options
             for option, inner in methods.nested_in(kind).items()
         }
         return _types(kind), special
@@ -538,7 +584,9 @@ class _Reader:
     def data(self, given: Any, seed: int) -> dict[str, Any]:
         name, options = self.named(given, "data", "data", data.SOURCES)
         recipe = data.recipe_of(name)
-        checked = self.fields(options, _types(data.load) | _types(recipe), "data", {"partition": self.partition})
+        checked = self.fields(
+            options, _types(data.load) | _types(recipe), "data", {"partition": self.partition}
+        )
         defaults = _defaults(data.load) | _defaults(recipe) | {"seed": seed}
         for option in UNLESS_GIVEN:
             defaults.pop(option)
@@ -574,7 +622,11 @@ class _Reader:
         return made
 
     def settings(
-        self, kind: type[Any], content: Mapping[str, Any], section: str, **special: Callable[[Any, str], Any]
+        self,
+        kind: type[Any],
+        content: Mapping[str, Any],
+        section: str,
+        **special: Callable[[Any, str], Any],
     ) -> Any:
         checked = self.fields(content.get(section, {}), _types(kind), section, special)
         with self.origins.named(section):
@@ -603,7 +655,9 @@ class _Reader:
             return None
         checked = self.fields(given, _types(Privacy), path)
         if "clip" not in checked:
-            raise InputError(f"{self.origins.of(path)}: {path} needs clip, the largest norm of an update")
+            raise InputError(
+                f"{self.origins.of(path)}: {path} needs clip, the largest norm of an update"
+            )
         with self.origins.named("flower"):
             return Privacy(**checked)
 
@@ -636,7 +690,12 @@ class _Reader:
         made = []
         for item in given if isinstance(given, list) else [given]:
             name, options = self.named(item, "tracking", "tracker", tracking.TRACKERS)
-            made.append({"name": name, **self.fields(options, _types(tracking.tracker_of(name)), "tracking")})
+            made.append(
+                {
+                    "name": name,
+                    **self.fields(options, _types(tracking.tracker_of(name)), "tracking"),
+                }
+            )
         return tuple(made)
 
     def augmentations(self, given: Any, path: str) -> Any:
@@ -670,7 +729,9 @@ class _Reader:
         name = options.pop("name")
         if valid is not None and name not in valid:
             origin = self.origins.of(f"{path}.name")
-            raise unknown(kind, name, valid, where=origin if kind == path else f"{path} of {origin}")
+            raise unknown(
+                kind, name, valid, where=origin if kind == path else f"{path} of {origin}"
+            )
         return name, options
 
     def fields(
@@ -682,14 +743,18 @@ class _Reader:
     ) -> dict[str, Any]:
         """Check the values of a mapping one by one."""
         if not isinstance(given, Mapping):
-            raise InputError(f"{self.origins.of(path)}: {path} must hold keys with values, got {_shown(given)}")
+            raise InputError(
+                f"{self.origins.of(path)}: {path} must hold keys with values, got {_shown(given)}"
+            )
         special = special or {}
         checked = {}
         for key, value in given.items():
             inner = f"{path}.{key}"
             if key not in types:
                 if not types:
-                    raise InputError(f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options here")
+                    raise InputError(
+                        f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options here"
+                    )
                 valid = [f"{path}.{name}" for name in types]
                 if path == "training" and key in OPTIMIZER_OPTIONS:
                     meant = f"{path}.optimizer.{key}"
@@ -698,7 +763,11 @@ class _Reader:
                         f"{', '.join(sorted([*valid, meant]))}"
                     )
                 raise unknown("key", inner, valid, where=self.origins.of(inner))
-            checked[key] = special[key](value, inner) if key in special else self.value(value, types[key], inner)
+            checked[key] = (
+                special[key](value, inner)
+                if key in special
+                else self.value(value, types[key], inner)
+            )
         return checked
 
     def value(self, given: Any, kind: Any, path: str) -> Any:
@@ -711,8 +780,12 @@ class _Reader:
             except (ValueError, TypeError, RecursionError):
                 # A ValidationError is a ValueError, and so is what a number of too many digits raises.
                 continue
-        note = " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
-        raise InputError(f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {_shown(given)}{note}")
+        note = (
+            " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
+        )
+        raise InputError(
+            f"{self.origins.of(path)}: {path} must be {_words(kind)}, got {_shown(given)}{note}"
+        )
 
 
 def _override(content: dict[str, Any], override: Override) -> None:
@@ -723,7 +796,9 @@ def _override(content: dict[str, Any], override: Override) -> None:
         if isinstance(inner, str):
             inner = {"kind" if key == "schedule" else "name": inner}
         if not isinstance(inner, Mapping | NoneType):
-            raise InputError(f"{override.origin}: {'.'.join(way[: depth + 1])} is {inner!r} and has no keys of its own")
+            raise InputError(
+                f"{override.origin}: {'.'.join(way[: depth + 1])} is {inner!r} and has no keys of its own"
+            )
         content[key] = dict(inner or {})
         content = content[key]
     content[last] = override.value
@@ -739,13 +814,17 @@ def _types(made_from: Callable[..., Any]) -> dict[str, Any]:
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {
-        name: option.default for name, option in _keyword_only(function).items() if option.default is not option.empty
+        name: option.default
+        for name, option in _keyword_only(function).items()
+        if option.default is not option.empty
     }
 
 
 def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters
-    return {name: option for name, option in parameters.items() if option.kind is option.KEYWORD_ONLY}
+    return {
+        name: option for name, option in parameters.items() if option.kind is option.KEYWORD_ONLY
+    }
 
 
 def _read_scientific(value: Any) -> Any:
@@ -764,7 +843,9 @@ def _words(kind: Any) -> str:
     arguments = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         # A number may be whole anyway.
-        return " or ".join(_words(option) for option in arguments if not (option is int and float in arguments))
+        return " or ".join(
+            _words(option) for option in arguments if not (option is int and float in arguments)
+        )
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if get_origin(kind) in (dict, Mapping):
@@ -772,7 +853,11 @@ def _words(kind: Any) -> str:
     if arguments:
         inner = [option for option in arguments if option is not ...]
         length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""
-        return f"a list of {length}{_words(inner[-1]).removeprefix('a ')}s" if inner[-1] in (int, float) else "a list"
+        return (
+            f"a list of {length}{_words(inner[-1]).removeprefix('a ')}s"
+            if inner[-1] in (int, float)
+            else "a list"
+        )
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
 
 

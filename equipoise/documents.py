@@ -66,7 +66,9 @@ class Loader(yaml.SafeLoader):
             inner = [each for pair in node.value for each in pair]
         total = 1 + sum(self._count(each, known) for each in inner)
         if total > MOST_VALUES:
-            raise self._refused(f"with its aliases written out it has more than {MOST_VALUES} values", node)
+            raise self._refused(
+                f"with its aliases written out it has more than {MOST_VALUES} values", node
+            )
         known[number] = total
         return total
 
@@ -74,8 +76,17 @@ class Loader(yaml.SafeLoader):
         """Make a value, with one kind of error for everything that cannot be made."""
         try:
             return super().construct_object(node, deep)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-            raise self._refused(f"{printable(str(node.value), 60)!r} has no value ({error})", node) from error
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            OverflowError,
+        ) as error:
+            raise self._refused(
+                f"{printable(str(node.value), 60)!r} has no value ({error})", node
+            ) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Write merge keys (``<<``) out. A key that is written twice is refused; a merged one may be replaced."""
@@ -88,7 +99,10 @@ class Loader(yaml.SafeLoader):
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         seen = set()
         for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            if (
+                not isinstance(key_node, yaml.ScalarNode)
+                or key_node.tag == "tag:yaml.org,2002:merge"
+            ):
                 continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
@@ -98,12 +112,18 @@ class Loader(yaml.SafeLoader):
     def bounded_number(self, node: yaml.ScalarNode) -> Any:
         """Make a number that has no more digits than a number needs."""
         if len(node.value) > LONGEST_NUMBER:
-            raise self._refused(f"a number has {len(node.value)} digits; at most {LONGEST_NUMBER} are read", node)
+            raise self._refused(
+                f"a number has {len(node.value)} digits; at most {LONGEST_NUMBER} are read", node
+            )
         whole = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
 
-    def _refused(self, reason: str, node: yaml.Node | None = None) -> yaml.constructor.ConstructorError:
-        return yaml.constructor.ConstructorError(None, None, reason, node.start_mark if node else self.get_mark())
+    def _refused(
+        self, reason: str, node: yaml.Node | None = None
+    ) -> yaml.constructor.ConstructorError:
+        return yaml.constructor.ConstructorError(
+            None, None, reason, node.start_mark if node else self.get_mark()
+        )
 
 
 for _kind in ("int", "float"):

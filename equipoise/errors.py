@@ -14,7 +14,9 @@ class RunError(RuntimeError):
     """What was asked for is fine, but carrying it out failed (exit code 1). What was written before is intact."""
 
 
-def unknown(kind: str, name: object, valid: Iterable[str], *, where: str | None = None) -> InputError:
+def unknown(
+    kind: str, name: object, valid: Iterable[str], *, where: str | None = None
+) -> InputError:
     """Build the error for a name that does not exist, suggesting the nearest one that does.
 
     Parameters

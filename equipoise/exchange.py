@@ -56,7 +56,9 @@ class Updates:
             return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
 
         uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
-        return Updates(of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports))
+        return Updates(
+            of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports)
+        )
 
 
 class Cohort(Protocol):
@@ -93,7 +95,9 @@ class Cohort(Protocol):
     def rounds(self) -> int:
         """How many rounds the run lasts."""
 
-    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+    def train(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Updates:
         """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
 
     def evaluate(self, params: Tree, split: str) -> Reports:
@@ -217,7 +221,9 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
         rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
         weights = weights.to(rows.device, torch.float64)
         sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
-        mixed[name] = (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
+        mixed[name] = (
+            (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
+        )
     return mixed
 
 

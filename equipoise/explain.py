@@ -136,7 +136,11 @@ EXAMPLES: dict[str, Any] = {
     "tuning.set": "tuning: {set: {training.rounds: 10}}",
 }
 _STUDY = {
-    "base": ("an experiment without method and seed", "What all runs have in common.", "{data: digits}"),
+    "base": (
+        "an experiment without method and seed",
+        "What all runs have in common.",
+        "{data: digits}",
+    ),
     "methods": (
         "a list",
         "Names, or mappings with a name and hyper-parameters. A mapping may also have label (what tables call the method), "
@@ -149,10 +153,22 @@ _STUDY = {
         "{even: {data.imbalance: 1}, uneven: {data.imbalance: 20}}",
     ),
     "seeds": ("a list of whole numbers", "The seeds of the runs; [0] by default.", "[0, 1, 2]"),
-    "metrics": ("a list of names", "The columns of tables; docs/metrics.md lists them.", "[mean, worst10]"),
+    "metrics": (
+        "a list of names",
+        "The columns of tables; docs/metrics.md lists them.",
+        "[mean, worst10]",
+    ),
     "split": ("'test' or 'val'", "The data that tables are of.", "val"),
-    "baseline": ("the label of a method", "The method that the others are compared with, pair by pair.", "fedavg"),
-    "tuning": ("keys; see below", "How values are chosen with --tune.", "{by: sigma_clients, tolerance: 0.01}"),
+    "baseline": (
+        "the label of a method",
+        "The method that the others are compared with, pair by pair.",
+        "fedavg",
+    ),
+    "tuning": (
+        "keys; see below",
+        "How values are chosen with --tune.",
+        "{by: sigma_clients, tolerance: 0.01}",
+    ),
 }
 _SET = (
     "Settings that are different in the runs of tuning, such as fewer rounds, by their dotted keys. The comparison that "
@@ -207,9 +223,21 @@ def settings() -> list[Setting]:
 # Of the keys of the first level: kind, default and meaning, where the code says less.
 _FIRST = {
     "imports": ("a file, a module or a list of them", "", ""),
-    "method": ("a name, or a mapping with a name", "fedavg", "What is federated; `equipoise methods` lists the names."),
-    "data": ("a name, or a mapping with a name", None, "The source of the data, and how they are divided."),
-    "model": ("a name, or a mapping with a name", "", "By default that of the method, for most methods `mlp`."),
+    "method": (
+        "a name, or a mapping with a name",
+        "fedavg",
+        "What is federated; `equipoise methods` lists the names.",
+    ),
+    "data": (
+        "a name, or a mapping with a name",
+        None,
+        "The source of the data, and how they are divided.",
+    ),
+    "model": (
+        "a name, or a mapping with a name",
+        "",
+        "By default that of the method, for most methods `mlp`.",
+    ),
     "training": ("keys; see below", "{}", "How clients train."),
     "machine": ("keys; see below", "{}", "Device and precision."),
     "evaluation": ("keys; see below", "{}", "When clients are evaluated, and which round counts."),
@@ -232,14 +260,25 @@ def _all() -> Iterator[Setting]:
             yield from _of(settings_class, key)
     for key in KEYS:
         kind, meaning, example = _STUDY[key]
-        yield Setting(key, kind, None if key in ("base", "methods") else "", meaning, f"{key}: {example}", of="studies")
+        yield Setting(
+            key,
+            kind,
+            None if key in ("base", "methods") else "",
+            meaning,
+            f"{key}: {example}",
+            of="studies",
+        )
     yield from _of(Tuning, "tuning", of="studies")
-    yield Setting("tuning.set", "keys with values", "{}", _SET, EXAMPLES["tuning.set"], of="studies")
+    yield Setting(
+        "tuning.set", "keys with values", "{}", _SET, EXAMPLES["tuning.set"], of="studies"
+    )
 
 
 def _data() -> Iterator[Setting]:
     shared = _documented(data.load) | _documented(encode_federation) | _documented(federate)
-    shared["encode"], shared["encode_size"] = (_documented(data.load)[name] for name in ("encode", "encode_size"))
+    shared["encode"], shared["encode_size"] = (
+        _documented(data.load)[name] for name in ("encode", "encode_size")
+    )
     shared["seed"] = (
         "Decides the partition, the splits and everything else that is drawn when the data are read. By default the seed of the "
         "experiment."
@@ -252,7 +291,11 @@ def _data() -> Iterator[Setting]:
     for name, partition in data.PARTITIONS.items():
         if _ours(partition):
             yield from _of(
-                partition, "data.partition", of=name, fixed={"name": name}, around={"data": {"name": "digits"}}
+                partition,
+                "data.partition",
+                of=name,
+                fixed={"name": name},
+                around={"data": {"name": "digits"}},
             )
 
 
@@ -273,14 +316,26 @@ def _of(
     listed: bool = False,
 ) -> Iterator[Setting]:
     """Yield the options of a dataclass or of a function that takes them by keyword."""
-    documented, defaults, choices = meanings or _documented(made_from), _defaults(made_from), _choices(made_from)
+    documented, defaults, choices = (
+        meanings or _documented(made_from),
+        _defaults(made_from),
+        _choices(made_from),
+    )
     types = {name: kind for name, kind in config._types(made_from).items() if name not in without}
-    needed = {name: _value(_given_example(f"{section}.{name}", of)) for name in types if name not in defaults}
+    needed = {
+        name: _value(_given_example(f"{section}.{name}", of))
+        for name in types
+        if name not in defaults
+    }
     for name, kind in types.items():
         key = f"{section}.{name}"
-        default = "null" if key == "data.seed" else _plain(defaults[name]) if name in defaults else None
+        default = (
+            "null" if key == "data.seed" else _plain(defaults[name]) if name in defaults else None
+        )
         inner = {**(fixed or {}), **needed}
-        example = _example(key, _given_example(key, of), default, inner, listed=listed, around=around)
+        example = _example(
+            key, _given_example(key, of), default, inner, listed=listed, around=around
+        )
         words = _kind(key, kind)
         if name in choices:
             words = f"one of {choices[name]}{' or null' if words.endswith(' or null') else ''}"
@@ -289,7 +344,9 @@ def _of(
         key = f"{section}.{name}"
         if key == "training.optimizer":
             yield from _of(Sgd, key, of="sgd", fixed={"name": "sgd"})
-            yield from _of(Adam, key, of="adam, adamw", fixed={"name": "adam"}, without=("decoupled",))
+            yield from _of(
+                Adam, key, of="adam, adamw", fixed={"name": "adam"}, without=("decoupled",)
+            )
         elif key == "training.augment":
             for own, augmentation in AUGMENTATIONS.items():
                 if _ours(augmentation):
@@ -301,7 +358,11 @@ def _of(
 def _settings_in(kind: Any) -> type[Any] | None:
     """Return the dataclass of settings that a type stands for, perhaps besides null; None if there is none."""
     found = [option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)]
-    own = [option for option in found if isinstance(option, type) and option not in (Method, Metric, Origins)]
+    own = [
+        option
+        for option in found
+        if isinstance(option, type) and option not in (Method, Metric, Origins)
+    ]
     return own[0] if own else None
 
 
@@ -330,7 +391,13 @@ def _given_example(key: str, of: str) -> Any:
 
 
 def _example(
-    key: str, value: Any, default: str | None, inner: dict[str, Any], *, listed: bool, around: Mapping[str, Any] | None
+    key: str,
+    value: Any,
+    default: str | None,
+    inner: dict[str, Any],
+    *,
+    listed: bool,
+    around: Mapping[str, Any] | None,
 ) -> str:
     """Write a line of YAML that sets a key; empty if there is neither an example nor a default to show."""
     if isinstance(value, str) and value.startswith(f"{key.partition('.')[0]}:"):
@@ -364,7 +431,11 @@ def _flow(value: Any) -> str:
 
 
 def _plain(default: Any) -> str:
-    return _flow(json.loads(json.dumps(to_plain(default)))) if not isinstance(default, str) else default
+    return (
+        _flow(json.loads(json.dumps(to_plain(default))))
+        if not isinstance(default, str)
+        else default
+    )
 
 
 def _defaults(made_from: Callable[..., Any]) -> dict[str, Any]:
@@ -460,16 +531,32 @@ def explain(key: str = "") -> list[Setting]:
     ends = {setting.key for setting in every if setting.key.endswith(f".{key}")}
     if not any(setting.key == key for setting in every) and len(ends) == 1:
         key = ends.pop()
-    found = [setting for setting in every if setting.key == key or setting.key.startswith(f"{key}.")]
+    found = [
+        setting for setting in every if setting.key == key or setting.key.startswith(f"{key}.")
+    ]
     if not found:
-        raise unknown("key", key, dict.fromkeys(setting.key for setting in every), where="experiments and studies")
+        raise unknown(
+            "key",
+            key,
+            dict.fromkeys(setting.key for setting in every),
+            where="experiments and studies",
+        )
     return found
 
 
 _PAGES = {
-    "": ("Keys of an experiment", "An experiment is a YAML file with these keys, or a mapping in Python."),
-    "training": ("`training`", "How clients train, whatever the method. In Python: `equipoise.Training`."),
-    "training.optimizer": ("`training.optimizer`", "Other optimizers of `torch.optim` take their own options."),
+    "": (
+        "Keys of an experiment",
+        "An experiment is a YAML file with these keys, or a mapping in Python.",
+    ),
+    "training": (
+        "`training`",
+        "How clients train, whatever the method. In Python: `equipoise.Training`.",
+    ),
+    "training.optimizer": (
+        "`training.optimizer`",
+        "Other optimizers of `torch.optim` take their own options.",
+    ),
     "training.schedule": ("`training.schedule`", "A name alone is the kind: `schedule: cosine`."),
     "training.augment": ("`training.augment`", "`flip` mirrors images and has no options."),
     "evaluation": (
@@ -478,8 +565,14 @@ _PAGES = {
     ),
     "evaluation.fine_tune": ("`evaluation.fine_tune`", ""),
     "machine": ("`machine`", "Device and precision. In Python: `equipoise.Machine`."),
-    "data": ("`data`", "Where the data come from, and who holds what. In Python: `equipoise.data.load`."),
-    "data.partition": ("`data.partition`", "How the samples of a source are divided among clients."),
+    "data": (
+        "`data`",
+        "Where the data come from, and who holds what. In Python: `equipoise.data.load`.",
+    ),
+    "data.partition": (
+        "`data.partition`",
+        "How the samples of a source are divided among clients.",
+    ),
     "start": ("`start`", "A path alone is the path: `start: runs/first`."),
     "flower": ("`flower`", "Runs on Flower; in one process they change nothing."),
     "flower.privacy": ("`flower.privacy`", ""),
@@ -509,9 +602,14 @@ def page() -> str:
     shown: dict[str, dict[str, list[Setting]]] = {}
     for setting in settings():
         section = setting.key.rpartition(".")[0] or ("study" if setting.of == "studies" else "")
-        shown.setdefault(section, {}).setdefault("" if setting.of == "studies" else setting.of, []).append(setting)
+        shown.setdefault(section, {}).setdefault(
+            "" if setting.of == "studies" else setting.of, []
+        ).append(setting)
     # A section that has no title yet is shown under its name.
-    for section in [*(name for name in _PAGES if name in shown), *(name for name in shown if name not in _PAGES)]:
+    for section in [
+        *(name for name in _PAGES if name in shown),
+        *(name for name in shown if name not in _PAGES),
+    ]:
         title, about = _PAGES.get(section, (f"`{section}`", ""))
         lines += ["", f"## {title}", *(["", *_wrapped(about)] if about else [])]
         for of, group in shown[section].items():
@@ -524,10 +622,16 @@ def page() -> str:
 
 def _words(setting: Setting) -> str:
     default = (
-        "needed" if setting.default is None else f"default `{setting.default}`" if setting.default else "no default"
+        "needed"
+        if setting.default is None
+        else f"default `{setting.default}`"
+        if setting.default
+        else "no default"
     )
     return f"**`{setting.key}`**: {setting.kind}; {default}. {setting.meaning} Example: `{setting.example}`"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )

@@ -15,7 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from equipoise.errors import InputError
 
-__all__ = ["METRICS", "Better", "Metric", "Summary", "jain_index", "pair_sum", "per_group", "summarize", "tails"]
+__all__ = [
+    "METRICS",
+    "Better",
+    "Metric",
+    "Summary",
+    "jain_index",
+    "pair_sum",
+    "per_group",
+    "summarize",
+    "tails",
+]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,22 +51,38 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "mean": Metric("Σ_k v_k / K", "mean over clients: each client counts once", "as v_k"),
     "mean_samples": Metric(
-        "Σ_k n_k v_k / Σ_k n_k", "mean over samples: each client counts by its number of samples", "as v_k"
+        "Σ_k n_k v_k / Σ_k n_k",
+        "mean over samples: each client counts by its number of samples",
+        "as v_k",
     ),
     "mean_groups": Metric(
-        "Σ_g m_g / G", "mean over groups: each group counts once, however many clients it has", "as v_k"
+        "Σ_g m_g / G",
+        "mean over groups: each group counts once, however many clients it has",
+        "as v_k",
     ),
     "sigma_clients": Metric("√(Σ_k (v_k - mean)² / K)", "standard deviation over clients", "low"),
-    "pair_sum": Metric("Σ_i Σ_j (v_i - v_j)²", "sum over pairs of clients of squared differences", "low"),
-    "sigma_groups": Metric("√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means", "low"),
-    "worst10": Metric(
-        "mean of the ⌈K/10⌉ worst v_k", "mean of the worst 10 % of clients, at least one client", "as v_k"
+    "pair_sum": Metric(
+        "Σ_i Σ_j (v_i - v_j)²", "sum over pairs of clients of squared differences", "low"
     ),
-    "best10": Metric("mean of the ⌈K/10⌉ best v_k", "mean of the best 10 % of clients, at least one client", "as v_k"),
+    "sigma_groups": Metric(
+        "√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means", "low"
+    ),
+    "worst10": Metric(
+        "mean of the ⌈K/10⌉ worst v_k",
+        "mean of the worst 10 % of clients, at least one client",
+        "as v_k",
+    ),
+    "best10": Metric(
+        "mean of the ⌈K/10⌉ best v_k",
+        "mean of the best 10 % of clients, at least one client",
+        "as v_k",
+    ),
     "worst_client": Metric("worst v_k", "the client served worst", "as v_k"),
     "worst_group": Metric("worst m_g", "mean of the group served worst", "as v_k"),
     "best_group": Metric("best m_g", "mean of the group served best", "as v_k"),
-    "group_gap": Metric("max_g m_g - min_g m_g", "largest difference between two group means", "low"),
+    "group_gap": Metric(
+        "max_g m_g - min_g m_g", "largest difference between two group means", "low"
+    ),
     "gap_variance": Metric(
         "Σ_k (gap_k - mean gap)² / K",
         "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation data",
@@ -68,7 +94,9 @@ METRICS: dict[str, Metric] = {
         "low",
     ),
     "jain": Metric(
-        "(Σ_k v_k)² / (K Σ_k v_k²)", "Jain index: 1 when all clients are equal, 1/K when one has everything", "high"
+        "(Σ_k v_k)² / (K Σ_k v_k²)",
+        "Jain index: 1 when all clients are equal, 1/K when one has everything",
+        "high",
     ),
 }
 """Every metric by name, in the order of reports. ``v_k`` is the value of client k, ``n_k``
@@ -183,7 +211,9 @@ def summarize(
     gaps = None if gap is None else _known_gaps(gap, clients=measured.clients + measured.left_out)
     return Summary(
         mean=float(kept.mean()),
-        mean_samples=None if measured.weights is None else float(np.average(kept, weights=measured.weights)),
+        mean_samples=None
+        if measured.weights is None
+        else float(np.average(kept, weights=measured.weights)),
         mean_groups=float(group_means.mean()),
         sigma_clients=float(kept.std()),
         pair_sum=pair_sum(kept),
@@ -230,7 +260,9 @@ def per_group(
     measured = _Measured.check(values, groups, weights)
     group_ids, group_means = _group_means(measured.values, measured.groups)
     if group_ids[-1] >= len(names):
-        raise InputError(f"groups holds group {group_ids[-1]}, but names has {len(names)} names only")
+        raise InputError(
+            f"groups holds group {group_ids[-1]}, but names has {len(names)} names only"
+        )
     means = dict(zip(group_ids.tolist(), group_means.tolist(), strict=True))
     return {name: means.get(group) for group, name in enumerate(names)}
 
@@ -338,13 +370,19 @@ class _Measured:
             lost = np.flatnonzero(~has_value & (size > 0))
             if lost.size:
                 client = lost[0]
-                raise InputError(f"values holds nan for client {client}, which has {size[client]:g} samples in weights")
+                raise InputError(
+                    f"values holds nan for client {client}, which has {size[client]:g} samples in weights"
+                )
             has_value &= size > 0
         ids = np.flatnonzero(has_value)
         if not ids.size:
-            raise InputError(f"values holds no client with a value ({len(every)} given): nothing to summarize")
+            raise InputError(
+                f"values holds no client with a value ({len(every)} given): nothing to summarize"
+            )
         kept = _finite(every[ids], "values", ids=ids)
-        return cls(ids, kept, group[ids], None if size is None else size[ids], len(every) - len(ids))
+        return cls(
+            ids, kept, group[ids], None if size is None else size[ids], len(every) - len(ids)
+        )
 
 
 def _group_means(values: Floats, groups: Ints) -> tuple[Ints, Floats]:
@@ -364,9 +402,13 @@ def _vector(given: ArrayLike, what: str, *, length: int | None = None) -> Floats
     except (TypeError, ValueError):
         raise InputError(f"{what} must hold one number a client, got {given!r}") from None
     if array.ndim != 1:
-        raise InputError(f"{what} must hold one number a client, got an array of shape {array.shape}")
+        raise InputError(
+            f"{what} must hold one number a client, got an array of shape {array.shape}"
+        )
     if length is not None and len(array) != length:
-        raise InputError(f"{what} has {len(array)} entries, but values has {length}: one a client is needed")
+        raise InputError(
+            f"{what} has {len(array)} entries, but values has {length}: one a client is needed"
+        )
     return array
 
 
@@ -377,7 +419,9 @@ def _finite(given: ArrayLike, what: str, *, ids: Ints | None = None) -> Floats:
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         client = bad[0] if ids is None else ids[bad[0]]
-        raise InputError(f"{what} holds {array[bad[0]]} for client {client}: only finite numbers can be summed up")
+        raise InputError(
+            f"{what} holds {array[bad[0]]} for client {client}: only finite numbers can be summed up"
+        )
     return array
 
 
@@ -385,7 +429,9 @@ def _whole(given: ArrayLike, what: str, *, length: int) -> Ints:
     array = _vector(given, what, length=length)
     bad = np.flatnonzero(~np.isfinite(array) | (array < 0) | (array != np.floor(array)))
     if bad.size:
-        raise InputError(f"{what} holds {array[bad[0]]:g} for client {bad[0]}: only whole numbers from 0 are valid")
+        raise InputError(
+            f"{what} holds {array[bad[0]]:g} for client {bad[0]}: only whole numbers from 0 are valid"
+        )
     return array.astype(np.int64)
 
 
@@ -393,5 +439,7 @@ def _sizes(given: ArrayLike, *, length: int) -> Floats:
     array = _vector(given, "weights", length=length)
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if bad.size:
-        raise InputError(f"weights holds {array[bad[0]]} for client {bad[0]}: only numbers of samples from 0 are valid")
+        raise InputError(
+            f"weights holds {array[bad[0]]} for client {bad[0]}: only numbers of samples from 0 are valid"
+        )
     return array

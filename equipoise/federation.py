@@ -80,8 +80,12 @@ class Split:
         >>> Split.from_lists([[1], [0, 2]]).offsets.tolist()
         [0, 1, 3]
         """
-        rows = [_whole_numbers(row, f"samples of client {client}") for client, row in enumerate(lists)]
-        return cls(np.concatenate([np.empty(0, np.int64), *rows]), _offsets([len(row) for row in rows]))
+        rows = [
+            _whole_numbers(row, f"samples of client {client}") for client, row in enumerate(lists)
+        ]
+        return cls(
+            np.concatenate([np.empty(0, np.int64), *rows]), _offsets([len(row) for row in rows])
+        )
 
     @property
     def clients(self) -> int:
@@ -281,17 +285,27 @@ class Federation:
         ids, holders = _number(clients)
         _warn_of_missing_names("clients", ids, name)
         if len(holders) != len(samples):
-            raise InputError(f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names")
+            raise InputError(
+                f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names"
+            )
         names = _names(ids)
         if groups is not None and (strays := [client for client in ids if client not in groups]):
-            raise InputError(f"groups names no group for client {strays[0]!r}; it must name one for every client")
+            raise InputError(
+                f"groups names no group for client {strays[0]!r}; it must name one for every client"
+            )
         held_out = _held_out(unseen)
         for what, named in (("groups: ", groups or ()), ("unseen ", held_out)):
             if strays := sorted(set(named) - set(ids), key=str):
-                raise InputError(f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}")
+                raise InputError(
+                    f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}"
+                )
         _warn_of_missing_names("groups", (groups or {}).values(), name)
-        group_names, group_of = _number(["all"] * len(ids) if groups is None else [groups[client] for client in ids])
-        held = Split(np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids))))
+        group_names, group_of = _number(
+            ["all"] * len(ids) if groups is None else [groups[client] for client in ids]
+        )
+        held = Split(
+            np.argsort(holders, kind="stable"), _offsets(np.bincount(holders, minlength=len(ids)))
+        )
         described = attributes_from(attributes, len(samples), f"federation {name!r}")
         samples, targets, of_server = _with_server(samples, targets, server or {}, task)
         return cls(
@@ -307,12 +321,16 @@ class Federation:
             client_names=names,
             class_names=class_names,  # type: ignore[arg-type]
             # The samples of the server come last.
-            attributes={name: attribute.padded(len(targets)) for name, attribute in described.items()},
+            attributes={
+                name: attribute.padded(len(targets)) for name, attribute in described.items()
+            },
             server=of_server,
         )
 
     @classmethod
-    def from_dataset(cls, dataset: Any, *, clients: Sequence[Hashable] | NDArray[Any], **options: Any) -> Federation:
+    def from_dataset(
+        cls, dataset: Any, *, clients: Sequence[Hashable] | NDArray[Any], **options: Any
+    ) -> Federation:
         """Build a federation from a torch dataset whose items are ``(x, y)``.
 
         Parameters
@@ -336,9 +354,13 @@ class Federation:
         (2,)
         """
         if not hasattr(dataset, "__len__"):
-            raise InputError(f"dataset {type(dataset).__name__} has no length; give one with __len__ and __getitem__")
+            raise InputError(
+                f"dataset {type(dataset).__name__} has no length; give one with __len__ and __getitem__"
+            )
         if not len(dataset):
-            raise InputError(f"dataset {type(dataset).__name__} is empty; a federation needs samples")
+            raise InputError(
+                f"dataset {type(dataset).__name__} is empty; a federation needs samples"
+            )
         items = [dataset[position] for position in range(len(dataset))]
         for position, item in enumerate(items):
             if not isinstance(item, tuple | list) or len(item) != 2:
@@ -346,14 +368,18 @@ class Federation:
                 raise InputError(
                     f"item {position} of the dataset must be a pair (x, y), got {type(item).__name__}{length}"
                 )
-        samples, targets = ([tensor_of(item[part], "xy"[part]) for item in items] for part in (0, 1))
+        samples, targets = (
+            [tensor_of(item[part], "xy"[part]) for item in items] for part in (0, 1)
+        )
         for position, sample in enumerate(samples):
             if sample.shape != samples[0].shape:
                 raise InputError(
                     f"sample {position} of the dataset has shape {tuple(sample.shape)}, sample 0 has "
                     f"{tuple(samples[0].shape)}; all must have one shape"
                 )
-        return cls.from_arrays(torch.stack(samples), torch.stack(targets), clients=clients, **options)
+        return cls.from_arrays(
+            torch.stack(samples), torch.stack(targets), clients=clients, **options
+        )
 
     @property
     def clients(self) -> int:
@@ -446,12 +472,16 @@ class Federation:
         [[1, 3]]
         """
         if self.classes is None or not self.labelled:
-            raise InputError(f"federation {self.name!r} is a {self.task}: it has no labels to count")
+            raise InputError(
+                f"federation {self.name!r} is a {self.task}: it has no labels to count"
+            )
         labels = self.y.cpu().numpy()
         cells = self.clients * self.classes
         counts = np.zeros(cells, np.int64)
         for split in map(self.split, splits or SPLITS):
-            counts += np.bincount(split.holders * self.classes + labels[split.indices], minlength=cells)
+            counts += np.bincount(
+                split.holders * self.classes + labels[split.indices], minlength=cells
+            )
         return counts.reshape(self.clients, self.classes)
 
     def pooled(self) -> Federation:
@@ -468,7 +498,9 @@ class Federation:
         >>> federation.pooled().train.sizes.tolist()
         [6]
         """
-        train, val, test = (Split.from_lists([np.unique(self._seen_indices(name))]) for name in SPLITS)
+        train, val, test = (
+            Split.from_lists([np.unique(self._seen_indices(name))]) for name in SPLITS
+        )
         return replace(
             self,
             train=train,
@@ -497,16 +529,25 @@ class Federation:
         >>> one.fingerprint() == one.fingerprint(), one.fingerprint() == other.fingerprint()
         (True, False)
         """
-        splits = [part for name in SPLITS for part in (self.split(name).indices, self.split(name).offsets)]
+        splits = [
+            part for name in SPLITS for part in (self.split(name).indices, self.split(name).offsets)
+        ]
         digest = hashlib.sha256(repr((self.task, self.classes, self.group_names)).encode())
         of_server = [
-            part for name in sorted(self.server) for part in (np.array([SPLITS.index(name)]), self.server[name])
+            part
+            for name in sorted(self.server)
+            for part in (np.array([SPLITS.index(name)]), self.server[name])
         ]
         for part in (self.x, self.y, *splits, self.groups, self.unseen, *of_server):
             if isinstance(part, Samples):
                 digest.update(repr((part.dtype, tuple(part.shape), part.digest)).encode())
                 continue
-            tensor = (part if isinstance(part, Tensor) else torch.tensor(part)).detach().cpu().contiguous()
+            tensor = (
+                (part if isinstance(part, Tensor) else torch.tensor(part))
+                .detach()
+                .cpu()
+                .contiguous()
+            )
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if tensor.numel():  # torch cannot view an empty tensor as bytes
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -568,9 +609,13 @@ class Federation:
                 f"Federation.x must be a tensor (or equipoise.samples.Samples) with one row a sample, not {kind_of(self.x)}"
             )
         if not isinstance(self.y, Tensor) or self.y.ndim == 0:
-            raise InputError(f"Federation.y must be a tensor with one row a sample, not {kind_of(self.y)}")
+            raise InputError(
+                f"Federation.y must be a tensor with one row a sample, not {kind_of(self.y)}"
+            )
         if len(self.x) != len(self.y):
-            raise InputError(f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}")
+            raise InputError(
+                f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}"
+            )
         self._check_finite()
 
     def _check_targets(self) -> None:
@@ -586,9 +631,17 @@ class Federation:
         if names is None:
             return
         if self.classes is None:
-            raise InputError(f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out")
-        if isinstance(names, str) or len(names) != self.classes or not all(isinstance(name, str) for name in names):
-            raise InputError(f"class_names must be {self.classes} names, one a class, not {names!r}")
+            raise InputError(
+                f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out"
+            )
+        if (
+            isinstance(names, str)
+            or len(names) != self.classes
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise InputError(
+                f"class_names must be {self.classes} names, one a class, not {names!r}"
+            )
         object.__setattr__(self, "class_names", tuple(names))
 
     def _check_finite(self) -> None:
@@ -598,7 +651,9 @@ class Federation:
             finite = torch.isfinite(block)
             if not bool(finite.all()):
                 sample = first + int((~finite).nonzero()[0, 0])
-                raise InputError(f"{self._whose(sample)} has NaN or infinity in x; all values must be finite")
+                raise InputError(
+                    f"{self._whose(sample)} has NaN or infinity in x; all values must be finite"
+                )
 
     def _check_clients(self) -> None:
         clients = {name: self.split(name).clients for name in SPLITS} | {"unseen": len(self.unseen)}
@@ -606,8 +661,13 @@ class Federation:
             clients["client_names"] = len(self.client_names)
         for part, found in clients.items():
             if found != self.clients:
-                raise InputError(f"{part} has {found} clients, groups has {self.clients}; they must agree")
-        for what, names in (("the name of a client", self.client_names), ("the name of a group", self.group_names)):
+                raise InputError(
+                    f"{part} has {found} clients, groups has {self.clients}; they must agree"
+                )
+        for what, names in (
+            ("the name of a client", self.client_names),
+            ("the name of a group", self.group_names),
+        ):
             for name in names or ():
                 checks.name(name, what)
         if len(set(self.group_names)) != len(self.group_names):
@@ -619,7 +679,9 @@ class Federation:
                 "positions in group_names"
             )
         if not self.seen.size:
-            raise InputError(f"no client is left to train: all {self.clients} are unseen; at least one must be seen")
+            raise InputError(
+                f"no client is left to train: all {self.clients} are unseen; at least one must be seen"
+            )
 
     def _check_splits(self) -> None:
         used = {}
@@ -637,14 +699,18 @@ class Federation:
         for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
             shared = np.flatnonzero(used[one] & used[other])
             if shared.size:
-                first, second = (self._who(_holder(self.split(name), shared[0])) for name in (one, other))
+                first, second = (
+                    self._who(_holder(self.split(name), shared[0])) for name in (one, other)
+                )
                 raise InputError(
                     f"sample {shared[0]} is in the {one} split of {first} and in the {other} split of {second}; "
                     "a sample may be in one of train, val and test only"
                 )
         idle = np.flatnonzero((self.train.sizes == 0) & ~self.unseen)
         if idle.size:
-            raise InputError(f"{self._who(idle[0])} has no training samples; give it one or make it unseen")
+            raise InputError(
+                f"{self._who(idle[0])} has no training samples; give it one or make it unseen"
+            )
 
     def _check_server(self) -> None:
         if not self.server:
@@ -656,7 +722,9 @@ class Federation:
                 raise unknown("split", name, SERVER_SPLITS, where="Federation.server")
             own = _whole_numbers(positions, f"Federation.server[{name!r}]")
             if not own.size or own.min() < 0 or own.max() >= len(self.x):
-                raise InputError(f"Federation.server[{name!r}] must name samples from 0 to {len(self.x) - 1}")
+                raise InputError(
+                    f"Federation.server[{name!r}] must name samples from 0 to {len(self.x) - 1}"
+                )
             # Clients may be tested on the same samples as the server.
             for split in SPLITS if name == "val" else ("train", "val"):
                 if (shared := np.intersect1d(own, used[split])).size:
@@ -673,7 +741,9 @@ class Federation:
 
     def _who(self, client: int | np.integer[Any]) -> str:
         named = self.client_names is not None and client < len(self.client_names)
-        return f"client {client} ({self.client_name(int(client))!r})" if named else f"client {client}"
+        return (
+            f"client {client} ({self.client_name(int(client))!r})" if named else f"client {client}"
+        )
 
     def _whose(self, sample: int) -> str:
         for split in map(self.split, SPLITS):
@@ -696,7 +766,11 @@ def _with_server(
             tensor_of(own_x, f"server[{name!r}][0]"),
             tasks.build(task).targets(tensor_of(own_y, f"server[{name!r}][1]")),
         )
-        if more.shape[1:] != x.shape[1:] or len(more) != len(targets) or targets.shape[1:] != y.shape[1:]:
+        if (
+            more.shape[1:] != x.shape[1:]
+            or len(more) != len(targets)
+            or targets.shape[1:] != y.shape[1:]
+        ):
             raise InputError(
                 f"server[{name!r}] has samples of shape {tuple(more.shape)} and targets of shape {tuple(targets.shape)}; "
                 f"those of the clients are of shape {tuple(x.shape)} and {tuple(y.shape)}, one row a sample"
@@ -715,7 +789,11 @@ class ThreeSplits(NamedTuple):
 
 
 def split_samples(
-    held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: NDArray[Any] | None = None
+    held: Split,
+    keys: Sequence[str],
+    fractions: Sequence[float],
+    seed: int,
+    units: NDArray[Any] | None = None,
 ) -> ThreeSplits:
     """Divide what every client holds into train, val and test.
 
@@ -751,7 +829,9 @@ def split_samples(
     [[2, 3, 4], [0, 1], [5]]
     """
     if units is not None:
-        return _split_units(held, keys, fractions, seed, np.unique(units, return_inverse=True)[1].reshape(-1))
+        return _split_units(
+            held, keys, fractions, seed, np.unique(units, return_inverse=True)[1].reshape(-1)
+        )
     seed = count(seed, "seed", least=0)
     counts = _split_sizes(held.sizes, fractions)
     holders = held.holders
@@ -762,12 +842,18 @@ def split_samples(
     return ThreeSplits(*(Split(shuffled[part == i], _offsets(counts[:, i])) for i in range(3)))
 
 
-def _split_units(held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: Ints) -> ThreeSplits:
+def _split_units(
+    held: Split, keys: Sequence[str], fractions: Sequence[float], seed: int, units: Ints
+) -> ThreeSplits:
     mine = [held.of(client) for client in range(held.clients)]
-    by_unit = split_samples(Split.from_lists([np.unique(units[samples]) for samples in mine]), keys, fractions, seed)
+    by_unit = split_samples(
+        Split.from_lists([np.unique(units[samples]) for samples in mine]), keys, fractions, seed
+    )
 
     def samples_of(split: Split) -> Split:
-        return Split.from_lists([own[np.isin(units[own], split.of(client))] for client, own in enumerate(mine)])
+        return Split.from_lists(
+            [own[np.isin(units[own], split.of(client))] for client, own in enumerate(mine)]
+        )
 
     return ThreeSplits(*map(samples_of, by_unit))
 
@@ -777,7 +863,12 @@ def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
         shares = np.asarray(fractions, float)
     except (ValueError, TypeError):
         shares = np.empty(0)
-    if shares.shape != (3,) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6 or shares[0] == 0:
+    if (
+        shares.shape != (3,)
+        or not (shares >= 0).all()
+        or abs(shares.sum() - 1) > 1e-6
+        or shares[0] == 0
+    ):
         raise InputError(
             f"splits={fractions!r} must be three shares (train, val, test), none negative, train above 0, summing to 1"
         )
@@ -832,7 +923,9 @@ def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
 def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[Any], Ints]:
     """Find the distinct values in order of first appearance, and which of them each entry is."""
     if isinstance(values, np.ndarray | Tensor):
-        found, first, entries = np.unique(np.asarray(values), return_index=True, return_inverse=True)
+        found, first, entries = np.unique(
+            np.asarray(values), return_index=True, return_inverse=True
+        )
         order = np.argsort(first)
         return found[order].tolist(), np.argsort(order)[entries.reshape(-1)]
     numbers: dict[Hashable, int] = {}
@@ -863,7 +956,9 @@ def _held_out(unseen: Iterable[Hashable]) -> set[Hashable]:
 def _whole_numbers(values: ArrayLike, what: str) -> Ints:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise InputError(f"{what} must be a flat array of whole numbers, not {array.dtype} of shape {array.shape}")
+        raise InputError(
+            f"{what} must be a flat array of whole numbers, not {array.dtype} of shape {array.shape}"
+        )
     return array.astype(np.int64, copy=False)
 
 

@@ -100,7 +100,9 @@ class Grouping(Aggregation):
     def _by_index(self, everyone: Cohort) -> Labels:
         """Return the clusters of the client index."""
         points = index_points(str(self.index), everyone.ids, self.compare)
-        return cluster_points(points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key)
+        return cluster_points(
+            points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key
+        )
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send H to all, and to each client the place of its cluster in H, or its shares."""
@@ -115,7 +117,9 @@ class Grouping(Aggregation):
         each = {"membership": own.to(like.dtype)} if self.soft else {"cluster": place}
         return {"model": state.model, "centres": {"h": centres.to(like)}}, each
 
-    def grouped(self, state: State, points: Tensor, cohort: Cohort, labels: Labels | None = None) -> State:
+    def grouped(
+        self, state: State, points: Tensor, cohort: Cohort, labels: Labels | None = None
+    ) -> State:
         """Return the state with the cohort's new representations, clusters and centres, and notes.
 
         Before round 1 clusters may be given, one label for each client of the cohort.
@@ -123,10 +127,14 @@ class Grouping(Aggregation):
         ids, vectors, shares = _known(state, cohort, points, self.clusters)
         if not len(ids):
             return self.noted(state, cohort)
-        before = state.server.get("clusters", {"h": torch.full((self.clusters, vectors.shape[1]), torch.nan)})
+        before = state.server.get(
+            "clusters", {"h": torch.full((self.clusters, vectors.shape[1]), torch.nan)}
+        )
         last = before["h"].double().cpu().numpy()
         if labels is None:
-            found = cluster_points(vectors, self.clusters, kind=self.clustering, choice=self.choice, key=cohort.key)
+            found = cluster_points(
+                vectors, self.clusters, kind=self.clustering, choice=self.choice, key=cohort.key
+            )
             labels = numbered(found, vectors, last)
         else:
             labels = labels[np.isin(cohort.ids, ids)]
@@ -135,7 +143,9 @@ class Grouping(Aggregation):
         centres = centres_of(vectors, shares)
         if self.soft:
             there = ~np.isnan(centres[:, 0])
-            shares[np.ix_(here, there)] = [mixture_shares(vector, centres[there]) for vector in vectors[here]]
+            shares[np.ix_(here, there)] = [
+                mixture_shares(vector, centres[there]) for vector in vectors[here]
+            ]
         kept = np.where(np.isnan(centres), last, centres)
         clients = {"ids": ids, "h": vectors, "share": shares}
         made = state.with_server(
@@ -166,7 +176,9 @@ def _members(state: State) -> Tensor:
     return state.server["clients"]["share"].sum(0).nonzero().flatten()
 
 
-def _known(state: State, cohort: Cohort, points: Tensor, clusters: int) -> tuple[Labels, Floats, Floats]:
+def _known(
+    state: State, cohort: Cohort, points: Tensor, clusters: int
+) -> tuple[Labels, Floats, Floats]:
     """Return ids, last representations and memberships of all clients known, by ascending id."""
     finite = points.isfinite().all(1).cpu().numpy()
     present, new = cohort.ids[finite], points.double().cpu().numpy()[finite]

@@ -16,7 +16,10 @@ Registry = dict[str, str | Callable[..., Any]]
 
 
 def import_own(
-    imports: Iterable[str], *, beside: Path | None = None, on_import: Callable[[str], None] | None = None
+    imports: Iterable[str],
+    *,
+    beside: Path | None = None,
+    on_import: Callable[[str], None] | None = None,
 ) -> None:
     """Import modules by file or by name; what is imported already is left as it is.
 
@@ -52,7 +55,9 @@ def import_own(
         try:
             found = import_module(name)
         except (Exception, SystemExit) as error:
-            raise InputError(f"imports: {given!r} cannot be imported ({type(error).__name__}: {error})") from error
+            raise InputError(
+                f"imports: {given!r} cannot be imported ({type(error).__name__}: {error})"
+            ) from error
         # A copy, such as that in a run directory, is accepted.
         if file and not _is_imported(name, file):
             raise InputError(
@@ -92,10 +97,14 @@ def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
     if isinstance(imports, str):
         imports = [imports]
     if not isinstance(imports, list) or not all(isinstance(given, str) for given in imports):
-        raise InputError(f"imports of the run in {directory} must be a list of files or modules, got {imports!r}")
+        raise InputError(
+            f"imports of the run in {directory} must be a list of files or modules, got {imports!r}"
+        )
     files = {given: file_of(given, beside=directory) for given in imports}
     pending = [
-        str(file or given) for given, file in files.items() if not _is_imported(file.stem if file else given, file)
+        str(file or given)
+        for given, file in files.items()
+        if not _is_imported(file.stem if file else given, file)
     ]
     if pending and not trust:
         raise InputError(
@@ -113,7 +122,11 @@ def _is_imported(name: str, file: Path | None) -> bool:
     if found is None or file is None:
         return found is not None
     there = getattr(found, "__file__", None)
-    return there is not None and Path(there).is_file() and Path(there).read_bytes() == file.read_bytes()
+    return (
+        there is not None
+        and Path(there).is_file()
+        and Path(there).read_bytes() == file.read_bytes()
+    )
 
 
 def file_of(given: str, *, beside: Path | None = None) -> Path | None:
@@ -129,10 +142,16 @@ def file_of(given: str, *, beside: Path | None = None) -> Path | None:
     path = Path(given)
     if path.suffix != ".py":
         return None
-    for candidate in (*([beside / path] if beside else []), path, *(Path(folder, path.name) for folder in sys.path)):
+    for candidate in (
+        *([beside / path] if beside else []),
+        path,
+        *(Path(folder, path.name) for folder in sys.path),
+    ):
         if candidate.is_file():
             return candidate.resolve()
-    raise InputError(f"imports: no file {given!r} in {Path.cwd()}; give its path from there, or a module's name")
+    raise InputError(
+        f"imports: no file {given!r} in {Path.cwd()}; give its path from there, or a module's name"
+    )
 
 
 def enter(registry: Registry, function: F, kind: str) -> F:

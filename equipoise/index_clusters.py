@@ -44,7 +44,9 @@ def index_digest(path: str | None, given: str | None, name: str) -> str | None:
         return given
     found = ClientIndex.read(path).digest()
     if given not in (None, found):
-        raise InputError(f"{name}.digest is {given!r}, but that of the index in {path} is {found!r}")
+        raise InputError(
+            f"{name}.digest is {given!r}, but that of the index in {path} is {found!r}"
+        )
     return found
 
 
@@ -69,5 +71,7 @@ def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Fl
         In the order of ``ids``.
     """
     found = ClientIndex.read(path).of(ids)
-    points: Floats = torch.cat(directions(found.features.double(), found.labels.double(), compare), 1).numpy()
+    points: Floats = torch.cat(
+        directions(found.features.double(), found.labels.double(), compare), 1
+    ).numpy()
     return points

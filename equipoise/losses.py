@@ -18,7 +18,16 @@ from equipoise.checks import name_and_options, real
 from equipoise.errors import InputError, unknown
 from equipoise.task import Task
 
-__all__ = ["LOSSES", "TaskLoss", "build", "check_loss", "loss_from", "options_of", "register", "to_plain"]
+__all__ = [
+    "LOSSES",
+    "TaskLoss",
+    "build",
+    "check_loss",
+    "loss_from",
+    "options_of",
+    "register",
+    "to_plain",
+]
 
 TaskLoss = Callable[[Tensor, Tensor], Tensor]
 L = TypeVar("L", bound=Callable[..., Any])
@@ -68,10 +77,14 @@ def register(name: str, *, tasks: Sequence[str] | None = None) -> Callable[[L], 
 
     def known(loss: L) -> L:
         if not callable(loss):
-            raise InputError(f"{loss!r}, registered as the loss {name!r}, is no function of outputs and targets")
+            raise InputError(
+                f"{loss!r}, registered as the loss {name!r}, is no function of outputs and targets"
+            )
         before = LOSSES.get(name)
         if before is not None and _place(before.make) != _place(loss):
-            raise InputError(f"the name {name!r} of a loss is taken by {_place(before.make)}; choose another")
+            raise InputError(
+                f"the name {name!r} of a loss is taken by {_place(before.make)}; choose another"
+            )
         LOSSES[name] = _Entry(loss, None if tasks is None else tuple(tasks))
         return loss
 
@@ -119,7 +132,9 @@ def options_of(name: str) -> list[str]:
     (['gamma'], [])
     """
     make = LOSSES[name].make
-    return [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
+    return (
+        [field.name for field in dataclasses.fields(make)] if dataclasses.is_dataclass(make) else []
+    )
 
 
 def loss_from(given: Any) -> TaskLoss | None:

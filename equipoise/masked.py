@@ -41,7 +41,9 @@ def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     >>> masked_mean(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]))
     tensor(2.)
     """
-    return values.mean(0) if mask is None else masked_sum(values, mask) / mask.to(values.dtype).sum()
+    return (
+        values.mean(0) if mask is None else masked_sum(values, mask) / mask.to(values.dtype).sum()
+    )
 
 
 def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -127,7 +129,9 @@ def coral(
     if form not in CORAL_FORMS:
         raise unknown("form", form, CORAL_FORMS, where="coral")
     moments = _mean_and_covariance(rows, mask), _mean_and_covariance(others, others_mask)
-    means, covariances = ((one - other).square().mean() for one, other in zip(*moments, strict=True))
+    means, covariances = (
+        (one - other).square().mean() for one, other in zip(*moments, strict=True)
+    )
     return means + covariances if form == "domainbed" else covariances / 4
 
 
@@ -155,7 +159,9 @@ def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None
     >>> label_sums(torch.ones(3), torch.tensor([0, 2, 2]), 3, None)
     tensor([1., 0., 2.])
     """
-    members = (labels.unsqueeze(0) == torch.arange(classes, device=labels.device).unsqueeze(1)).to(values.dtype)
+    members = (labels.unsqueeze(0) == torch.arange(classes, device=labels.device).unsqueeze(1)).to(
+        values.dtype
+    )
     if mask is not None:
         members = members * mask.to(values.dtype)
     return (members @ values.reshape(len(values), -1)).view(classes, *values.shape[1:])

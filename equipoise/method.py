@@ -320,7 +320,10 @@ class Aggregation(Part):
         single clients.
         """
         fresh = self.begin(replace(state, server={}), everyone)
-        lasting = {n: carried_over(tree, fresh.server.get(n, tree), self.lasting) for n, tree in state.server.items()}
+        lasting = {
+            n: carried_over(tree, fresh.server.get(n, tree), self.lasting)
+            for n, tree in state.server.items()
+        }
         return fresh.with_server(**lasting)
 
     def prepare(self, state: State, cohort: Cohort) -> State:
@@ -392,7 +395,9 @@ class Guard(Part):
         raise NotImplementedError
 
 
-def combine_checked(aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort) -> State:
+def combine_checked(
+    aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort
+) -> State:
     """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
 
     Parameters
@@ -422,7 +427,9 @@ def combine_checked(aggregation: Aggregation, state: State, updates: Updates, co
     equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; it must keep all names and shapes
     """
     after: object = aggregation.combine(state, updates, cohort)
-    return check_state(state, after, f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine")
+    return check_state(
+        state, after, f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
+    )
 
 
 def check_state(state: State, after: object, where: str) -> State:
@@ -611,7 +618,9 @@ def held_by(part: Part) -> list[Method | Part]:
     >>> held_by(build("fedprox").local)
     []
     """
-    options: list[Any] = [getattr(part, option.name) for option in fields(part)] if is_dataclass(part) else []
+    options: list[Any] = (
+        [getattr(part, option.name) for option in fields(part)] if is_dataclass(part) else []
+    )
     return [option for option in options if isinstance(option, (Method, Part))]
 
 

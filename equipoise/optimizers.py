@@ -52,7 +52,12 @@ class Optimizer(Protocol):
         """Make fresh state for stacked parameters."""
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
     ) -> None:
         """Move parameters and state in place.
 
@@ -78,8 +83,14 @@ def check_optimizer(optimizer: Any, what: str) -> None:
     equipoise.errors.InputError: training.optimizer must be settings such as Sgd(lr=0.1) or {"name": "adam", "lr": 0.001},
     got the class SGD; every client has an optimizer of its own, which is made of them
     """
-    if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("lr", "stacked", "begin", "step")):
-        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+    if isinstance(optimizer, type) or not all(
+        hasattr(optimizer, name) for name in ("lr", "stacked", "begin", "step")
+    ):
+        kind = (
+            f"the class {optimizer.__name__}"
+            if isinstance(optimizer, type)
+            else f"a {type(optimizer).__name__}"
+        )
         raise InputError(
             f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got {kind}; every client has '
             "an optimizer of its own, which is made of them"
@@ -91,7 +102,10 @@ def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
     if not isinstance(lr, Tensor):
         return [torch.tensor(lr, dtype=tensor.dtype, device=tensor.device) for tensor in like]
     return [
-        lr.to(tensor.dtype).view(-1, *(1,) * (tensor.dim() - 1)) if lr.dim() else lr.to(tensor.dtype) for tensor in like
+        lr.to(tensor.dtype).view(-1, *(1,) * (tensor.dim() - 1))
+        if lr.dim()
+        else lr.to(tensor.dtype)
+        for tensor in like
     ]
 
 
@@ -118,14 +132,19 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
     """
     if isinstance(lr, Tensor):
         columns = _columns(lr, directions)
-        return [torch.addcmul(p, d, c, value=-1) for p, d, c in zip(params, directions, columns, strict=True)]
+        return [
+            torch.addcmul(p, d, c, value=-1)
+            for p, d, c in zip(params, directions, columns, strict=True)
+        ]
     return list(torch._foreach_add(params, directions, alpha=-lr))
 
 
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Do what :func:`descended` does, in place."""
     if isinstance(lr, Tensor):
-        for param, direction, column in zip(params, directions, _columns(lr, directions), strict=True):
+        for param, direction, column in zip(
+            params, directions, _columns(lr, directions), strict=True
+        ):
             param.addcmul_(direction, column, value=-1)
     else:
         torch._foreach_add_(params, directions, alpha=-lr)
@@ -179,14 +198,21 @@ class Sgd:
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
         """Make room for the momentum, if there is any, and on a CPU for gradients with weight decay."""
-        state = {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
+        state = (
+            {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
+        )
         if self.weight_decay and all(tensor.device.type == "cpu" for tensor in params):
             # New memory in every step takes longer than the addition: the system hands it out page by page.
             state["decayed"] = [torch.zeros_like(tensor) for tensor in params]
         return state
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
     ) -> None:
         """Make one step."""
         if "decayed" in state:
@@ -200,7 +226,9 @@ class Sgd:
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, gradients, alpha=1 - self._dampening(count))
             gradients = (
-                list(torch._foreach_add(gradients, velocity, alpha=self.momentum)) if self.nesterov else velocity
+                list(torch._foreach_add(gradients, velocity, alpha=self.momentum))
+                if self.nesterov
+                else velocity
             )
         _descend(params, gradients, lr)
 
@@ -252,10 +280,18 @@ class Adam:
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
         """Make room for both moments."""
-        return {moment: [torch.zeros_like(tensor) for tensor in params] for moment in ("first", "second")}
+        return {
+            moment: [torch.zeros_like(tensor) for tensor in params]
+            for moment in ("first", "second")
+        }
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
     ) -> None:
         """Make one step."""
         if self.weight_decay and self.decoupled:
@@ -269,7 +305,11 @@ class Adam:
         torch._foreach_addcmul_(second, gradients, gradients, 1 - self.betas[1])
         scales = torch._foreach_sqrt(second)
         unbiased = 1 - self.betas[1] ** count
-        root = unbiased.sqrt().to(scales[0].dtype) if isinstance(unbiased, Tensor) else math.sqrt(unbiased)
+        root = (
+            unbiased.sqrt().to(scales[0].dtype)
+            if isinstance(unbiased, Tensor)
+            else math.sqrt(unbiased)
+        )
         torch._foreach_div_(scales, root)
         torch._foreach_add_(scales, self.eps)
         _descend(params, list(torch._foreach_div(first, scales)), lr / (1 - self.betas[0] ** count))
@@ -297,7 +337,9 @@ class TorchOptimizer:
         try:
             self._make([torch.zeros(1, requires_grad=True)], self.lr)
         except (TypeError, ValueError) as error:
-            raise InputError(f"torch.optim.{self.kind} refuses its options {self.options}: {error}") from error
+            raise InputError(
+                f"torch.optim.{self.kind} refuses its options {self.options}: {error}"
+            ) from error
 
     def _make(self, leaves: list[Tensor], lr: float) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(leaves, lr=lr, **self.options)
@@ -309,7 +351,12 @@ class TorchOptimizer:
         return {"leaves": leaves, "optimizer": [self._make(leaves, self.lr)]}  # type: ignore[list-item]
 
     def step(
-        self, params: list[Tensor], gradients: list[Tensor], state: OptimizerState, lr: Column, count: Count
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
     ) -> None:
         """Make one step."""
         optimizer: Any = state["optimizer"][0]
@@ -408,7 +455,10 @@ def gradient_weights(
     for step in range(int(steps.max(initial=0))):
         gradient = direction = 1 - pull * moved
         if optimizer.momentum:
-            velocity = optimizer.momentum * velocity + (1 - (optimizer.dampening if step else 0.0)) * gradient
+            velocity = (
+                optimizer.momentum * velocity
+                + (1 - (optimizer.dampening if step else 0.0)) * gradient
+            )
             direction = gradient + optimizer.momentum * velocity if optimizer.nesterov else velocity
         moved = np.where(step < steps, moved + direction, moved)
     return moved
@@ -500,7 +550,11 @@ class Schedule:
         if self.kind == "exponential":
             return float(self.decay**since)
         if self.kind == "steps":
-            passed = [factor for start, factor in zip(self.at, self.factors, strict=True) if round_ >= start]
+            passed = [
+                factor
+                for start, factor in zip(self.at, self.factors, strict=True)
+                if round_ >= start
+            ]
             return passed[-1] if passed else 1.0
         if self.kind == "cosine":
             progress = since / left if self.over is None else min(1.0, since / self.over)

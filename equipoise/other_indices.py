@@ -77,7 +77,9 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
     shares = make_index(federation, of_samples)
     blocks = shares.features.unflatten(1, (classes, -1))
     present = shares.labels.unsqueeze(2)
-    prototypes = torch.where(present > 0, blocks / present.clamp_min(torch.finfo(present.dtype).tiny), 0.0)
+    prototypes = torch.where(
+        present > 0, blocks / present.clamp_min(torch.finfo(present.dtype).tiny), 0.0
+    )
     made_by = f"class prototypes of {federation.fingerprint()}"
     return ClientIndex(shares.ids, prototypes.flatten(1), shares.labels @ vectors, made_by)
 
@@ -107,7 +109,11 @@ def head_weights(run: Run) -> ClientIndex:
     torch.Size([22, 650])
     """
     local = run.trainer.local_models()
-    heads = [stack.flatten(1).float().cpu() for name, stack in local.own.items() if in_parts(name, "head")]
+    heads = [
+        stack.flatten(1).float().cpu()
+        for name, stack in local.own.items()
+        if in_parts(name, "head")
+    ]
     if not heads:
         raise InputError(
             f"clients of method {run.summary['method']!r} train no head, so that there is no index of heads"
@@ -119,7 +125,9 @@ def head_weights(run: Run) -> ClientIndex:
 def _vectors(federation: Federation, label_vectors: Tensor | None) -> Tensor:
     classes = federation.outputs
     if not federation.classes:
-        raise InputError(f"label indices need classes, but {federation.name!r} is a {federation.task}")
+        raise InputError(
+            f"label indices need classes, but {federation.name!r} is a {federation.task}"
+        )
     if label_vectors is None:
         return torch.eye(classes)
     if label_vectors.dim() != 2 or len(label_vectors) != classes:

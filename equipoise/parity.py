@@ -30,7 +30,9 @@ FIGURES = {
 """What is computed from the rates of all values: differences should be 0, ratios 1."""
 
 
-def compare(counts: Counts, *, score: str = "accuracy", higher_is_better: bool = True) -> dict[str, Any]:
+def compare(
+    counts: Counts, *, score: str = "accuracy", higher_is_better: bool = True
+) -> dict[str, Any]:
     """Compute the rates of each value of an attribute, and compare the values.
 
     Parameters
@@ -70,13 +72,17 @@ def compare(counts: Counts, *, score: str = "accuracy", higher_is_better: bool =
         }
         for name, of in counts.items()
     }
-    by_rate = {rate: [of[rate] for of in values.values() if of[rate] is not None] for rate in (score, *RATES)}
+    by_rate = {
+        rate: [of[rate] for of in values.values() if of[rate] is not None]
+        for rate in (score, *RATES)
+    }
     differences: dict[str, Any] = {
         rate: max(found) - min(found) if len(found) > 1 else None for rate, found in by_rate.items()
     }
     # Rates that are all 0 have no ratio.
     ratios: dict[str, Any] = {
-        rate: min(found) / max(found) if len(found) > 1 and max(found) > 0 else None for rate, found in by_rate.items()
+        rate: min(found) / max(found) if len(found) > 1 and max(found) > 0 else None
+        for rate, found in by_rate.items()
     }
     scored = {name: of[score] for name, of in values.items() if of[score] is not None}
     sign = 1 if higher_is_better else -1
@@ -91,7 +97,9 @@ def compare(counts: Counts, *, score: str = "accuracy", higher_is_better: bool =
         "demographic_parity_ratio": ratios["selection_rate"],
         "equal_opportunity_difference": differences["tpr"],
         "equalized_odds_difference": max(differences["tpr"], differences["fpr"]) if odds else None,
-        "equalized_odds_ratio": min((ratios[r] for r in ("tpr", "fpr") if ratios[r] is not None), default=None)
+        "equalized_odds_ratio": min(
+            (ratios[r] for r in ("tpr", "fpr") if ratios[r] is not None), default=None
+        )
         if odds
         else None,
     }
@@ -107,7 +115,9 @@ def _whole(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def of_client(numbers: Mapping[str, float], n: int, *, score: str, higher_is_better: bool) -> dict[str, Any]:
+def of_client(
+    numbers: Mapping[str, float], n: int, *, score: str, higher_is_better: bool
+) -> dict[str, Any]:
     """Compare the values of each attribute for one client.
 
     Parameters
@@ -134,7 +144,9 @@ def of_client(numbers: Mapping[str, float], n: int, *, score: str, higher_is_bet
     }
 
 
-def pooled(rows: Iterable[Mapping[str, Any]], *, score: str, higher_is_better: bool) -> dict[str, Any]:
+def pooled(
+    rows: Iterable[Mapping[str, Any]], *, score: str, higher_is_better: bool
+) -> dict[str, Any]:
     """Compare the values of each attribute over all clients together, and say how figures differ between clients.
 
     Parameters
@@ -176,7 +188,9 @@ def pooled(rows: Iterable[Mapping[str, Any]], *, score: str, higher_is_better: b
                 for count in (count for count in COUNTS if count in of):
                     total[count] = total.get(count, 0) + of[count]
             missing[row["client"]] = row["n"] - sum(of["n"] for of in values.values())
-        compared = compare(dict(sorted(sums.items())), score=score, higher_is_better=higher_is_better)
+        compared = compare(
+            dict(sorted(sums.items())), score=score, higher_is_better=higher_is_better
+        )
         found[attribute] = {
             **compared,
             "withheld": sum(missing.values()),
@@ -188,7 +202,9 @@ def pooled(rows: Iterable[Mapping[str, Any]], *, score: str, higher_is_better: b
 
 
 def _over_clients(parts: Mapping[int, Mapping[str, Any]], figure: str) -> dict[str, Any]:
-    having = {client: part[figure] for client, part in parts.items() if part.get(figure) is not None}
+    having = {
+        client: part[figure] for client, part in parts.items() if part.get(figure) is not None
+    }
     if not having:
         return {"clients": 0}
     sign = 1 if figure.endswith("ratio") else -1
@@ -228,10 +244,15 @@ def wrong_counts(numbers: Mapping[str, float], n: int) -> str | None:
     for attribute, values in found.items():
         for value, of in values.items():
             where = f"for {attribute}: {value}"
-            if "n" not in of or any(0 < len(set(part) & set(of)) < len(part) for part in (SCORED, BY_TARGET)):
+            if "n" not in of or any(
+                0 < len(set(part) & set(of)) < len(part) for part in (SCORED, BY_TARGET)
+            ):
                 return f"answered with incomplete counts {where}"
             wholes = {count: number for count, number in of.items() if count != "score_sum"}
-            if bad := next((c for c, number in wholes.items() if number < 0 or not float(number).is_integer()), None):
+            if bad := next(
+                (c for c, number in wholes.items() if number < 0 or not float(number).is_integer()),
+                None,
+            ):
                 return f"answered with {of[bad]:g} as {bad} {where}"
             if not math.isfinite(of.get("score_sum", 0.0)):
                 return f"answered with {of['score_sum']:g} as score_sum {where}"

@@ -57,7 +57,9 @@ def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Ten
     losses = value(leaves)
     gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     pairs = zip(gradients, leaves, strict=True)
-    return losses.detach(), [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
+    return losses.detach(), [
+        torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs
+    ]
 
 
 class Gradient(Protocol):
@@ -70,7 +72,9 @@ class Gradient(Protocol):
     def batches(self) -> int:
         """How many batches a step looks at; see :func:`equipoise.engine.batches.draw_batches`."""
 
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def __call__(
+        self, values: Sequence[Value], params: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Take the gradient.
 
         Parameters
@@ -109,7 +113,9 @@ class PlainGradient:
 
     batches = 1
 
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def __call__(
+        self, values: Sequence[Value], params: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Take the gradient; see :func:`plain_gradient`."""
         return plain_gradient(values[0], params)
 
@@ -167,7 +173,9 @@ class Phase:
             raise unknown("batch", self.batch, _BATCHES, where="Phase")
         for loss in self.losses:
             if not callable(loss):
-                raise InputError(f"the loss of a Phase must be a function of a client, got {loss!r}")
+                raise InputError(
+                    f"the loss of a Phase must be a function of a client, got {loss!r}"
+                )
         if self.optimizer is not None:
             check_optimizer(self.optimizer, "the optimizer of a Phase")
         if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
@@ -176,7 +184,9 @@ class Phase:
                 "valid: one loss, or a multiple of that number"
             )
         if self.batch == "same" and (self.epochs is not None or self.steps is not None):
-            raise InputError("a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps")
+            raise InputError(
+                "a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps"
+            )
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -229,7 +239,10 @@ def _class_counts(client: Client) -> Tree:
     client.network.task.require_labels("class counts need labels")
     return {
         "count": label_sums(
-            torch.ones_like(client.y, dtype=client.network.dtype), client.y, client.classes, client.mask
+            torch.ones_like(client.y, dtype=client.network.dtype),
+            client.y,
+            client.classes,
+            client.mask,
         )
     }
 

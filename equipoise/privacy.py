@@ -69,7 +69,9 @@ def noise_sums(client: Client, width: int, purpose: Purpose = Purpose.NOISE) -> 
     return {"noise": numbers, "passes": torch.ones_like(numbers[0])}
 
 
-def released(vector: Tensor, clip: float | None, noise: float = 0.0, draws: Tensor | None = None) -> Tensor:
+def released(
+    vector: Tensor, clip: float | None, noise: float = 0.0, draws: Tensor | None = None
+) -> Tensor:
     """Return a vector that is clipped to a length and noised, if this is wanted.
 
     Parameters
@@ -176,7 +178,10 @@ def released_index(sums: Tree, clip: float | None, noise: float) -> Tree:
     means = [(sums[name].double() / sums["count"].double()).to(sums[name].dtype) for name in names]
     both = sums["noise"] / sums["passes"] if noise else None
     draws = [None, None] if both is None else both.split([len(mean) for mean in means])
-    return {name: released(mean, clip, noise, own) for name, mean, own in zip(names, means, draws, strict=True)}
+    return {
+        name: released(mean, clip, noise, own)
+        for name, mean, own in zip(names, means, draws, strict=True)
+    }
 
 
 def index_epsilon(noise: float, delta: float) -> float | None:

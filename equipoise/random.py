@@ -203,7 +203,9 @@ def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
     [0, 1, 2, 3, 4]
     """
     if population <= _SMALL_POPULATION:
-        hashes = _mix_array(np.uint64(fold(key, 0)) + np.arange(population, dtype=np.uint64) * np.uint64(_GOLDEN))
+        hashes = _mix_array(
+            np.uint64(fold(key, 0)) + np.arange(population, dtype=np.uint64) * np.uint64(_GOLDEN)
+        )
         return np.argsort(hashes, kind="stable")[:count]
     half = ((population - 1).bit_length() + 1) // 2
     low = np.uint64((1 << half) - 1)
@@ -221,7 +223,9 @@ def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
     return chosen.astype(np.int64)
 
 
-def choose_by_weight(key: int, weights: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+def choose_by_weight(
+    key: int, weights: npt.NDArray[np.float64], count: int
+) -> npt.NDArray[np.int64]:
     """Choose distinct positions one after the other, each with probability proportional to its weight among the rest.
 
     Draws that hit a position already taken are repeated; if that takes too long, the rest is decided by an exponential
@@ -234,12 +238,17 @@ def choose_by_weight(key: int, weights: npt.NDArray[np.float64], count: int) -> 
     """
     cumulative = np.cumsum(weights)
     counters = np.arange(4 * count, dtype=np.uint64) * np.uint64(_GOLDEN)
-    draws = (_mix_array(np.uint64(fold(key, 0)) + counters) >> np.uint64(11)).astype(np.float64) / 2.0**53
+    draws = (_mix_array(np.uint64(fold(key, 0)) + counters) >> np.uint64(11)).astype(
+        np.float64
+    ) / 2.0**53
     hits = np.searchsorted(cumulative, draws * cumulative[-1], side="right")
     chosen = list(dict.fromkeys(hits.tolist()))[:count]
     if missing := count - len(chosen):
         rest = np.setdiff1d(np.flatnonzero(weights > 0), chosen)
         seeds = _mix_array(np.uint64(fold(key, 1)) + rest.astype(np.uint64) * np.uint64(_GOLDEN))
-        waiting = -np.log((seeds >> np.uint64(11)).astype(np.float64) / 2.0**53 + 2.0**-54) / weights[rest]
+        waiting = (
+            -np.log((seeds >> np.uint64(11)).astype(np.float64) / 2.0**53 + 2.0**-54)
+            / weights[rest]
+        )
         chosen += rest[np.argsort(waiting, kind="stable")[:missing]].tolist()
     return np.array(chosen, dtype=np.int64)

@@ -85,5 +85,7 @@ def kind_of(value: Any) -> str:
     ('torch.float32 of shape [2, 3]', 'list')
     """
     return (
-        f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor | Samples) else type(value).__name__
+        f"{value.dtype} of shape {list(value.shape)}"
+        if isinstance(value, Tensor | Samples)
+        else type(value).__name__
     )

@@ -41,14 +41,20 @@ def register(function: F) -> F:
     """
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
-        raise InputError(f"a schedule needs the name of its function, got {function!r}; define it with def")
+        raise InputError(
+            f"a schedule needs the name of its function, got {function!r}; define it with def"
+        )
     takes = list(signature(function).parameters)
     if takes not in (["round"], ["round", "rounds"]):
-        raise InputError(f"schedule {name!r} takes {', '.join(takes) or 'nothing'}; valid: round, or round and rounds")
+        raise InputError(
+            f"schedule {name!r} takes {', '.join(takes) or 'nothing'}; valid: round, or round and rounds"
+        )
     before = _SCHEDULES.get(name, function)
     # One that is defined again, as in a notebook, takes its own place.
     if (before.__module__, before.__qualname__) != (function.__module__, function.__qualname__):
-        raise InputError(f"the name {name!r} of a schedule is taken by {before.__module__}.{before.__qualname__}")
+        raise InputError(
+            f"the name {name!r} of a schedule is taken by {before.__module__}.{before.__qualname__}"
+        )
     _SCHEDULES[name] = function
     return function
 
@@ -92,5 +98,7 @@ def factor(name: str, round_: int, rounds: int) -> float:
     given: dict[str, Any] = {"round": round_} | ({"rounds": rounds} if takes_rounds(name) else {})
     value = float(_SCHEDULES[name](**given))
     if not 0 <= value < math.inf:
-        raise InputError(f"schedule {name!r} returned {value!r} for round {round_}; valid: at least 0 and finite")
+        raise InputError(
+            f"schedule {name!r} returned {value!r} for round {round_}; valid: at least 0 and finite"
+        )
     return value

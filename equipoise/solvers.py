@@ -93,7 +93,9 @@ def _polished(gram: Floats, weights: Floats, low: Floats, high: Floats) -> Float
     start = fixed.copy()
     start[free] = weights[free]
     # Where vectors are dependent many answers are exact; the nearest correction stays feasible.
-    correction = np.linalg.lstsq(system, np.append(-gram[free] @ start, 1 - start.sum()), rcond=None)[0]
+    correction = np.linalg.lstsq(
+        system, np.append(-gram[free] @ start, 1 - start.sum()), rcond=None
+    )[0]
     exact = start.copy()
     exact[free] += correction[:-1]
     feasible = bool((exact >= low).all() and (exact <= high).all()) and abs(exact.sum() - 1) < 1e-12

@@ -228,7 +228,9 @@ class Task:
         equipoise.errors.InputError: this partition divides samples by label, but the task of this federation is Task
         """
         if not self.labels:
-            raise InputError(f"{why}, but the task of this federation is {self.name or type(self).__name__}")
+            raise InputError(
+                f"{why}, but the task of this federation is {self.name or type(self).__name__}"
+            )
 
 
 def whole_numbers(y: Tensor) -> Tensor:
@@ -258,5 +260,7 @@ def whole_numbers(y: Tensor) -> Tensor:
     # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers anyway.
     if y.is_floating_point() and bool((labels != y).any()):
         place = tuple((labels != y).nonzero()[0].tolist())
-        raise InputError(f"sample {place[0]} has label {y[place].item()} in y; labels must be whole numbers")
+        raise InputError(
+            f"sample {place[0]} has label {y[place].item()} in y; labels must be whole numbers"
+        )
     return labels

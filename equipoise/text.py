@@ -41,7 +41,9 @@ def printable(text: str, longest: int | None = None) -> str:
     shown = text[:longest]
     if not shown.isprintable():
         shown = "".join(_written_out(character) for character in shown)
-    return shown if longest is None or len(text) <= longest else f"{shown}… ({len(text)} characters)"
+    return (
+        shown if longest is None or len(text) <= longest else f"{shown}… ({len(text)} characters)"
+    )
 
 
 def unprintable_in(text: str) -> bool:

@@ -63,7 +63,9 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
                 'own, such as train(..., head="classifier")'
             )
         if not found and part != "all":
-            roots = {".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names}
+            roots = {
+                ".".join(name.split(".")[: 2 if name.startswith(PERSONAL) else 1]) for name in names
+            }
             raise unknown("part", part, {"all", *roots}, where="the method")
         chosen.update(found)
     return [name for name in names if name in chosen]
@@ -82,7 +84,9 @@ def _batchnorm(names: list[str], part: str) -> list[str]:
     return found
 
 
-def tree_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *others: Mapping[str, Tensor]) -> Tree:
+def tree_map(
+    function: Callable[..., Tensor], first: Mapping[str, Tensor], *others: Mapping[str, Tensor]
+) -> Tree:
     """Apply a function name by name.
 
     Examples
@@ -90,7 +94,9 @@ def tree_map(function: Callable[..., Tensor], first: Mapping[str, Tensor], *othe
     >>> tree_map(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     {'w': tensor([2., 2.])}
     """
-    return {name: function(tensor, *(other[name] for other in others)) for name, tensor in first.items()}
+    return {
+        name: function(tensor, *(other[name] for other in others)) for name, tensor in first.items()
+    }
 
 
 def flat_rows(stack: Tensor) -> Tensor:
@@ -119,7 +125,11 @@ def pieces(rows: Tensor) -> Sequence[Tensor]:
     >>> [piece.shape for piece in pieces(torch.zeros(3, 0))]
     [torch.Size([3, 0])]
     """
-    return rows.split(max(1, _PIECE[rows.device.type] // len(rows)), dim=1) if rows.numel() else (rows,)
+    return (
+        rows.split(max(1, _PIECE[rows.device.type] // len(rows)), dim=1)
+        if rows.numel()
+        else (rows,)
+    )
 
 
 def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
@@ -132,7 +142,9 @@ def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
     >>> norms([torch.tensor([[3.0], [0.0]]), torch.tensor([4.0, 2.0])], stacked=True)
     tensor([5., 2.])
     """
-    squares = [t.square().flatten(1).sum(1) if stacked and t.dim() > 1 else t.square() for t in tensors]
+    squares = [
+        t.square().flatten(1).sum(1) if stacked and t.dim() > 1 else t.square() for t in tensors
+    ]
     return torch.stack([square if stacked else square.sum() for square in squares]).sum(0).sqrt()
 
 
@@ -169,7 +181,9 @@ def unusable_rows(stack: Tensor) -> Tensor:
     return ~((rows.amin(dim=1) >= -LARGEST) & (rows.amax(dim=1) <= LARGEST))
 
 
-def unusable(trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]) -> dict[int, str]:
+def unusable(
+    trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]
+) -> dict[int, str]:
     """Name the clients whose tensors cannot be used, with the reason.
 
     Parameters
@@ -193,7 +207,9 @@ def unusable(trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tenso
     found: dict[int, str] = {}
     for name, stack in (pair for tree in trees for pair in tree.items()):
         rows = unusable_rows(stack)
-        if not bool(rows.any()) or (name in received and bool(unusable_rows(received[name].unsqueeze(0)).any())):
+        if not bool(rows.any()) or (
+            name in received and bool(unusable_rows(received[name].unsqueeze(0)).any())
+        ):
             continue
         for client in rows.nonzero().flatten().tolist():
             finite = bool(torch.isfinite(stack[client]).all())
@@ -253,5 +269,7 @@ def digest(tree: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tree.items()):
         hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         if tensor.numel():
-            hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            hashed.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
     return hashed.hexdigest()

@@ -53,7 +53,17 @@ def ten_clients(unseen=(), seed=0):
     return load("digits", partition={"name": "iid", "clients": 10}, unseen=list(unseen), seed=seed)
 
 
-def trained(method, *, unseen=(), engine=StackedEngine, rounds=12, optimizer=SGD, every=0, directory=None, seed=0):
+def trained(
+    method,
+    *,
+    unseen=(),
+    engine=StackedEngine,
+    rounds=12,
+    optimizer=SGD,
+    every=0,
+    directory=None,
+    seed=0,
+):
     """Train a small model on the ten clients for a few rounds, and return the trainer."""
     federation = ten_clients(unseen, seed)
     made = build(**method) if isinstance(method, dict) else build(method)

@@ -22,14 +22,20 @@ def people(seed=0):
 def attributed(clients=4, **options):
     """A federation of these people."""
     x, y, attributes = people()
-    return Federation.from_arrays(x, y, clients=np.arange(SAMPLES) % clients, attributes=attributes, **options)
+    return Federation.from_arrays(
+        x, y, clients=np.arange(SAMPLES) % clients, attributes=attributes, **options
+    )
 
 
 def by_hand(truth, predicted, values):
     """Rates and differences, from lists of samples."""
     rates = {}
     for value in sorted(set(values)):
-        own = [(bool(t), bool(p)) for t, p, v in zip(truth, predicted, values, strict=True) if v == value]
+        own = [
+            (bool(t), bool(p))
+            for t, p, v in zip(truth, predicted, values, strict=True)
+            if v == value
+        ]
         of_positives, of_negatives = ([p for t, p in own if t is kind] for kind in (True, False))
         rates[value] = {
             "n": len(own),
@@ -41,6 +47,10 @@ def by_hand(truth, predicted, values):
 
     def spread(rate):
         found = [of[rate] for of in rates.values() if of[rate] is not None]
-        return (max(found) - min(found), min(found) / max(found)) if len(found) > 1 and max(found) else (None, None)
+        return (
+            (max(found) - min(found), min(found) / max(found))
+            if len(found) > 1 and max(found)
+            else (None, None)
+        )
 
     return rates, {rate: spread(rate) for rate in ("accuracy", "selection_rate", "tpr", "fpr")}

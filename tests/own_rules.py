@@ -36,7 +36,11 @@ class Calibrated(LocalRule):
     def counts(self, client):
         """Count the labels of a batch."""
         classes = len(client.params["head.bias"])
-        return {"counts": label_sums(torch.ones_like(client.x.flatten(1)[:, 0]), client.y, classes, client.mask)}
+        return {
+            "counts": label_sums(
+                torch.ones_like(client.x.flatten(1)[:, 0]), client.y, classes, client.mask
+            )
+        }
 
     def loss(self, client):
         """Take the cross-entropy of the shifted scores."""
@@ -65,7 +69,9 @@ class Aligned(LocalRule, FedAvg):
             scores = client.at(head).head(z)
             return client.sum(F.cross_entropy(scores, client.y, reduction="none"))
 
-        return grad(total)({name: client.params[name] for name in select(client.network.initial(), "head")})
+        return grad(total)(
+            {name: client.params[name] for name in select(client.network.initial(), "head")}
+        )
 
     def loss(self, client):
         """Add the squared distance of the batch's mean gradient from the one received."""
@@ -144,7 +150,9 @@ class Projected(LocalRule):
 
     def loss(self, client):
         """Add the squared length of the projected z."""
-        return client.task_loss() + self.strength * client.part("projection", client.features()).square().sum(1)
+        return client.task_loss() + self.strength * client.part(
+            "projection", client.features()
+        ).square().sum(1)
 
 
 @dataclass(frozen=True)

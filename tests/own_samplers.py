@@ -19,7 +19,9 @@ class PowerOfChoice(Sampler):
 
     def select(self, state, candidates, count):
         """Ask the candidates for the loss of the global model."""
-        drawn = choose_by_weight(candidates.key, candidates.sizes.astype(np.float64), self.candidates)
+        drawn = choose_by_weight(
+            candidates.key, candidates.sizes.astype(np.float64), self.candidates
+        )
         ids = np.sort(candidates.ids[drawn])
         losses = candidates.cohort(ids).evaluate(state.model, "train")["loss"]
         return ids[np.argsort(-losses.numpy(), kind="stable")[:count]]

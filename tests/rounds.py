@@ -31,12 +31,27 @@ class Played:
         return self.states[-1].model
 
 
-def play(method, federation, module, cohorts, *, chunk=10, seed=5, precision="float64", reports=(), **training):
+def play(
+    method,
+    federation,
+    module,
+    cohorts,
+    *,
+    chunk=10,
+    seed=5,
+    precision="float64",
+    reports=(),
+    **training,
+):
     """Play one round a cohort."""
     machine = Machine(device="cpu", precision=precision, chunk=chunk)
-    engine = StackedEngine(federation, module, Training(rounds=len(cohorts), **training), machine, seed)
+    engine = StackedEngine(
+        federation, module, Training(rounds=len(cohorts), **training), machine, seed
+    )
     everyone = engine.cohort(method, federation.seen, 0)
-    played = Played(engine, [method.aggregation.begin(State(0, engine.network.initial()), everyone)])
+    played = Played(
+        engine, [method.aggregation.begin(State(0, engine.network.initial()), everyone)]
+    )
     for round_, clients in enumerate(cohorts):
         cohort = engine.cohort(method, np.asarray(clients), round_)
         cohort.wanted_reports |= set(reports)

@@ -150,7 +150,9 @@ def test_a_small_file_that_grows_to_gigabytes_is_refused_before_it_does(tmp_path
         archive.open("x.npy", "w", force_zip64=True) as file,
     ):
         rows = MOST_BYTES // 1024 + 1
-        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)}
+        )
         for _ in range(rows // 1024):
             file.write(bytes(1 << 20))
         file.write(bytes(rows % 1024 * 1024))
@@ -158,7 +160,8 @@ def test_a_small_file_that_grows_to_gigabytes_is_refused_before_it_does(tmp_path
         archive.writestr("y.npy", Y_FILE)
     tracemalloc.start()
     with pytest.raises(
-        InputError, match=rf"would grow from {path.stat().st_size} to \d+ bytes, and at most {MOST_BYTES}"
+        InputError,
+        match=rf"would grow from {path.stat().st_size} to \d+ bytes, and at most {MOST_BYTES}",
     ):
         read_npz(path, ["x", "y"])
     peak = tracemalloc.get_traced_memory()[1]
@@ -183,7 +186,10 @@ def test_a_gzip_file_that_grows_without_end_is_refused(tmp_path, monkeypatch):
     [
         {"x.npy": npy(np.zeros(3), replace={b"(3,)": b"(9,)"}), "y.npy": Y_FILE},
         {"x.npy": npy(np.zeros(3), replace={b"(3,), ": b"(-3,),"}), "y.npy": Y_FILE},
-        {"x.npy": npy(np.zeros(3), replace={b"(3,), }       ": b"(99999999999,)}"}), "y.npy": Y_FILE},
+        {
+            "x.npy": npy(np.zeros(3), replace={b"(3,), }       ": b"(99999999999,)}"}),
+            "y.npy": Y_FILE,
+        },
         {"x.npy": npy(np.zeros(3), replace={b"'<f8'": b"'|O' "}), "y.npy": Y_FILE},
         {"x.npy": npy(np.zeros(3), replace={b"'<f8'": b"'|V8'"}), "y.npy": Y_FILE},
         {"x.npy": npy(np.zeros(3), replace={b"{'descr'": b"(((((((("}), "y.npy": Y_FILE},

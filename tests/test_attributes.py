@@ -22,7 +22,9 @@ CLASSIFICATION = tasks.build("classification")
 def one(values, **options):
     samples = len(values)
     options = {"clients": [0] * samples, **options}
-    return Federation.from_arrays(np.zeros((samples, 1)), np.zeros(samples, int), attributes={"sex": values}, **options)
+    return Federation.from_arrays(
+        np.zeros((samples, 1)), np.zeros(samples, int), attributes={"sex": values}, **options
+    )
 
 
 def test_values_are_text_in_alphabetical_order():
@@ -49,19 +51,31 @@ def test_unusable_values_are_refused(values, message):
 
 def test_attributes_must_fit_the_samples():
     with pytest.raises(
-        InputError, match="attribute 'sex' of federation 'custom' has 2 values, but there are 3 samples"
+        InputError,
+        match="attribute 'sex' of federation 'custom' has 2 values, but there are 3 samples",
     ):
-        Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes={"sex": ["f", "m"]})
+        Federation.from_arrays(
+            np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes={"sex": ["f", "m"]}
+        )
     with pytest.raises(InputError, match="attributes of source 'custom' must be a mapping"):
         Source(x=torch.zeros(2, 1), y=torch.zeros(2).long(), attributes=["f", "m"])
     wrong = {"sex": Attribute(np.array([0, 2, 1]), ("f", "m"))}
-    with pytest.raises(InputError, match="'sex' of federation 'custom' has codes that are no positions in its 2 names"):
+    with pytest.raises(
+        InputError,
+        match="'sex' of federation 'custom' has codes that are no positions in its 2 names",
+    ):
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes=wrong)
     many = {f"a{number}": ["f", "m", "m"] for number in range(21)}
-    with pytest.raises(InputError, match="federation 'custom' has 21 attributes; valid: at most 20"):
+    with pytest.raises(
+        InputError, match="federation 'custom' has 21 attributes; valid: at most 20"
+    ):
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes=many)
-    with pytest.raises(InputError, match="an attribute of federation 'custom' must have a name, got ''"):
-        Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes={"": ["f", "m", "m"]})
+    with pytest.raises(
+        InputError, match="an attribute of federation 'custom' must have a name, got ''"
+    ):
+        Federation.from_arrays(
+            np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes={"": ["f", "m", "m"]}
+        )
 
 
 def test_they_reach_the_federation_and_its_fingerprint():
@@ -102,24 +116,42 @@ def outputs(predicted):
 def released(cells, min_cell):
     """Count samples given as {value: (positives, negatives)}; nobody is predicted to be positive."""
     values = [value for value, (pos, neg) in cells.items() for _ in range(pos + neg)]
-    y = torch.tensor([int(place < pos) for pos, neg in cells.values() for place in range(pos + neg)])
+    y = torch.tensor(
+        [int(place < pos) for pos, neg in cells.values() for place in range(pos + neg)]
+    )
     counting = Counting({"v": Attribute.of(values, "v")}, CLASSIFICATION, 1, min_cell)
     found = counts_in(counting(outputs([0] * len(y)), y, np.arange(len(y)))).get("v", {})
     return {value for value in found}, {value for value, of in found.items() if "positives" in of}
 
 
 def test_all_counts_of_a_value():
-    counting = Counting({"v": Attribute.of(["a", "b", "a", "a", "b", "z"], "v")}, CLASSIFICATION, 1, 1)
+    counting = Counting(
+        {"v": Attribute.of(["a", "b", "a", "a", "b", "z"], "v")}, CLASSIFICATION, 1, 1
+    )
     truth, predicted = torch.tensor([1, 0, 0, 1, 1]), [1, 1, 0, 0, 1]
     # The last sample belongs to another client.
     found = counts_in(counting(outputs(predicted), truth, np.arange(5)))
     assert found == {
         "v": {
             "a": dict(
-                n=3, selected=1, scored=3, score_sum=2, positives=2, negatives=1, true_positives=1, false_positives=0
+                n=3,
+                selected=1,
+                scored=3,
+                score_sum=2,
+                positives=2,
+                negatives=1,
+                true_positives=1,
+                false_positives=0,
             ),
             "b": dict(
-                n=2, selected=2, scored=2, score_sum=1, positives=1, negatives=1, true_positives=1, false_positives=1
+                n=2,
+                selected=2,
+                scored=2,
+                score_sum=1,
+                positives=1,
+                negatives=1,
+                true_positives=1,
+                false_positives=1,
             ),
         }
     }
@@ -152,11 +184,17 @@ def test_small_cells_are_withheld(cells, given, by_target):
 def test_withheld_counts_do_not_follow_from_totals():
     draws = np.random.default_rng(0)
     for _ in range(300):
-        cells = {value: tuple(draws.integers(0, 12, 2).tolist()) for value in "abcd"[: draws.integers(1, 5)]}
+        cells = {
+            value: tuple(draws.integers(0, 12, 2).tolist())
+            for value in "abcd"[: draws.integers(1, 5)]
+        }
         if not sum(pos + neg for pos, neg in cells.values()):
             continue
         given, by_target = released(cells, 4)
-        for shown, sums in ((given, [sum]), (by_target, [lambda cell: cell[0], lambda cell: cell[1]])):
+        for shown, sums in (
+            (given, [sum]),
+            (by_target, [lambda cell: cell[0], lambda cell: cell[1]]),
+        ):
             hidden = [cell for value, cell in cells.items() if value not in shown and sum(cell)]
             for of in sums:
                 assert all(of(cells[value]) >= 4 or of(cells[value]) == 0 for value in shown)
@@ -182,9 +220,18 @@ def test_the_positive_class():
 
 
 def test_tasks_without_classes_have_scores_only():
-    counting = Counting({"v": Attribute.of(["a", "b", "a"], "v")}, tasks.build("regression"), None, 1)
-    found = counts_in(counting(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0.0, 2.0, 2.0]), np.arange(3)))
-    assert found == {"v": {"a": {"n": 2, "scored": 2, "score_sum": 5.0}, "b": {"n": 1, "scored": 1, "score_sum": 0.0}}}
+    counting = Counting(
+        {"v": Attribute.of(["a", "b", "a"], "v")}, tasks.build("regression"), None, 1
+    )
+    found = counts_in(
+        counting(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0.0, 2.0, 2.0]), np.arange(3))
+    )
+    assert found == {
+        "v": {
+            "a": {"n": 2, "scored": 2, "score_sum": 5.0},
+            "b": {"n": 1, "scored": 1, "score_sum": 0.0},
+        }
+    }
 
 
 def test_four_clients_have_people_of_both_sexes():

@@ -15,10 +15,19 @@ def test_whole_numbers_of_any_kind_become_python_integers(value):
 
 @pytest.mark.parametrize(
     ("value", "least", "shown"),
-    [(0, 1, "0"), (-1, 0, "-1"), (True, 1, "True"), (2.0, 1, "2.0"), ("2", 1, "'2'"), (None, 1, "None")],
+    [
+        (0, 1, "0"),
+        (-1, 0, "-1"),
+        (True, 1, "True"),
+        (2.0, 1, "2.0"),
+        ("2", 1, "'2'"),
+        (None, 1, "None"),
+    ],
 )
 def test_what_is_no_whole_number_or_too_small_is_refused(value, least, shown):
-    with pytest.raises(InputError, match=f"^width must be a whole number of at least {least}, got {shown}$"):
+    with pytest.raises(
+        InputError, match=f"^width must be a whole number of at least {least}, got {shown}$"
+    ):
         count(value, "width", least=least)
 
 
@@ -53,7 +62,9 @@ def test_the_smallest_real_number_is_valid():
 
 def test_items_of_a_list_are_checked_one_by_one():
     assert several(np.array([1, 2]).tolist(), "channels", count) == (1, 2)
-    with pytest.raises(InputError, match="^each of channels must be a whole number of at least 1, got 0$"):
+    with pytest.raises(
+        InputError, match="^each of channels must be a whole number of at least 1, got 0$"
+    ):
         several((1, 0), "channels", count)
     with pytest.raises(InputError, match="^channels must be a list, got 'ab'$"):
         several("ab", "channels", count)
@@ -82,5 +93,7 @@ def test_a_name_may_come_with_options():
     assert given == {"name": "crop", "padding": 2}
     assert name_and_options("flip", "augment") == ("flip", {})
     for wrong in ({"padding": 2}, {"name": 3}, 3, None, ["flip"]):
-        with pytest.raises(InputError, match="^augment must be a name or a mapping with 'name', got "):
+        with pytest.raises(
+            InputError, match="^augment must be a name or a mapping with 'name', got "
+        ):
             name_and_options(wrong, "augment")

@@ -51,8 +51,13 @@ HEAVY = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "yaml"}
     ],
 )
 def test_help_imports_nothing_heavy(arguments, absent):
-    code = "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); " + START
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, atexit; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+        + START
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
     assert "Example: equipoise" in done.stdout
     loaded = set(done.stderr.split())
     assert "typer" in loaded
@@ -78,7 +83,9 @@ def test_the_example_of_run_runs(call):
 @pytest.mark.parametrize("command", ["run", "methods", "data", "compare"])
 def test_files_of_examples_are_there(call, command):
     example = call(command, "--help")[1].partition("Example: ")[2]
-    assert all((README.parent / word).is_file() for word in example.split() if word.endswith(".yaml"))
+    assert all(
+        (README.parent / word).is_file() for word in example.split() if word.endswith(".yaml")
+    )
 
 
 def test_version(call):
@@ -90,9 +97,25 @@ def test_version(call):
 
 @pytest.mark.parametrize("method", methods.names())
 def test_every_method_runs_on_digits_with_its_defaults(call, method):
-    arguments = ("--method", method, "--data", "digits", "--rounds", 2, "--seed", 1, "--out", "here")
+    arguments = (
+        "--method",
+        method,
+        "--data",
+        "digits",
+        "--rounds",
+        2,
+        "--seed",
+        1,
+        "--out",
+        "here",
+    )
     document = run_json(call, *arguments)
-    assert (document["method"], document["data"], document["seed"], document["rounds"]) == (method, "digits", 1, 2)
+    assert (document["method"], document["data"], document["seed"], document["rounds"]) == (
+        method,
+        "digits",
+        1,
+        2,
+    )
     assert document["directory"] == "here"
     assert document["config"] == yaml.safe_load(Path("here/config.yaml").read_text())
     summary = json.loads(Path("here/summary.json").read_text())
@@ -103,27 +126,48 @@ def test_every_method_runs_on_digits_with_its_defaults(call, method):
 
 
 def test_a_file_its_options_and_overrides(call):
-    Path("a.yaml").write_text("{data: digits, method: {name: fedprox, mu: 0.5}, training: {rounds: 3}, seed: 5}")
-    config = run_json(call, "a.yaml", "--rounds", 1, "--model", "logistic", "--set", "method.mu=2", "--device", "cpu")[
-        "config"
-    ]
-    assert (config["method"]["mu"], config["training"]["rounds"], config["model"]) == (2.0, 1, {"name": "logistic"})
+    Path("a.yaml").write_text(
+        "{data: digits, method: {name: fedprox, mu: 0.5}, training: {rounds: 3}, seed: 5}"
+    )
+    config = run_json(
+        call,
+        "a.yaml",
+        "--rounds",
+        1,
+        "--model",
+        "logistic",
+        "--set",
+        "method.mu=2",
+        "--device",
+        "cpu",
+    )["config"]
+    assert (config["method"]["mu"], config["training"]["rounds"], config["model"]) == (
+        2.0,
+        1,
+        {"name": "logistic"},
+    )
     assert (config["seed"], config["data"]["seed"], config["machine"]["device"]) == (5, 5, "cpu")
 
 
 def test_each_run_gets_a_directory_of_its_own(call):
-    first, second = (run_json(call, "--rounds", 1, "--set", "model.hidden=[2]")["directory"] for _ in range(2))
+    first, second = (
+        run_json(call, "--rounds", 1, "--set", "model.hidden=[2]")["directory"] for _ in range(2)
+    )
     assert (first, second) == ("runs/digits-fedavg-seed0", "runs/digits-fedavg-seed0-2")
 
 
 def test_the_tables_show_every_metric_and_who_is_left_behind(call):
     code, stdout, stderr = call("run", "--rounds", 3, "--set", "data.unseen=4")
     assert (code, stderr) == (0, "")
-    summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())["results"]["global"]
+    summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())["results"][
+        "global"
+    ]
     for name, metric in METRICS.items():
         value, other = summary["seen"][name], summary["unseen"][name]
         words = " ".join(stdout.split())
-        expected = " ".join([name, *("–" if v is None else f"{v:.3f}" for v in (value, other)), metric.description])
+        expected = " ".join(
+            [name, *("–" if v is None else f"{v:.3f}" for v in (value, other)), metric.description]
+        )
         assert expected in words
     worst = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
     assert [line.split()[0] for line in worst] == [summary["seen"]["worst_group_name"]]
@@ -134,29 +178,44 @@ def test_the_tables_show_every_metric_and_who_is_left_behind(call):
 
 
 def test_local_models_have_a_column_and_do_not_say_who_is_left_behind(call):
-    code, stdout, _ = call("run", "--rounds", 1, "--set", "evaluation.local=true", "--method", "ditto")
+    code, stdout, _ = call(
+        "run", "--rounds", 1, "--set", "evaluation.local=true", "--method", "ditto"
+    )
     assert code == 0
     results = json.loads(Path("runs/digits-ditto-seed0/summary.json").read_text())["results"]
     (header,) = [line for line in stdout.splitlines() if line.startswith("metric")]
-    assert re.split(r" {2,}", header.strip())[1:4] == ["global, seen", "personal, seen", "local, seen"]
+    assert re.split(r" {2,}", header.strip())[1:4] == [
+        "global, seen",
+        "personal, seen",
+        "local, seen",
+    ]
     (mean,) = [line for line in stdout.splitlines() if line.startswith("mean ")]
-    assert mean.split()[1:4] == [f"{results[model]['seen']['mean']:.3f}" for model in ("global", "personal", "local")]
+    assert mean.split()[1:4] == [
+        f"{results[model]['seen']['mean']:.3f}" for model in ("global", "personal", "local")
+    ]
     (worst,) = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
     assert worst.split()[0] == results["personal"]["seen"]["worst_group_name"]
 
 
 def test_the_tables_show_how_values_of_attributes_are_treated(call, tmp_path):
     write_adult(tmp_path / "data" / "adult", train=500, test=300)
-    document = run_json(call, "--data", "adult", "--rounds", 1, "--set", "evaluation.min_cell=3", "--out", "json")
+    document = run_json(
+        call, "--data", "adult", "--rounds", 1, "--set", "evaluation.min_cell=3", "--out", "json"
+    )
     _, stdout, _ = call("run", "--data", "adult", "--rounds", 1, "--set", "evaluation.min_cell=3")
     sex = document["results"]["global"]["seen"]["attributes"]["sex"]
     lines = [line.split() for line in stdout.splitlines()]
     for value, rates in sex["values"].items():
         numbers = [f"{rates[name]:.3f}" for name in ("accuracy", "selection_rate", "tpr", "fpr")]
         assert [value, "global,", "seen", str(rates["n"]), *numbers] in lines
-    shown = {line[0]: line[1:3] for line in lines if len(line) > 3 and line[0] in (*FIGURES, "withheld")}
+    shown = {
+        line[0]: line[1:3] for line in lines if len(line) > 3 and line[0] in (*FIGURES, "withheld")
+    }
     for figure in FIGURES:
-        values = [document["results"]["global"]["seen"]["attributes"][name][figure] for name in ("sex", "race")]
+        values = [
+            document["results"]["global"]["seen"]["attributes"][name][figure]
+            for name in ("sex", "race")
+        ]
         assert shown[figure] == ["–" if value is None else f"{value:.3f}" for value in values]
     assert shown["withheld"][0] == str(sex["withheld"])
 
@@ -180,7 +239,10 @@ def test_zero_shot(call):
 def test_nobody_has_test_or_validation_data(call):
     code, stdout, _ = call("run", "--rounds", 1, "--set", "data.splits=[1,0,0]")
     assert code == 0
-    assert "\nno results: no client has test or validation data (data.splits is [1.0, 0.0, 0.0])\n" in stdout
+    assert (
+        "\nno results: no client has test or validation data (data.splits is [1.0, 0.0, 0.0])\n"
+        in stdout
+    )
     assert "evaluation.every" not in stdout
 
 
@@ -193,7 +255,9 @@ def test_nobody_has_test_or_validation_data(call):
     ],
 )
 def test_clients_without_test_data_are_shown_on_what_they_have(call, splits, unseen, columns):
-    code, stdout, _ = call("run", "--rounds", 1, "--set", f"data.splits={splits}", "--set", f"data.{unseen}")
+    code, stdout, _ = call(
+        "run", "--rounds", 1, "--set", f"data.splits={splits}", "--set", f"data.{unseen}"
+    )
     assert code == 0
     summary = json.loads(Path("runs/digits-fedavg-seed0/summary.json").read_text())
     parts = {
@@ -234,7 +298,10 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "fedvag"], "unknown method 'fedvag' in --method; did you mean 'fedavg'? Valid: "),
+        (
+            ["--method", "fedvag"],
+            "unknown method 'fedvag' in --method; did you mean 'fedavg'? Valid: ",
+        ),
         (["--model", "mpl"], "unknown model 'mpl' in --model; did you mean 'mlp'? Valid: "),
         (["--data", "digit"], "unknown data 'digit' in --data; did you mean 'digits'? Valid: "),
         (
@@ -249,7 +316,10 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
             ["--set", "training.rounds"],
             "--set 'training.rounds' is not of the form key=value, such as training.rounds=20\n",
         ),
-        (["--rounds", "-1"], "--rounds: training.rounds must be a whole number of at least 0, got -1\n"),
+        (
+            ["--rounds", "-1"],
+            "--rounds: training.rounds must be a whole number of at least 0, got -1\n",
+        ),
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
@@ -261,7 +331,10 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
             "too few for 1000 clients with min_samples=3 each\n",
         ),
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
-        (["--resume"], "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment\n"),
+        (
+            ["--resume"],
+            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment\n",
+        ),
         (
             ["--resume", "--out", "typo"],
             "--resume: typo does not exist, so there is no run to go on with; begin it without --resume\n",
@@ -283,11 +356,31 @@ NEEDS = "it needs base and methods, such as 'base: {data: digits}' and 'methods:
 @pytest.mark.parametrize(
     ("command", "content", "message"),
     [
-        ("run", STUDY, "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml"),
-        ("run", "methods: [fedavg]", "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml"),
-        ("run", "{data: digits, methods: [fedavg]}", "unknown key 'methods' in f.yaml; did you mean 'method'?"),
-        ("compare", EXPERIMENT, "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml"),
-        ("compare", "data: digits", "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml"),
+        (
+            "run",
+            STUDY,
+            "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml",
+        ),
+        (
+            "run",
+            "methods: [fedavg]",
+            "f.yaml is a study, not an experiment; run it with: equipoise compare f.yaml",
+        ),
+        (
+            "run",
+            "{data: digits, methods: [fedavg]}",
+            "unknown key 'methods' in f.yaml; did you mean 'method'?",
+        ),
+        (
+            "compare",
+            EXPERIMENT,
+            "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml",
+        ),
+        (
+            "compare",
+            "data: digits",
+            "f.yaml is an experiment, not a study; run it with: equipoise run f.yaml",
+        ),
         (
             "compare",
             "{base: {data: digits}, method: [fedavg]}",
@@ -326,10 +419,19 @@ def test_the_directory_of_a_run_makes_it_longer(call):
     run_json(call, "--rounds", 1, "--out", "short")
     run_json(call, "--rounds", 3, "--out", "long")
     assert run_json(call, "short", "--rounds", 3)["rounds"] == 3
-    for name in ("config.yaml", "metrics.jsonl", "rounds.jsonl", "summary.json", "model.safetensors"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "rounds.jsonl",
+        "summary.json",
+        "model.safetensors",
+    ):
         assert Path("short", name).read_bytes() == Path("long", name).read_bytes()
     code, _, stderr = call("run", "short", "--out", "other")
-    assert (code, stderr) == (2, "error: short is the directory of a run, which is resumed there; leave --out away\n")
+    assert (code, stderr) == (
+        2,
+        "error: short is the directory of a run, which is resumed there; leave --out away\n",
+    )
 
 
 def test_a_truncated_checkpoint_is_a_failure_of_the_run(call):
@@ -353,7 +455,11 @@ def test_a_checkpoint_that_is_gone_is_a_failure_and_nothing_is_lost(call, finish
     before = {path.name: path.read_bytes() for path in Path("a").iterdir()}
     code, stdout, stderr = call("run", "a/config.yaml", "--resume")
     assert (code, stdout) == (1, "")
-    wanted = "is finished, but its checkpoint.safetensors is missing" if finished else "but no checkpoint, so the run"
+    wanted = (
+        "is finished, but its checkpoint.safetensors is missing"
+        if finished
+        else "but no checkpoint, so the run"
+    )
     assert stderr.startswith("error: ")
     assert wanted in stderr
     assert stderr.count("\n") == 1
@@ -361,7 +467,9 @@ def test_a_checkpoint_that_is_gone_is_a_failure_and_nothing_is_lost(call, finish
 
 
 def test_a_diverging_run_is_a_failure(call):
-    code, stdout, stderr = call("run", "--rounds", 2, "--set", "training.optimizer.lr=1e30", "--out", "a")
+    code, stdout, stderr = call(
+        "run", "--rounds", 2, "--set", "training.optimizer.lr=1e30", "--out", "a"
+    )
     assert (code, stdout) == (1, "")
     assert stderr.startswith("error: round 1: the training loss of client ")
     assert stderr.count("\n") == 1
@@ -378,10 +486,15 @@ def test_an_unexpected_error_is_one_line_too(call, monkeypatch):
     monkeypatch.setattr(show, "method_documents", lambda: 1 / 0)
     code, stdout, stderr = call("methods", "--json")
     assert (code, stdout) == (1, "")
-    assert stderr == "error: ZeroDivisionError: division by zero (run again with --debug to see where)\n"
+    assert (
+        stderr
+        == "error: ZeroDivisionError: division by zero (run again with --debug to see where)\n"
+    )
 
 
-@pytest.mark.parametrize("arguments", [["run", "--rounds", "x"], ["nothing"], ["compare"], ["run", "--jsn"]])
+@pytest.mark.parametrize(
+    "arguments", [["run", "--rounds", "x"], ["nothing"], ["compare"], ["run", "--jsn"]]
+)
 def test_wrong_usage_has_code_2(call, arguments):
     code, stdout, stderr = call(*arguments)
     assert (code, stdout) == (2, "")
@@ -397,7 +510,11 @@ def test_methods_as_json(call):
     documents = {document["name"]: document for document in json.loads(stdout)}
     assert sorted(documents) == methods.names()
     prox = documents["fedprox"]
-    assert (prox["parts"], prox["server_sees"], prox["personal_models"]) == (["local"], "sums only", False)
+    assert (prox["parts"], prox["server_sees"], prox["personal_models"]) == (
+        ["local"],
+        "sums only",
+        False,
+    )
     assert prox["hyper_parameters"] == {"mu": 0.1}
     assert prox["paper"] == "Li et al., MLSys 2020"
     assert documents["local"]["personal_models"]
@@ -413,7 +530,9 @@ def test_methods_as_a_table(call):
 
 
 def test_data_as_json(call):
-    code, stdout, stderr = call("data", "digits", "--seed", 3, "--set", "imbalance=4", "--set", "unseen=2", "--json")
+    code, stdout, stderr = call(
+        "data", "digits", "--seed", 3, "--set", "imbalance=4", "--set", "unseen=2", "--json"
+    )
     assert (code, stderr) == (0, "")
     document, expected = json.loads(stdout), load("digits", imbalance=4, unseen=2, seed=3)
     assert document["clients"] == expected.describe()
@@ -429,7 +548,9 @@ def test_test_samples_that_clients_share_are_counted_once_a_group(call):
     assert code == 0
     document, expected = json.loads(stdout), load("digits", test="group")
     assert [client["test"] for client in document["clients"]] == expected.test.sizes.tolist()
-    assert [group["test"] for group in document["groups"]] == [expected.test.sizes[c] for c in (0, 10, 16, 19, 21)]
+    assert [group["test"] for group in document["groups"]] == [
+        expected.test.sizes[c] for c in (0, 10, 16, 19, 21)
+    ]
 
 
 def test_data_as_tables_and_a_picture(call):
@@ -442,7 +563,9 @@ def test_data_as_tables_and_a_picture(call):
     rows = stdout.splitlines()
     start = next(number for number, line in enumerate(rows) if line.startswith("client "))
     histograms = [line.split()[-1] for line in rows[start + 1 : start + 13]]
-    held = load("digits", partition={"name": "dirichlet", "clients": 12, "beta": 0.1}).label_counts()
+    held = load(
+        "digits", partition={"name": "dirichlet", "clients": 12, "beta": 0.1}
+    ).label_counts()
     assert [[mark != "·" for mark in histogram] for histogram in histograms] == (held > 0).tolist()
     assert call("data", "digits", "--picture", "mine.svg")[0] == 0
     assert Path("mine.svg").exists()
@@ -479,12 +602,24 @@ def test_histogram_uses_the_full_height():
     ("arguments", "message"),
     [
         (["digit"], "unknown data 'digit' in NAME; did you mean 'digits'? Valid: "),
-        (["digits", "--set", "imbalanse=3"], "unknown key 'data.imbalanse' in --set imbalanse=3; did you mean"),
-        (["digits", "--set", "partition.beta=3"], "--set partition.beta=3: data.partition must be a name or a mapping"),
-        (["digits", "--picture", "a.bmp"], "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n"),
+        (
+            ["digits", "--set", "imbalanse=3"],
+            "unknown key 'data.imbalanse' in --set imbalanse=3; did you mean",
+        ),
+        (
+            ["digits", "--set", "partition.beta=3"],
+            "--set partition.beta=3: data.partition must be a name or a mapping",
+        ),
+        (
+            ["digits", "--picture", "a.bmp"],
+            "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n",
+        ),
         # Only what was typed is named.
         (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
-        (["cifar", "--set", "root=.", "--seed", "1"], "NAME, --seed, --set root=.: no files of data 'cifar' in "),
+        (
+            ["cifar", "--set", "root=.", "--seed", "1"],
+            "NAME, --seed, --set root=.: no files of data 'cifar' in ",
+        ),
     ],
 )
 def test_mistakes_with_data(call, arguments, message):
@@ -505,11 +640,19 @@ def strange(tmp_path):
     for group, name in STRANGE.items():
         (tmp_path / "silos" / name).mkdir(parents=True)
         rows = np.arange(24)
-        np.savez(tmp_path / "silos" / name / "data.npz", x=np.stack([rows, rows % 2], 1).astype(float), y=rows % 2)
+        np.savez(
+            tmp_path / "silos" / name / "data.npz",
+            x=np.stack([rows, rows % 2], 1).astype(float),
+            y=rows % 2,
+        )
         (tmp_path / "silos" / name / "client.yaml").write_text(yaml.safe_dump({"group": group}))
     data = {"name": "silos", "root": "silos"}
     base = {"data": data, "model": "logistic", "training": {"rounds": 1}}
-    study = {"base": base, "methods": [{"name": "fedprox", "label": "prox[mu]"}], "settings": {"[bold]": {}}}
+    study = {
+        "base": base,
+        "methods": [{"name": "fedprox", "label": "prox[mu]"}],
+        "settings": {"[bold]": {}},
+    }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base))
 
@@ -566,15 +709,29 @@ def test_compare_says_which_model_numbers_are_of_and_what_is_missing(call, stran
 @pytest.mark.parametrize(
     ("arguments", "option", "what"),
     [
-        (["run", "--rounds", "1", "--out", "taken/x/y"], "with --out", "make the directory taken/x/y"),
+        (
+            ["run", "--rounds", "1", "--out", "taken/x/y"],
+            "with --out",
+            "make the directory taken/x/y",
+        ),
         (["compare", "study.yaml", "--out", "taken/x"], "with --out", "make the directory taken/x"),
-        (["compare", "study.yaml", "--markdown", "taken/t.md"], "with --markdown", "write taken/t.md"),
+        (
+            ["compare", "study.yaml", "--markdown", "taken/t.md"],
+            "with --markdown",
+            "write taken/t.md",
+        ),
         (["compare", "study.yaml", "--csv", "taken/t.csv"], "with --csv", "write taken/t.csv"),
         (["data", "digits", "--picture", "taken/t.png"], "with --picture", "write taken/t.png"),
-        (["flower", "new", "taken/app", "--experiment", "run.yaml"], "DIR", "make the directory taken/app"),
+        (
+            ["flower", "new", "taken/app", "--experiment", "run.yaml"],
+            "DIR",
+            "make the directory taken/app",
+        ),
     ],
 )
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(call, strange, arguments, option, what):
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    call, strange, arguments, option, what
+):
     Path("taken").touch()
     message = f"error: cannot {what}: taken is no directory; choose another {option}\n"
     assert call(*arguments) == (2, "", message)
@@ -606,7 +763,9 @@ def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
     says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
     with pytest.raises(InputError, match=says):
         paths.check_directory(tmp_path / "x" / "y", "choose another")
-    with pytest.raises(InputError, match="cannot write to the directory .*: nothing can be made in"):
+    with pytest.raises(
+        InputError, match="cannot write to the directory .*: nothing can be made in"
+    ):
         paths.check_directory(tmp_path, "choose another")
     assert not list(tmp_path.iterdir())
 
@@ -645,7 +804,9 @@ def test_the_examples_of_the_front_page(monkeypatch):
     monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
     monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
-    failed, tried = doctest.testfile(str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, tried = doctest.testfile(
+        str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert tried >= 10
     assert failed == 0
 
@@ -654,7 +815,16 @@ def test_the_experiment_and_the_commands_of_the_front_page():
     text = README.read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
-    assert commands == {"methods", "explain", "data", "run", "compare", "report", "advise", "flower"}
+    assert commands == {
+        "methods",
+        "explain",
+        "data",
+        "run",
+        "compare",
+        "report",
+        "advise",
+        "flower",
+    }
 
 
 def test_the_front_page_names_the_commands_with_json(call):
@@ -671,7 +841,9 @@ def test_the_demo_is_a_valid_study():
 
 
 def test_python_runs_the_package_as_the_command():
-    done = subprocess.run([sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "equipoise", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == equipoise.__version__
 
 

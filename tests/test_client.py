@@ -44,7 +44,9 @@ class WithLoss(LocalRule):
 
 def normalised(dropout=0.0):
     torch.manual_seed(5)
-    features = nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout))
+    features = nn.Sequential(
+        nn.Flatten(), nn.Linear(50, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout)
+    )
     return Model(features, nn.Linear(6, 4)).double()
 
 
@@ -68,7 +70,10 @@ def test_the_stem_is_applied_once_and_layers_have_names():
     method = build("fedavg", local=WithLoss(loss))
     data = images(sizes=SIZES)
     engine = StackedEngine(
-        data, module, Training(rounds=1, **STILL), Machine(device="cpu", precision="float64", chunk=1, encode=False)
+        data,
+        module,
+        Training(rounds=1, **STILL),
+        Machine(device="cpu", precision="float64", chunk=1, encode=False),
     )
     passed.clear()
     cohort = engine.cohort(method, np.arange(3), 0)
@@ -83,7 +88,9 @@ def test_the_stem_is_applied_once_and_layers_have_names():
 
 def rule_played(loss, *, chunk, module=None, how=STILL, move="all", steps=1):
     method = build("fedavg", local=WithLoss(loss, move, steps))
-    return play(method, images(sizes=SIZES), module or normalised(), [range(len(SIZES))], chunk=chunk, **how)
+    return play(
+        method, images(sizes=SIZES), module or normalised(), [range(len(SIZES))], chunk=chunk, **how
+    )
 
 
 def held(client):
@@ -113,7 +120,9 @@ def assert_statistics_unchanged(played):
 
 @CHUNKS
 def test_a_second_look_behaves_as_in_evaluation_and_records_nothing(chunk):
-    played = rule_played(lambda client: client.at().task_loss(), chunk=chunk, module=normalised(dropout=0.5))
+    played = rule_played(
+        lambda client: client.at().task_loss(), chunk=chunk, module=normalised(dropout=0.5)
+    )
     assert reported(played) == pytest.approx(losses(normalised().eval()), abs=1e-12)
     assert_statistics_unchanged(played)
 
@@ -130,7 +139,10 @@ def test_dropout_of_a_second_look_is_that_of_the_batch(chunk):
     """In training it drops what the first look drops: the key is that of the batch."""
     first, second = (
         rule_played(loss, chunk=chunk, module=normalised(dropout=0.5))
-        for loss in (lambda client: client.task_loss(), lambda client: client.at(train=True).task_loss())
+        for loss in (
+            lambda client: client.task_loss(),
+            lambda client: client.at(train=True).task_loss(),
+        )
     )
     assert reported(first) == pytest.approx(reported(second), abs=1e-12)
     assert reported(first) != pytest.approx(losses(normalised().train()), abs=1e-3)
@@ -139,11 +151,17 @@ def test_dropout_of_a_second_look_is_that_of_the_batch(chunk):
 @CHUNKS
 def test_a_replaced_client_records_nothing(chunk):
     def loss(client):
-        return dataclasses.replace(client, params={n: 2 * t for n, t in client.params.items()}).task_loss()
+        return dataclasses.replace(
+            client, params={n: 2 * t for n, t in client.params.items()}
+        ).task_loss()
 
     module = normalised().train()
     with torch.no_grad():
-        for tensor in (*module.parameters(), module.features[2].running_mean, module.features[2].running_var):
+        for tensor in (
+            *module.parameters(),
+            module.features[2].running_mean,
+            module.features[2].running_var,
+        ):
             tensor *= 2
     played = rule_played(loss, chunk=chunk)
     assert reported(played) == pytest.approx(losses(module), abs=1e-12)
@@ -156,10 +174,16 @@ def test_a_first_look_still_records(chunk):
 
     def loss(client):
         other = {name: tensor + 1 for name, tensor in client.params.items()}
-        before = client.at(other).task_loss() + dataclasses.replace(client, params=other).task_loss()
-        return client.task_loss() + 0 * before + 0 * client.at(x=client.x + 1, train=True).task_loss()
+        before = (
+            client.at(other).task_loss() + dataclasses.replace(client, params=other).task_loss()
+        )
+        return (
+            client.task_loss() + 0 * before + 0 * client.at(x=client.x + 1, train=True).task_loss()
+        )
 
-    plain, curious = (rule_played(each, chunk=chunk) for each in (lambda client: client.task_loss(), loss))
+    plain, curious = (
+        rule_played(each, chunk=chunk) for each in (lambda client: client.task_loss(), loss)
+    )
     for name, rows in plain.updates[0].buffers.items():
         torch.testing.assert_close(rows, curious.updates[0].buffers[name], rtol=1e-12, atol=1e-12)
         assert not torch.equal(rows[0], normalised().state_dict()[name])
@@ -202,10 +226,18 @@ def test_a_second_look_where_features_do_not_move(chunk):
     """Their z is computed ahead: another batch or other features must not get it."""
 
     def loss(client):
-        other = {name: 2 * client.params[name] for name in select(client.network.initial(), "features")}
-        return client.at(x=2 * client.x).task_loss() + client.at(other).task_loss() + client.at().task_loss()
+        other = {
+            name: 2 * client.params[name] for name in select(client.network.initial(), "features")
+        }
+        return (
+            client.at(x=2 * client.x).task_loss()
+            + client.at(other).task_loss()
+            + client.at().task_loss()
+        )
 
-    module = Model(nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.Tanh()), nn.Linear(6, 4)).double()
+    module = Model(
+        nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.Tanh()), nn.Linear(6, 4)
+    ).double()
     played = rule_played(loss, chunk=chunk, module=module, move="head", steps=5)
     for client, found in enumerate(reported(played)):
         x, y = held(client)
@@ -215,7 +247,9 @@ def test_a_second_look_where_features_do_not_move(chunk):
             module.head(torch.tanh(2 * features(flat))),
             module.head(torch.tanh(features(flat))),
         ]
-        assert found == pytest.approx(sum(F.cross_entropy(look, y).item() for look in looks), abs=1e-12)
+        assert found == pytest.approx(
+            sum(F.cross_entropy(look, y).item() for look in looks), abs=1e-12
+        )
 
 
 # ---- z once ----------------------------------------------------------------------------------------------------------
@@ -262,7 +296,9 @@ def mapped():
     """Features that make a map of each image, with BatchNorm in both parts."""
     torch.manual_seed(6)
     features = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
-    return Model(features, nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.BatchNorm1d(4))).double()
+    return Model(
+        features, nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.BatchNorm1d(4))
+    ).double()
 
 
 class OwnModule(nn.Module):
@@ -286,7 +322,10 @@ def test_maps_are_aligned_by_their_means_over_positions(module, chunk):
         return rows.sum(1)
 
     played = rule_played(loss, chunk=chunk, module=module)
-    wanted = [module.train().features(held(client)[0]).mean((2, 3)).sum(1).mean().item() for client in range(3)]
+    wanted = [
+        module.train().features(held(client)[0]).mean((2, 3)).sum(1).mean().item()
+        for client in range(3)
+    ]
     assert reported(played) == pytest.approx(wanted, abs=1e-12)
 
 
@@ -300,10 +339,14 @@ def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
 
     def after(client):
         loss = client.task_loss()
-        return loss + 0 * (client.aligned()[0] - client.at(client.received).aligned()[0]).square().sum()
+        return (
+            loss
+            + 0 * (client.aligned()[0] - client.at(client.received).aligned()[0]).square().sum()
+        )
 
     plain, *others = (
-        rule_played(loss, chunk=chunk, module=mapped()) for loss in (lambda c: c.task_loss(), before, after)
+        rule_played(loss, chunk=chunk, module=mapped())
+        for loss in (lambda c: c.task_loss(), before, after)
     )
     for other in others:
         for name, rows in plain.updates[0].buffers.items():
@@ -340,7 +383,9 @@ def test_a_model_with_a_forward_of_its_own_cannot_be_aligned():
 
 
 def test_a_part_that_the_model_lacks_is_named():
-    with pytest.raises(InputError, match="unknown part 'projection' in the model. Valid: features, head"):
+    with pytest.raises(
+        InputError, match="unknown part 'projection' in the model. Valid: features, head"
+    ):
         rule_played(Projected().loss, chunk=1)
 
 
@@ -349,7 +394,12 @@ def test_a_part_moves_only_where_a_phase_says_so(chunk):
     rule = WithLoss(Projected().loss, move="projection")
     module = Projected().extend(normalised(), (2, 5, 5)).double()
     played = play(
-        build("fedavg", local=rule), images(sizes=SIZES), module, [range(3)], chunk=chunk, optimizer=Sgd(lr=0.1)
+        build("fedavg", local=rule),
+        images(sizes=SIZES),
+        module,
+        [range(3)],
+        chunk=chunk,
+        optimizer=Sgd(lr=0.1),
     )
     before = module.state_dict()
     assert set(played.updates[0].params) == {"projection.weight", "projection.bias"}
@@ -375,7 +425,9 @@ def test_statistics_of_the_batch_leave_padding_out(chunk):
 
     def loss(client):
         flat = client.x.flatten(1)
-        total = client.sum(flat).sum() + client.mean(flat).sum() + client.covariance(flat[:, :3]).sum()
+        total = (
+            client.sum(flat).sum() + client.mean(flat).sum() + client.covariance(flat[:, :3]).sum()
+        )
         return total + 0 * client.task_loss()
 
     played = rule_played(loss, chunk=chunk)

@@ -11,7 +11,13 @@ import torch
 from PIL import Image
 
 from equipoise import Federation, train
-from equipoise.client_index import ClientIndex, directions, index_of, similarity_by_group, similarity_to
+from equipoise.client_index import (
+    ClientIndex,
+    directions,
+    index_of,
+    similarity_by_group,
+    similarity_to,
+)
 from equipoise.data.encode import encode_federation
 from equipoise.errors import InputError
 from equipoise.run.files import save_tensors
@@ -47,7 +53,9 @@ def test_the_hash_depends_on_everything():
 
 def test_rows_follow_the_ids():
     given = index()
-    turned = ClientIndex(given.ids[::-1].copy(), given.features.flip(0), given.labels.flip(0), given.made_by)
+    turned = ClientIndex(
+        given.ids[::-1].copy(), given.features.flip(0), given.labels.flip(0), given.made_by
+    )
     assert turned.digest() == given.digest()
     two = given.of(np.array([2, 6]))
     assert torch.equal(two.features, given.features[[1, 3]])
@@ -57,13 +65,43 @@ def test_rows_follow_the_ids():
 @pytest.mark.parametrize(
     ("ids", "features", "labels", "message"),
     [
-        ([0, 0], torch.ones(2, 2), torch.ones(2, 2), "client 0 is more than once in the client index"),
-        ([0.5, 1], torch.ones(2, 2), torch.ones(2, 2), "ids of a client index must be a list of whole numbers"),
-        ([], torch.ones(0, 2), torch.ones(0, 2), "ids of a client index must be a list of whole numbers"),
-        ([0, 1], torch.ones(3, 2), torch.ones(2, 2), r"features .* each of 2 clients, got shape \(3, 2\)"),
+        (
+            [0, 0],
+            torch.ones(2, 2),
+            torch.ones(2, 2),
+            "client 0 is more than once in the client index",
+        ),
+        (
+            [0.5, 1],
+            torch.ones(2, 2),
+            torch.ones(2, 2),
+            "ids of a client index must be a list of whole numbers",
+        ),
+        (
+            [],
+            torch.ones(0, 2),
+            torch.ones(0, 2),
+            "ids of a client index must be a list of whole numbers",
+        ),
+        (
+            [0, 1],
+            torch.ones(3, 2),
+            torch.ones(2, 2),
+            r"features .* each of 2 clients, got shape \(3, 2\)",
+        ),
         ([0, 1], torch.ones(2, 2), torch.ones(2), r"labels .* each of 2 clients, got shape \(2,\)"),
-        ([0, 1], torch.full((2, 2), torch.nan), torch.ones(2, 2), "features of a client index must be finite"),
-        ([0, 1], torch.ones(2, 2), torch.ones(2, 2).int(), "labels of a client index must be finite"),
+        (
+            [0, 1],
+            torch.full((2, 2), torch.nan),
+            torch.ones(2, 2),
+            "features of a client index must be finite",
+        ),
+        (
+            [0, 1],
+            torch.ones(2, 2),
+            torch.ones(2, 2).int(),
+            "labels of a client index must be finite",
+        ),
     ],
 )
 def test_refusals(ids, features, labels, message):
@@ -72,7 +110,10 @@ def test_refusals(ids, features, labels, message):
 
 
 def test_clients_that_are_not_in_the_index_are_named():
-    with pytest.raises(InputError, match="no rows for 2 of 3 clients, such as client 3; it has 5 clients, from 0 to 8"):
+    with pytest.raises(
+        InputError,
+        match="no rows for 2 of 3 clients, such as client 3; it has 5 clients, from 0 to 8",
+    ):
         index().of(np.array([2, 3, 99]))
 
 
@@ -91,24 +132,36 @@ def cosine(one, other):
 @pytest.mark.parametrize("compare", ["both", "features", "labels"])
 def test_similarities_in_numpy(compare):
     given, sizes, members = index(), np.array([3.0, 1.0, 4.0, 1.0, 5.0]), [0, 3, 4]
-    vectors = {"both": ("features", "labels"), "features": ("features",), "labels": ("labels",)}[compare]
+    vectors = {"both": ("features", "labels"), "features": ("features",), "labels": ("labels",)}[
+        compare
+    ]
     rows = [getattr(given, name).numpy().astype(float) for name in vectors]
-    pairs = np.array([[np.mean([cosine(r[i], r[j]) for r in rows]) for j in range(5)] for i in range(5)])
+    pairs = np.array(
+        [[np.mean([cosine(r[i], r[j]) for r in rows]) for j in range(5)] for i in range(5)]
+    )
     np.testing.assert_allclose(given.similarity(compare).numpy(), pairs, atol=1e-6)
     wanted = pairs[:, members] @ sizes[members] / sizes[members].sum()
     found = similarity_to(
-        given.features.double(), given.labels.double(), torch.from_numpy(sizes), torch.tensor(members), compare
+        given.features.double(),
+        given.labels.double(),
+        torch.from_numpy(sizes),
+        torch.tensor(members),
+        compare,
     )
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-7)
 
 
 def test_a_vector_of_zeros_is_similar_to_nothing():
-    found = similarity_to(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.ones(2, 2), torch.ones(2), torch.tensor([1]))
+    found = similarity_to(
+        torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.ones(2, 2), torch.ones(2), torch.tensor([1])
+    )
     assert found.tolist() == pytest.approx([0.5, 1.0])
 
 
 def test_an_unknown_part_of_the_index_is_refused():
-    with pytest.raises(InputError, match="unknown part of a client index 'feature'; did you mean 'features'"):
+    with pytest.raises(
+        InputError, match="unknown part of a client index 'feature'; did you mean 'features'"
+    ):
         directions(torch.ones(1, 2), torch.ones(1, 2), "feature")
 
 
@@ -120,7 +173,9 @@ def test_similarity_by_group_in_numpy():
     between = [pairs[i, j] for i in range(6) for j in range(6) if groups[i] != groups[j]]
     assert found["within"] == pytest.approx(np.mean(within), abs=1e-6)
     assert found["between"] == pytest.approx(np.mean(between), abs=1e-6)
-    nearest = [max((j for j in range(6) if j != i), key=lambda j, i=i: pairs[i, j]) for i in range(6)]
+    nearest = [
+        max((j for j in range(6) if j != i), key=lambda j, i=i: pairs[i, j]) for i in range(6)
+    ]
     assert found["nearest"] == pytest.approx(np.mean(groups[nearest] == groups))
     assert found["groups"][0][1] == pytest.approx(pairs[:2, 2:5].mean(), abs=1e-6)
     assert np.isnan(found["groups"][2][2]), "a group of one client has no pairs"
@@ -138,7 +193,11 @@ def pacs():
     draws = np.random.default_rng(0)
     x, y = [], []
     for domain in domains:
-        files = [(file, c) for c, name in enumerate(classes) for file in sorted((PACS / domain / name).glob("*.jpg"))]
+        files = [
+            (file, c)
+            for c, name in enumerate(classes)
+            for file in sorted((PACS / domain / name).glob("*.jpg"))
+        ]
         for position in draws.permutation(len(files))[:240]:
             file, label = files[position]
             x.append(np.asarray(Image.open(file).convert("RGB")).transpose(2, 0, 1))
@@ -146,7 +205,12 @@ def pacs():
     groups = {client: domains[client // 10] for client in range(40)}
     pixels = torch.from_numpy(np.stack(x)).float() / 255
     return Federation.from_arrays(
-        pixels, np.array(y), clients=np.arange(960) // 24, groups=groups, splits=(1, 0, 0), classes=len(classes)
+        pixels,
+        np.array(y),
+        clients=np.arange(960) // 24,
+        groups=groups,
+        splits=(1, 0, 0),
+        classes=len(classes),
     )
 
 

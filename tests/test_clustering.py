@@ -62,10 +62,14 @@ def test_numbers_follow_the_nearest_centres_of_the_round_before():
         renamed = np.array(order)[labels]
         assert numbered(renamed, points, before).tolist() == labels.tolist()
     # By hand: of two clusters, the nearer one gets the only number that has been used.
-    found = numbered(np.array([0, 1]), np.array([[9.0], [1.0]]), np.array([[np.nan], [2.0], [np.nan]]))
+    found = numbered(
+        np.array([0, 1]), np.array([[9.0], [1.0]]), np.array([[np.nan], [2.0], [np.nan]])
+    )
     assert found.tolist() == [0, 1]
     # The sum of squares counts: 1 -> 2 and 3 -> 4 cost 2, but 1 -> 4 and 3 -> 2 cost 10.
-    assert numbered(np.array([0, 1]), np.array([[1.0], [3.0]]), np.array([[4.0], [2.0]])).tolist() == [1, 0]
+    assert numbered(
+        np.array([0, 1]), np.array([[1.0], [3.0]]), np.array([[4.0], [2.0]])
+    ).tolist() == [1, 0]
 
 
 def test_numbers_of_a_first_round_are_those_of_the_clusters():
@@ -84,14 +88,20 @@ def test_shares_of_mixtures_are_found():
     draws = np.random.default_rng(0)
     centres = draws.normal(size=(4, 30))
     for wanted in ([0.25, 0.75, 0, 0], [1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4]):
-        assert mixture_shares(np.array(wanted) @ centres, centres) == pytest.approx(wanted, abs=1e-6)
+        assert mixture_shares(np.array(wanted) @ centres, centres) == pytest.approx(
+            wanted, abs=1e-6
+        )
     # Outside of the centres the nearest mixture is the nearest centre.
-    assert mixture_shares(np.array([9.0]), np.array([[1.0], [2.0]])).tolist() == pytest.approx([0, 1])
+    assert mixture_shares(np.array([9.0]), np.array([[1.0], [2.0]])).tolist() == pytest.approx(
+        [0, 1]
+    )
     assert mixture_shares(np.array([1.0]), np.array([[1.0]])).tolist() == [1]
 
 
 def test_the_nearest_centre():
-    assert nearest(np.array([[0.0, 3.0], [2.0, 1.0]]), np.array([[0.0, 0.0], [0.0, 4.0]])).tolist() == [1, 0]
+    assert nearest(
+        np.array([[0.0, 3.0], [2.0, 1.0]]), np.array([[0.0, 0.0], [0.0, 4.0]])
+    ).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("by", ["bic", "stability"])
@@ -106,7 +116,11 @@ def test_the_number_of_types_is_found_among_22_clients(by, width):
 
 def test_one_type_is_found_by_bic():
     assert choose_number(np.random.default_rng(0).normal(size=(22, 384)), 8) == 1
-    assert choose_number(np.zeros((22, 3)), 8) == choose_number(np.zeros((22, 3)), 8, by="stability") == 1
+    assert (
+        choose_number(np.zeros((22, 3)), 8)
+        == choose_number(np.zeros((22, 3)), 8, by="stability")
+        == 1
+    )
 
 
 def test_purity_by_hand():

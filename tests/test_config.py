@@ -54,8 +54,18 @@ def test_the_partition_follows_the_seed_unless_it_has_its_own():
 
 def test_all_sections_arrive():
     made = experiment(
-        method={"name": "fedprox", "mu": 2, "sampling": "size", "aggregation": {"name": "fedadam", "lr": 1}},
-        data={"name": "digits", "imbalance": None, "unseen": [1, 2], "partition": {"name": "iid", "clients": 9}},
+        method={
+            "name": "fedprox",
+            "mu": 2,
+            "sampling": "size",
+            "aggregation": {"name": "fedadam", "lr": 1},
+        },
+        data={
+            "name": "digits",
+            "imbalance": None,
+            "unseen": [1, 2],
+            "partition": {"name": "iid", "clients": 9},
+        },
         model={"name": "mlp", "hidden": [8, 4]},
         training={
             "cohort": 3,
@@ -67,7 +77,11 @@ def test_all_sections_arrive():
         evaluation={"select": "best", "patience": 4},
         checkpoint_every=5,
     )
-    assert (made.method.local.mu, made.method.sampler.name, made.method.aggregation.lr) == (2.0, "size", 1.0)
+    assert (made.method.local.mu, made.method.sampler.name, made.method.aggregation.lr) == (
+        2.0,
+        "size",
+        1.0,
+    )
     assert made.data["imbalance"] is None
     assert made.data["partition"] == {"name": "iid", "clients": 9, "min_samples": 3}
     assert made.federation().clients == 9
@@ -83,22 +97,34 @@ def test_all_sections_arrive():
 
 @pytest.mark.parametrize("name", methods.names())
 def test_every_method_has_types_that_can_be_checked(name):
-    options = {key: value for key, value in methods.options_of(name).items() if isinstance(value, int | float | str)}
+    options = {
+        key: value
+        for key, value in methods.options_of(name).items()
+        if isinstance(value, int | float | str)
+    }
     assert experiment(method={"name": name, **options}).method == methods.build(name)
     for key, value in options.items():
         if isinstance(value, int | float):
-            assert refusal(method={"name": name, key: "big"}).startswith(f"x.yaml: method.{key} must be ")
+            assert refusal(method={"name": name, key: "big"}).startswith(
+                f"x.yaml: method.{key} must be "
+            )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.rounds=ten"], "--set training.rounds=ten: training.rounds must be a whole number, got 'ten'"),
+        (
+            ["training.rounds=ten"],
+            "--set training.rounds=ten: training.rounds must be a whole number, got 'ten'",
+        ),
         (
             ["training.epochs=1.5"],
             "--set training.epochs=1.5: training.epochs must be a whole number or a list of 2 whole numbers, got 1.5",
         ),
-        (["training.clip=[1]"], "--set training.clip=[1]: training.clip must be a number or null, got [1]"),
+        (
+            ["training.clip=[1]"],
+            "--set training.clip=[1]: training.clip must be a number or null, got [1]",
+        ),
         (
             ["training.shuffle=maybe"],
             "--set training.shuffle=maybe: training.shuffle must be true or false, got 'maybe'",
@@ -124,19 +150,37 @@ def test_every_method_has_types_that_can_be_checked(name):
             ["data.unseen=some"],
             "--set data.unseen=some: data.unseen must be a number or a list of whole numbers, got 'some'",
         ),
-        (["model.hidden=3"], "--set model.hidden=3: model.hidden must be a list of whole numbers, got 3"),
+        (
+            ["model.hidden=3"],
+            "--set model.hidden=3: model.hidden must be a list of whole numbers, got 3",
+        ),
         (["training=3"], "--set training=3: training must hold keys with values, got 3"),
-        (["method=[fedavg]"], "--set method=[fedavg]: method must be a name or a mapping with a name, got ['fedavg']"),
+        (
+            ["method=[fedavg]"],
+            "--set method=[fedavg]: method must be a name or a mapping with a name, got ['fedavg']",
+        ),
         (["seed=-1"], "--set seed=-1: seed must be from 0 to 2**63 - 1, got -1"),
         (["seed.a=1"], "--set seed.a=1: seed is 0 and has no keys of its own"),
-        (["training.rounds=2024-01-01"], "--set training.rounds=2024-01-01: training.rounds must be a whole number"),
-        (["training.augment=[crop, {name: crop, padding: a}]"], "training.augment.padding must be a whole number"),
+        (
+            ["training.rounds=2024-01-01"],
+            "--set training.rounds=2024-01-01: training.rounds must be a whole number",
+        ),
+        (
+            ["training.augment=[crop, {name: crop, padding: a}]"],
+            "training.augment.padding must be a whole number",
+        ),
         (["rounds"], "--set 'rounds' is not of the form key=value, such as training.rounds=20"),
         (["training..rounds=1"], "--set 'training..rounds=1' is not of the form"),
         (["seed=[1"], "--set seed=[1: '[1' is not valid YAML"),
         (["seed={a: 1, a: 2}"], "the key 'a' comes twice"),
-        (["data.partition.clients=9"], "--set data.partition.clients=9: data.partition must be a name or a mapping"),
-        (["data.partition=dirichlet"], "x.yaml, --set data.partition=dirichlet: partition 'dirichlet' needs clients"),
+        (
+            ["data.partition.clients=9"],
+            "--set data.partition.clients=9: data.partition must be a name or a mapping",
+        ),
+        (
+            ["data.partition=dirichlet"],
+            "x.yaml, --set data.partition=dirichlet: partition 'dirichlet' needs clients",
+        ),
         (
             ["model=logistic", "model.hidden=3"],
             "unknown key 'model.hidden' in --set model.hidden=3; there are no options",
@@ -164,15 +208,31 @@ def test_ill_typed_values_are_refused(overrides, message):
         ),
         ({"training": {"schedule": "cosin"}}, "x.yaml: unknown schedule 'cosin'", "cosine"),
         ({"training": {"optimizer": "sdg"}}, "x.yaml: unknown optimizer 'sdg'", "sgd"),
-        ({"training": {"augment": ["flipp"]}}, "unknown augmentation 'flipp' in training.augment of x.yaml", "flip"),
+        (
+            {"training": {"augment": ["flipp"]}},
+            "unknown augmentation 'flipp' in training.augment of x.yaml",
+            "flip",
+        ),
         ({"method": "fedprx"}, "unknown method 'fedprx' in x.yaml", "fedprox"),
-        ({"method": {"name": "fedprox", "mue": 1}}, "unknown key 'method.mue' in x.yaml", "method.mu"),
+        (
+            {"method": {"name": "fedprox", "mue": 1}},
+            "unknown key 'method.mue' in x.yaml",
+            "method.mu",
+        ),
         ({"method": {"sampling": "sise"}}, "unknown method.sampling 'sise' in x.yaml", "size"),
-        ({"method": {"aggregation": {"name": "qfl"}}}, "unknown method.aggregation 'qfl' in x.yaml", "qffl"),
+        (
+            {"method": {"aggregation": {"name": "qfl"}}},
+            "unknown method.aggregation 'qfl' in x.yaml",
+            "qffl",
+        ),
         ({"model": "mpl"}, "unknown model 'mpl' in x.yaml", "mlp"),
         ({"model": {"hiden": [1]}}, "unknown key 'model.hiden' in x.yaml", "model.hidden"),
         ({"data": "digit"}, "unknown data 'digit' in x.yaml", "digits"),
-        ({"data": {"name": "digits", "imbalanse": 2}}, "unknown key 'data.imbalanse' in x.yaml", "data.imbalance"),
+        (
+            {"data": {"name": "digits", "imbalanse": 2}},
+            "unknown key 'data.imbalanse' in x.yaml",
+            "data.imbalance",
+        ),
         (
             {"data": {"name": "digits", "partition": "idd"}},
             "unknown partition 'idd' in data.partition of x.yaml",
@@ -183,8 +243,16 @@ def test_ill_typed_values_are_refused(overrides, message):
             "unknown key 'data.partition.client' in x.yaml",
             "data.partition.clients",
         ),
-        ({"machine": {"devise": "cpu"}}, "unknown key 'machine.devise' in x.yaml", "machine.device"),
-        ({"evaluation": {"select": "lst"}}, "x.yaml: unknown value 'lst' in evaluation.select", "last"),
+        (
+            {"machine": {"devise": "cpu"}},
+            "unknown key 'machine.devise' in x.yaml",
+            "machine.device",
+        ),
+        (
+            {"evaluation": {"select": "lst"}},
+            "x.yaml: unknown value 'lst' in evaluation.select",
+            "last",
+        ),
     ],
 )
 def test_unknown_names_get_the_nearest_one(sections, unknown, near):
@@ -192,7 +260,9 @@ def test_unknown_names_get_the_nearest_one(sections, unknown, near):
 
 
 def test_an_override_is_named_as_the_place_of_an_unknown_key():
-    assert refusal("trainig.rounds=3").startswith("unknown key 'trainig' in --set trainig.rounds=3; did you mean")
+    assert refusal("trainig.rounds=3").startswith(
+        "unknown key 'trainig' in --set trainig.rounds=3; did you mean"
+    )
 
 
 def test_data_must_be_named():
@@ -203,9 +273,9 @@ def test_data_must_be_named():
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.1e-2", "+1.e-3"])
 def test_scientific_numbers_are_numbers(text):
     assert experiment(f"training.optimizer.lr={text}").training.optimizer.lr == 0.001
-    assert experiment("training.optimizer.name=rmsprop", f"training.optimizer.lr={text}").training.optimizer == (
-        TorchOptimizer(kind="RMSprop", lr=0.001)
-    )
+    assert experiment(
+        "training.optimizer.name=rmsprop", f"training.optimizer.lr={text}"
+    ).training.optimizer == (TorchOptimizer(kind="RMSprop", lr=0.001))
 
 
 def test_overrides_replace_names_or_reach_inside():
@@ -214,9 +284,9 @@ def test_overrides_replace_names_or_reach_inside():
     assert experiment("method.mu=3", **base).method.local.mu == 3
     assert experiment("method.mu=3", method="fedprox").method.local.mu == 3
     assert experiment("method.name=scaffold").method.name == "scaffold"
-    assert experiment("training.schedule=cosine", "training.schedule.floor=0.5").training.schedule == Schedule(
-        kind="cosine", floor=0.5
-    )
+    assert experiment(
+        "training.schedule=cosine", "training.schedule.floor=0.5"
+    ).training.schedule == Schedule(kind="cosine", floor=0.5)
     # What is left of the other method has no meaning for the new one.
     assert "unknown key 'method.mu' in x.yaml" in refusal("method.name=scaffold", **base)
 
@@ -236,7 +306,12 @@ def test_empty_sections_are_the_defaults():
 
 
 def test_plain_is_read_back_as_it_was():
-    made = experiment("method=fedprox", "training.optimizer=adamw", "data.partition={name: iid, clients: 6}", seed=3)
+    made = experiment(
+        "method=fedprox",
+        "training.optimizer=adamw",
+        "data.partition={name: iid, clients: 6}",
+        seed=3,
+    )
     again = experiment_from(yaml.safe_load(yaml.safe_dump(made.plain())))
     assert again.plain() == made.plain()
     assert again.training == made.training
@@ -245,24 +320,35 @@ def test_plain_is_read_back_as_it_was():
 
 def test_a_runs_configuration_is_an_experiment(tmp_path):
     made = experiment(
-        "training.rounds=1", "model.hidden=[4]", "training.optimizer.eps=1e-8", training={"optimizer": "adam"}
+        "training.rounds=1",
+        "model.hidden=[4]",
+        "training.optimizer.eps=1e-8",
+        training={"optimizer": "adam"},
     )
     run = made.run(tmp_path / "run")
     again = load_experiment(tmp_path / "run" / "config.yaml")
     assert "resolved" in read_yaml(tmp_path / "run" / "config.yaml")
-    assert {key: value for key, value in run.config.items() if key != "resolved"}.keys() == made.plain().keys()
+    assert {
+        key: value for key, value in run.config.items() if key != "resolved"
+    }.keys() == made.plain().keys()
     assert again.plain() == made.plain()
     assert dataclasses.replace(again, origins=made.origins).run().summary == run.summary
 
 
 def test_errors_of_the_data_name_the_file():
-    made = experiment(data={"name": "digits", "partition": {"name": "dirichlet", "clients": 9, "beta": -1}})
-    with pytest.raises(InputError, match=r"^x\.yaml: beta must be a finite number above 0, got -1\.0$"):
+    made = experiment(
+        data={"name": "digits", "partition": {"name": "dirichlet", "clients": 9, "beta": -1}}
+    )
+    with pytest.raises(
+        InputError, match=r"^x\.yaml: beta must be a finite number above 0, got -1\.0$"
+    ):
         made.federation()
 
 
 def test_errors_of_training_name_what_was_set_for_them_or_the_file():
-    with pytest.raises(InputError, match=r"^--set training\.cohort=99: training\.cohort asks for 99 clients"):
+    with pytest.raises(
+        InputError, match=r"^--set training\.cohort=99: training\.cohort asks for 99 clients"
+    ):
         experiment("training.cohort=99", "seed=3").run()
     with pytest.raises(InputError, match=r"^x\.yaml: training\.cohort asks for 99 clients"):
         experiment("seed=3", training={"cohort": 99}).run()
@@ -272,7 +358,10 @@ def test_errors_of_training_name_what_was_set_for_them_or_the_file():
     ("content", "message"),
     [
         (b"seed: 1\nseed: 2\n", "the key 'seed' comes twice"),
-        (b"data: &a {name: digits}\nmethod: {<<: *a, name: fedavg, name: fedprox}", "the key 'name' comes twice"),
+        (
+            b"data: &a {name: digits}\nmethod: {<<: *a, name: fedavg, name: fedprox}",
+            "the key 'name' comes twice",
+        ),
         (b"data: {name: digits, name: digits}", "the key 'name' comes twice"),
         (b"seed: [1", "is not valid YAML"),
         (b"\xff\xfe\xff", "is not valid YAML"),
@@ -290,7 +379,9 @@ def test_broken_files_are_refused(tmp_path, content, message):
 
 
 def test_keys_that_are_merged_may_be_replaced(tmp_path):
-    content = "a: &a {name: x, mu: 1}\nb: &b {<<: *a, mu: 2}\nc: {<<: *b, name: y}\nd: [*b, {<<: *b}]\n"
+    content = (
+        "a: &a {name: x, mu: 1}\nb: &b {<<: *a, mu: 2}\nc: {<<: *b, name: y}\nd: [*b, {<<: *b}]\n"
+    )
     (tmp_path / "merged.yaml").write_text(content)
     found = read_yaml(tmp_path / "merged.yaml")
     changed = {"name": "x", "mu": 2}
@@ -311,12 +402,25 @@ def test_a_missing_file_is_named():
 
 
 def test_fine_tuning_is_read_from_a_mapping():
-    given = {"data": "digits", "evaluation": {"fine_tune": {"steps": 3, "move": "head"}, "average_kept": True}}
+    given = {
+        "data": "digits",
+        "evaluation": {"fine_tune": {"steps": 3, "move": "head"}, "average_kept": True},
+    }
     evaluation = experiment_from(given).evaluation
     assert evaluation.fine_tune == FineTune(steps=3, move="head")
     assert evaluation.average_kept
-    assert experiment_from({**given, "evaluation": {"fine_tune": None}}).evaluation.fine_tune is None
-    with pytest.raises(InputError, match=r"a\.yaml: evaluation\.fine_tune\.epochs must be a whole number, got 'all'"):
-        experiment_from({"data": "digits", "evaluation": {"fine_tune": {"epochs": "all"}}}, "a.yaml")
-    with pytest.raises(InputError, match=r"unknown key 'evaluation\.fine_tune\.epoch' .*evaluation\.fine_tune\.epochs"):
+    assert (
+        experiment_from({**given, "evaluation": {"fine_tune": None}}).evaluation.fine_tune is None
+    )
+    with pytest.raises(
+        InputError,
+        match=r"a\.yaml: evaluation\.fine_tune\.epochs must be a whole number, got 'all'",
+    ):
+        experiment_from(
+            {"data": "digits", "evaluation": {"fine_tune": {"epochs": "all"}}}, "a.yaml"
+        )
+    with pytest.raises(
+        InputError,
+        match=r"unknown key 'evaluation\.fine_tune\.epoch' .*evaluation\.fine_tune\.epochs",
+    ):
         experiment_from({"data": "digits", "evaluation": {"fine_tune": {"epoch": 1}}})

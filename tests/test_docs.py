@@ -15,7 +15,17 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize(
-    "page", ["architecture", "client2vec", "client_index", "metrics", "figures", "report", "own_models", "tracking"]
+    "page",
+    [
+        "architecture",
+        "client2vec",
+        "client_index",
+        "metrics",
+        "figures",
+        "report",
+        "own_models",
+        "tracking",
+    ],
 )
 def test_the_examples_run(page, monkeypatch):
     # Examples register methods of their own.
@@ -42,7 +52,11 @@ def test_the_architecture_names_every_part():
         ("guard", "Guard"),
     ):
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{kind}` |")]
-        own = {n for n in methods.fitting(slot) if methods.part_class(n).__module__.startswith("equipoise.")}
+        own = {
+            n
+            for n in methods.fitting(slot)
+            if methods.part_class(n).__module__.startswith("equipoise.")
+        }
         assert set(re.findall("`([a-z]+)`", row.split("|", 3)[3])) == own
 
 
@@ -57,7 +71,11 @@ def test_the_page_on_security_names_every_guard_and_its_options():
 
 def test_the_architecture_names_every_task():
     table = (DOCS / "architecture.md").read_text().split("\n## Tasks\n")[1].split("\n```")[0]
-    own = {name for name, task in tasks._discover().items() if task.__module__.startswith("equipoise.tasks.")}
+    own = {
+        name
+        for name, task in tasks._discover().items()
+        if task.__module__.startswith("equipoise.tasks.")
+    }
     assert set(re.findall(r"^\| `([a-z]+)` \|", table, re.MULTILINE)) == own
     for name in own:
         assert f"`{tasks.build(name).score}`" in next(
@@ -66,23 +84,52 @@ def test_the_architecture_names_every_task():
 
 
 def test_the_page_on_own_models_lists_every_loss_with_its_tasks_and_options():
-    table = (DOCS / "own_models.md").read_text().split("\n## A loss for the whole task\n")[1].split("\n```python")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
-    listed = {name.strip("`"): (task, re.findall("`([a-z]+)`", options)) for name, task, options, _ in rows}
-    own = {name: entry for name, entry in losses.LOSSES.items() if entry.make.__module__ == "equipoise.losses"}
-    assert listed == {name: (", ".join(entry.tasks), losses.options_of(name)) for name, entry in own.items()}
+    table = (
+        (DOCS / "own_models.md")
+        .read_text()
+        .split("\n## A loss for the whole task\n")[1]
+        .split("\n```python")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
+    listed = {
+        name.strip("`"): (task, re.findall("`([a-z]+)`", options))
+        for name, task, options, _ in rows
+    }
+    own = {
+        name: entry
+        for name, entry in losses.LOSSES.items()
+        if entry.make.__module__ == "equipoise.losses"
+    }
+    assert listed == {
+        name: (", ".join(entry.tasks), losses.options_of(name)) for name, entry in own.items()
+    }
 
 
 def test_the_page_on_metrics_lists_every_metric_of_outputs():
-    text = (DOCS / "metrics.md").read_text().split("\n## Metrics of outputs\n")[1].split("\n```python")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `")]
+    text = (
+        (DOCS / "metrics.md")
+        .read_text()
+        .split("\n## Metrics of outputs\n")[1]
+        .split("\n```python")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| `")
+    ]
     listed = {name.strip("`"): (task, better) for name, task, _, better, _ in rows}
     own = [metric for metric in metrics._discover().values() if not metric._own]
     assert listed == {m.name: (m.tasks[0], "high" if m.higher_is_better else "low") for m in own}
 
 
 def test_the_page_on_metrics_has_every_figure_of_attributes():
-    text = (DOCS / "metrics.md").read_text().split("\n## Attributes of samples\n")[1].split("\n## ")[0]
+    text = (
+        (DOCS / "metrics.md").read_text().split("\n## Attributes of samples\n")[1].split("\n## ")[0]
+    )
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall("`([a-z_]+)`", row)}
     assert listed == {*parity.RATES, *parity.FIGURES, "worst_value", "worst"}
@@ -94,5 +141,7 @@ def test_the_page_on_tracking_has_every_tracker_and_its_options():
         if not isinstance(place, str):
             continue
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
-        options = [field.name for field in dataclasses.fields(tracking.tracker_of(name)) if field.init]
+        options = [
+            field.name for field in dataclasses.fields(tracking.tracker_of(name)) if field.init
+        ]
         assert set(options) <= set(re.findall("`([a-z]+)`", row.split("|")[3]))

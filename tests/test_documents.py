@@ -20,23 +20,44 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 HARMFUL = {
     "alias bomb": (BOMB, "with its aliases written out it has more than 200000 values"),
-    "alias bomb in data": (f"data:\n  {BOMB.replace(chr(10), chr(10) + '  ')}", "with its aliases written out"),
+    "alias bomb in data": (
+        f"data:\n  {BOMB.replace(chr(10), chr(10) + '  ')}",
+        "with its aliases written out",
+    ),
     "recursive alias": ("data: &a {name: *a}", "an alias refers to a value that contains it"),
-    "recursive document": ("&a\ndata: digits\nmodel: *a", "an alias refers to a value that contains it"),
+    "recursive document": (
+        "&a\ndata: digits\nmodel: *a",
+        "an alias refers to a value that contains it",
+    ),
     "deep lists": ("data: " + "[" * 5000 + "]" * 5000, "values are nested more than 40 deep"),
-    "deep mappings": ("\n".join(" " * depth + "a:" for depth in range(500)), "values are nested more than 40 deep"),
+    "deep mappings": (
+        "\n".join(" " * depth + "a:" for depth in range(500)),
+        "values are nested more than 40 deep",
+    ),
     "a key beside a merge key twice": (
         "data: digits\ntraining: {<<: {rounds: 2}, epochs: 1, epochs: 2}",
         "the key 'epochs' comes twice",
     ),
-    "digits": ("data: digits\nseed: " + "9" * 5000, "a number has 5000 digits; at most 64 are read"),
+    "digits": (
+        "data: digits\nseed: " + "9" * 5000,
+        "a number has 5000 digits; at most 64 are read",
+    ),
     "hexadecimal digits": ("data: digits\nseed: 0x" + "f" * 5000, "a number has 5002 digits"),
-    "sexagesimal digits": ("data: digits\nseed: " + "1:" * 100_000 + "1", "a number has 200001 digits"),
-    "no date": ("data: digits\nseed: 2001-99-99", "'2001-99-99' has no value (month must be in 1..12)"),
+    "sexagesimal digits": (
+        "data: digits\nseed: " + "1:" * 100_000 + "1",
+        "a number has 200001 digits",
+    ),
+    "no date": (
+        "data: digits\nseed: 2001-99-99",
+        "'2001-99-99' has no value (month must be in 1..12)",
+    ),
     "no number": ("data: digits\nseed: !!int abc", "'abc' has no value"),
     "no time": ("data: digits\nseed: !!timestamp abc", "'abc' has no value"),
     "code": ("data: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
-    "megabytes": ("data: [" + "1," * 600_000 + "]", "it has 1200008 characters; at most 1048576 are read"),
+    "megabytes": (
+        "data: [" + "1," * 600_000 + "]",
+        "it has 1200008 characters; at most 1048576 are read",
+    ),
     "binary": ("data: \x00", "special characters are not allowed"),
 }
 
@@ -58,7 +79,9 @@ def test_harmful_yaml_is_one_line(text, message, tmp_path):
 
 def test_an_alias_that_repeats_a_value_is_fine(tmp_path):
     path = tmp_path / "experiment.yaml"
-    path.write_text("data: &name digits\nmodel: {name: mlp, hidden: &sizes [8]}\nmethod: {name: fedavg}\nseed: 3")
+    path.write_text(
+        "data: &name digits\nmodel: {name: mlp, hidden: &sizes [8]}\nmethod: {name: fedavg}\nseed: 3"
+    )
     assert load_experiment(path).model["hidden"] == [8]
 
 

@@ -24,13 +24,25 @@ from equipoise.study.reading import KEYS
 
 DOCS = Path(__file__).parents[1] / "docs"
 EVERY = settings()
-OWN_SOURCES = [name for name, entry in SOURCES.items() if isinstance(entry, str) and entry.startswith("equipoise.")]
+OWN_SOURCES = [
+    name
+    for name, entry in SOURCES.items()
+    if isinstance(entry, str) and entry.startswith("equipoise.")
+]
 
 
 def keys_of(section, of=None):
     begins = f"{section}."
-    found = [setting for setting in EVERY if setting.key.startswith(begins) and (of is None or setting.of == of)]
-    return {setting.key.removeprefix(begins) for setting in found if "." not in setting.key.removeprefix(begins)}
+    found = [
+        setting
+        for setting in EVERY
+        if setting.key.startswith(begins) and (of is None or setting.of == of)
+    ]
+    return {
+        setting.key.removeprefix(begins)
+        for setting in found
+        if "." not in setting.key.removeprefix(begins)
+    }
 
 
 def test_every_key_has_a_meaning_and_an_example():
@@ -60,16 +72,17 @@ def test_the_keys_of_the_first_level_are_those_that_are_read():
     classes = {
         key
         for key, kind in config.get_type_hints(Experiment).items()
-        if key in config.SECTIONS and any(dataclasses.is_dataclass(k) for k in (kind, *config.get_args(kind)))
+        if key in config.SECTIONS
+        and any(dataclasses.is_dataclass(k) for k in (kind, *config.get_args(kind)))
     }
     assert all(keys_of(section) for section in classes - {"method"})
 
 
 def test_optimizers_data_partitions_and_tuning():
     assert keys_of("training.optimizer", "sgd") == {item.name for item in dataclasses.fields(Sgd)}
-    assert keys_of("training.optimizer", "adam, adamw") == {item.name for item in dataclasses.fields(Adam)} - {
-        "decoupled"
-    }
+    assert keys_of("training.optimizer", "adam, adamw") == {
+        item.name for item in dataclasses.fields(Adam)
+    } - {"decoupled"}
     assert keys_of("data", "") == set(config._types(load))
     for name in OWN_SOURCES:
         assert keys_of("data", name) == set(config._types(recipe_of(name))) - {"seed"}, name
@@ -93,7 +106,12 @@ def test_every_example_is_valid_and_sets_its_key(setting):
 
 @pytest.mark.parametrize("section", [Training, Evaluation, Machine, FlowerSettings, Schedule])
 def test_defaults_are_those_of_the_code(section):
-    names = {Training: "training", Evaluation: "evaluation", Machine: "machine", FlowerSettings: "flower"}
+    names = {
+        Training: "training",
+        Evaluation: "evaluation",
+        Machine: "machine",
+        FlowerSettings: "flower",
+    }
     prefix = names.get(section, "training.schedule")
     made = section()
     for setting in EVERY:
@@ -158,7 +176,9 @@ def test_explain_finds_keys_by_their_ends_and_names_mistakes():
     assert next(setting.key for setting in explain("schedule")) == "training.schedule"
     assert {setting.key for setting in explain("training.rounds")} == {"training.rounds"}
     assert "training" in {setting.key for setting in explain()}
-    with pytest.raises(InputError, match="unknown key 'training.epoch'.*did you mean 'training.epochs'"):
+    with pytest.raises(
+        InputError, match="unknown key 'training.epoch'.*did you mean 'training.epochs'"
+    ):
         explain("training.epoch")
 
 

@@ -23,7 +23,9 @@ VALUES = [0.9, 0.6, 0.8, 0.2, 0.7, 0.4]
 GROUPS = [0, 1, 0, 2, 0, 1]
 SIZES = [10, 20, 10, 5, 30, 25]
 
-accuracies = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=40)
+accuracies = st.lists(
+    st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=40
+)
 
 
 def _columns(clients: list[tuple[float, int, int]]) -> tuple[list[float], list[int], list[int]]:
@@ -40,7 +42,9 @@ def test_every_metric_by_hand() -> None:
         "mean_groups": (0.8 + 0.5 + 0.2) / 3,
         "sigma_clients": math.sqrt((0.09 + 0 + 0.04 + 0.16 + 0.01 + 0.04) / 6),
         # Pairs with the first client, with the second, and so on.
-        "pair_sum": 2 * ((9 + 1 + 49 + 4 + 25) + (4 + 16 + 1 + 4) + (36 + 1 + 16) + (25 + 4) + 9) / 100,
+        "pair_sum": 2
+        * ((9 + 1 + 49 + 4 + 25) + (4 + 16 + 1 + 4) + (36 + 1 + 16) + (25 + 4) + 9)
+        / 100,
         "sigma_groups": math.sqrt((0.09 + 0 + 0.09) / 3),
         "worst10": 0.2,
         "best10": 0.9,
@@ -67,11 +71,21 @@ def test_for_losses_the_highest_is_the_worst() -> None:
     assert (loss.worst_group, loss.worst_group_id) == (accuracy.best_group, accuracy.best_group_id)
     assert (loss.best_group, loss.best_group_id) == (accuracy.worst_group, accuracy.worst_group_id)
     assert (loss.worst10, loss.best10) == (accuracy.best10, accuracy.worst10)
-    for name in ("mean", "mean_samples", "mean_groups", "sigma_clients", "sigma_groups", "group_gap", "jain"):
+    for name in (
+        "mean",
+        "mean_samples",
+        "mean_groups",
+        "sigma_clients",
+        "sigma_groups",
+        "group_gap",
+        "jain",
+    ):
         assert getattr(loss, name) == getattr(accuracy, name)
 
 
-@pytest.mark.parametrize(("clients", "tenth"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3), (70, 7), (101, 11)])
+@pytest.mark.parametrize(
+    ("clients", "tenth"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3), (70, 7), (101, 11)]
+)
 def test_a_tenth_is_rounded_up(clients: int, tenth: int) -> None:
     shuffled = np.random.default_rng(clients).permutation(clients)
     worst, best = tails(shuffled)
@@ -85,7 +99,9 @@ def test_clients_without_a_value_are_left_out_and_counted() -> None:
     assert holed.left_out == 2
     assert holed.worst_client_id == 3
     unchanged = {f.name for f in fields(Summary)} - {"left_out", "worst_client_id"}
-    assert {name: getattr(holed, name) for name in unchanged} == {name: getattr(full, name) for name in unchanged}
+    assert {name: getattr(holed, name) for name in unchanged} == {
+        name: getattr(full, name) for name in unchanged
+    }
 
 
 def test_a_value_measured_on_no_samples_is_no_value() -> None:
@@ -93,7 +109,9 @@ def test_a_value_measured_on_no_samples_is_no_value() -> None:
 
 
 def test_a_diverged_client_cannot_vanish_from_the_mean() -> None:
-    with pytest.raises(InputError, match="values holds nan for client 1, which has 7 samples in weights"):
+    with pytest.raises(
+        InputError, match="values holds nan for client 1, which has 7 samples in weights"
+    ):
         summarize([0.5, NAN], [0, 0], weights=[3, 7])
 
 
@@ -113,8 +131,15 @@ def test_sums_over_pairs_by_definition(clients: list[tuple[float, int, int]]) ->
     for one in values:
         for other in values:
             total += (one - other) ** 2
-    assert pair_sum(values) == summary.pair_sum == summary.gap_pair_sum == pytest.approx(total, abs=1e-9)
-    assert summary.pair_sum == pytest.approx(2 * len(values) ** 2 * summary.sigma_clients**2, abs=1e-9)
+    assert (
+        pair_sum(values)
+        == summary.pair_sum
+        == summary.gap_pair_sum
+        == pytest.approx(total, abs=1e-9)
+    )
+    assert summary.pair_sum == pytest.approx(
+        2 * len(values) ** 2 * summary.sigma_clients**2, abs=1e-9
+    )
 
 
 def test_ties_go_to_the_lowest_number() -> None:
@@ -151,7 +176,9 @@ def test_as_dict_is_json_in_the_order_of_the_metrics() -> None:
 
 
 @given(clients=accuracies, seed=st.integers(0, 1000))
-def test_the_order_of_clients_does_not_matter(clients: list[tuple[float, int, int]], seed: int) -> None:
+def test_the_order_of_clients_does_not_matter(
+    clients: list[tuple[float, int, int]], seed: int
+) -> None:
     shuffled = [clients[i] for i in np.random.default_rng(seed).permutation(len(clients))]
     rows = []
     for order in (clients, shuffled):
@@ -184,7 +211,9 @@ def test_metrics_match_plain_loops(clients: list[tuple[float, int, int]]) -> Non
     values, groups, sizes = _columns(clients)
     count = len(values)
     mean = sum(values) / count
-    members = {g: [v for v, h in zip(values, groups, strict=True) if h == g] for g in sorted(set(groups))}
+    members = {
+        g: [v for v, h in zip(values, groups, strict=True) if h == g] for g in sorted(set(groups))
+    }
     means = {g: sum(vs) / len(vs) for g, vs in members.items()}
     centre = sum(means.values()) / len(means)
     s = summarize(values, groups, weights=sizes)
@@ -193,7 +222,9 @@ def test_metrics_match_plain_loops(clients: list[tuple[float, int, int]]) -> Non
         sum(n * v for v, n in zip(values, sizes, strict=True)) / sum(sizes), abs=1e-12
     )
     assert s.mean_groups == pytest.approx(centre, abs=1e-12)
-    assert s.sigma_clients == pytest.approx(math.sqrt(sum((v - mean) ** 2 for v in values) / count), abs=1e-9)
+    assert s.sigma_clients == pytest.approx(
+        math.sqrt(sum((v - mean) ** 2 for v in values) / count), abs=1e-9
+    )
     assert s.sigma_groups == pytest.approx(
         math.sqrt(sum((m - centre) ** 2 for m in means.values()) / len(means)), abs=1e-9
     )
@@ -209,7 +240,9 @@ def test_equal_clients_leave_nothing_to_even_out(value: float, groups: list[int]
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_one_group_has_no_spread_and_one_client_a_group_is_the_spread_over_clients(values: list[float]) -> None:
+def test_one_group_has_no_spread_and_one_client_a_group_is_the_spread_over_clients(
+    values: list[float],
+) -> None:
     together = summarize(values, [3] * len(values))
     assert together.sigma_groups == together.group_gap == 0
     assert together.mean_groups == pytest.approx(together.mean, abs=1e-12)
@@ -226,23 +259,56 @@ def test_one_client_with_everything_gives_the_lowest_jain_index(value: float, co
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"values": [], "groups": []}, "values holds no client with a value (0 given): nothing to summarize"),
-        ({"values": [NAN], "groups": [0]}, "values holds no client with a value (1 given): nothing to summarize"),
-        ({"values": [0.5, math.inf]}, "values holds inf for client 1: only finite numbers can be summed up"),
-        ({"values": [NAN, -math.inf]}, "values holds -inf for client 1: only finite numbers can be summed up"),
+        (
+            {"values": [], "groups": []},
+            "values holds no client with a value (0 given): nothing to summarize",
+        ),
+        (
+            {"values": [NAN], "groups": [0]},
+            "values holds no client with a value (1 given): nothing to summarize",
+        ),
+        (
+            {"values": [0.5, math.inf]},
+            "values holds inf for client 1: only finite numbers can be summed up",
+        ),
+        (
+            {"values": [NAN, -math.inf]},
+            "values holds -inf for client 1: only finite numbers can be summed up",
+        ),
         ({"values": 0.5}, "values must hold one number a client, got an array of shape ()"),
         ({"values": ["a", "b"]}, "values must hold one number a client, got ['a', 'b']"),
         ({"groups": [0]}, "groups has 1 entries, but values has 2: one a client is needed"),
         ({"groups": [0, -1]}, "groups holds -1 for client 1: only whole numbers from 0 are valid"),
-        ({"groups": [0.5, 1]}, "groups holds 0.5 for client 0: only whole numbers from 0 are valid"),
-        ({"groups": [0, NAN]}, "groups holds nan for client 1: only whole numbers from 0 are valid"),
-        ({"groups": [0, math.inf]}, "groups holds inf for client 1: only whole numbers from 0 are valid"),
+        (
+            {"groups": [0.5, 1]},
+            "groups holds 0.5 for client 0: only whole numbers from 0 are valid",
+        ),
+        (
+            {"groups": [0, NAN]},
+            "groups holds nan for client 1: only whole numbers from 0 are valid",
+        ),
+        (
+            {"groups": [0, math.inf]},
+            "groups holds inf for client 1: only whole numbers from 0 are valid",
+        ),
         ({"weights": [1]}, "weights has 1 entries, but values has 2: one a client is needed"),
-        ({"weights": [1, -2]}, "weights holds -2.0 for client 1: only numbers of samples from 0 are valid"),
-        ({"weights": [NAN, 1]}, "weights holds nan for client 0: only numbers of samples from 0 are valid"),
-        ({"weights": [0, 0]}, "values holds no client with a value (2 given): nothing to summarize"),
+        (
+            {"weights": [1, -2]},
+            "weights holds -2.0 for client 1: only numbers of samples from 0 are valid",
+        ),
+        (
+            {"weights": [NAN, 1]},
+            "weights holds nan for client 0: only numbers of samples from 0 are valid",
+        ),
+        (
+            {"weights": [0, 0]},
+            "values holds no client with a value (2 given): nothing to summarize",
+        ),
         ({"gap": [0.5]}, "gap has 1 entries, but values has 2: one a client is needed"),
-        ({"gap": [NAN, math.inf]}, "gap holds inf for client 1: only finite numbers can be summed up"),
+        (
+            {"gap": [NAN, math.inf]},
+            "gap holds inf for client 1: only finite numbers can be summed up",
+        ),
     ],
 )
 def test_refusals_name_the_value(arguments: dict[str, object], message: str) -> None:
@@ -259,6 +325,13 @@ def test_empty_input_is_refused(metric: object) -> None:
 
 def test_the_documentation_quotes_every_metric_as_it_is() -> None:
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in METRICS]
-    cells = {name: (metric.formula, metric.description, metric.better) for name, metric in METRICS.items()}
+    rows = [
+        line
+        for line in page.splitlines()
+        if line.startswith("| `") and line.split("`")[1] in METRICS
+    ]
+    cells = {
+        name: (metric.formula, metric.description, metric.better)
+        for name, metric in METRICS.items()
+    }
     assert rows == [f"| `{name}` | {' | '.join(metric)} |" for name, metric in cells.items()]

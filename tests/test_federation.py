@@ -106,7 +106,10 @@ INFINITE[6] = float("inf")
         ({"y": torch.arange(7), "task": "regression"}, "floating point"),
         ({"y": torch.rand(7), "task": "regression", "classes": 3}, "classes=3"),
         ({"y": torch.zeros(6).long()}, "x has 7 rows, y has 6"),
-        ({"x": np.zeros((7, 2))}, r"Federation.x must be a tensor \(or equipoise.samples.Samples\) .*, not ndarray"),
+        (
+            {"x": np.zeros((7, 2))},
+            r"Federation.x must be a tensor \(or equipoise.samples.Samples\) .*, not ndarray",
+        ),
         ({"x": torch.tensor(1.0)}, r"with one row a sample, not torch.float32 of shape \[\]"),
         ({"y": np.zeros(7)}, "Federation.y must be a tensor with one row a sample, not ndarray"),
         ({"task": "regresion"}, "did you mean 'regression'"),
@@ -117,11 +120,23 @@ INFINITE[6] = float("inf")
         ({"groups": np.array([0, 2])}, "client 1 has group 2; valid: 0 to 1"),
         ({"group_names": ("north", "north")}, "group_names must all differ"),
         ({"train": Split.from_lists([[0, 1], []])}, "client 1 has no training samples"),
-        ({"test": Split.from_lists([[4], [7]])}, "test split of client 1 names sample 7; valid: 0 to 6"),
+        (
+            {"test": Split.from_lists([[4], [7]])},
+            "test split of client 1 names sample 7; valid: 0 to 6",
+        ),
         ({"val": Split.from_lists([[-1], [3]])}, "val split of client 0 names sample -1"),
-        ({"train": Split.from_lists([[0, 1], [2, 4]])}, "sample 4 is in the train split of client 1 and in the test"),
-        ({"val": Split.from_lists([[2], [3]])}, "sample 2 is in the train split of client 1 and in the val"),
-        ({"val": Split.from_lists([[], [4]])}, "sample 4 is in the val split of client 1 and in the test"),
+        (
+            {"train": Split.from_lists([[0, 1], [2, 4]])},
+            "sample 4 is in the train split of client 1 and in the test",
+        ),
+        (
+            {"val": Split.from_lists([[2], [3]])},
+            "sample 2 is in the train split of client 1 and in the val",
+        ),
+        (
+            {"val": Split.from_lists([[], [4]])},
+            "sample 4 is in the val split of client 1 and in the test",
+        ),
         (
             {"train": Split.from_lists([[0], []]), "client_names": ("ann", "bob")},
             r"client 1 \('bob'\) has no training samples",
@@ -139,12 +154,18 @@ def test_clients_may_share_samples_within_a_split() -> None:
 
 
 def test_unseen_client_may_have_nothing_to_train_on() -> None:
-    assert small(train=Split.from_lists([[0, 1], []]), unseen=np.array([False, True])).seen.tolist() == [0]
+    assert small(
+        train=Split.from_lists([[0, 1], []]), unseen=np.array([False, True])
+    ).seen.tolist() == [0]
 
 
 def test_pooled_holds_what_seen_clients_hold() -> None:
     pooled = small(unseen=np.array([True, False])).pooled()
-    assert [pooled.split(name).of(0).tolist() for name in ("train", "val", "test")] == [[2], [3], [5]]
+    assert [pooled.split(name).of(0).tolist() for name in ("train", "val", "test")] == [
+        [2],
+        [3],
+        [5],
+    ]
     assert pooled.clients == 1
     assert pooled.group_names == ("all",)
     assert pooled.classes == 3
@@ -203,7 +224,9 @@ def mapped(path: Path, x: torch.Tensor) -> MappedArray:
 def test_samples_may_be_on_disk(tmp_path: Path) -> None:
     x, y = torch.arange(24.0).view(12, 2), torch.arange(12) % 3
     stored = mapped(tmp_path / "x.npy", x)
-    one, other = (Federation.from_arrays(samples, y, clients=[0, 1, 2] * 4, seed=7) for samples in (x, stored))
+    one, other = (
+        Federation.from_arrays(samples, y, clients=[0, 1, 2] * 4, seed=7) for samples in (x, stored)
+    )
     assert other.x is stored
     assert other.shape == (2,)
     assert other.describe() == one.describe()
@@ -217,7 +240,8 @@ def test_samples_on_disk_enter_the_fingerprint_by_their_digest(tmp_path: Path) -
     changed = x[:].clone()
     changed[6, 1] += 1
     federations = [
-        small(x=mapped(tmp_path / f"{place}.npy", samples)) for place, samples in enumerate((x[:], x[:], changed))
+        small(x=mapped(tmp_path / f"{place}.npy", samples))
+        for place, samples in enumerate((x[:], x[:], changed))
     ]
     fingerprints = [federation.fingerprint() for federation in federations]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
@@ -258,7 +282,10 @@ def test_from_arrays_numbers_clients_and_groups() -> None:
     assert federation.group_names == ("north", "south")
     assert federation.groups.tolist() == [0, 1]
     assert federation.unseen.tolist() == [False, True]
-    held = [sorted(np.concatenate([federation.split(s).of(k) for s in ("train", "val", "test")])) for k in (0, 1)]
+    held = [
+        sorted(np.concatenate([federation.split(s).of(k) for s in ("train", "val", "test")]))
+        for k in (0, 1)
+    ]
     assert held == [[0, 2, 4], [1, 3, 5]]
     assert federation.x.dtype == torch.float32
 
@@ -275,17 +302,24 @@ def test_from_arrays_takes_any_hashables() -> None:
     assert as_array.fingerprint() == as_tensor.fingerprint() == as_list.fingerprint()
 
 
-@pytest.mark.parametrize("unseen", ["east", ["east"], ("east",), {"east"}, np.array(["east"])], ids=repr)
+@pytest.mark.parametrize(
+    "unseen", ["east", ["east"], ("east",), {"east"}, np.array(["east"])], ids=repr
+)
 def test_a_lone_string_is_one_unseen_client(unseen: Any) -> None:
     clients = ["east", "e", "a", "s", "t"] * 3
-    federation = Federation.from_arrays(np.zeros((15, 1)), np.zeros(15, int), clients=clients, unseen=unseen)
+    federation = Federation.from_arrays(
+        np.zeros((15, 1)), np.zeros(15, int), clients=clients, unseen=unseen
+    )
     assert federation.unseen.tolist() == [True, False, False, False, False]
 
 
 def test_unseen_clients_may_come_as_a_tensor_or_one_by_one() -> None:
     x, y, clients = np.zeros((6, 1)), np.zeros(6, int), torch.tensor([9, 9, 9, 4, 4, 4])
     for unseen in (torch.tensor([4]), iter([4]), np.array([4])):
-        assert Federation.from_arrays(x, y, clients=clients, unseen=unseen).unseen.tolist() == [False, True]
+        assert Federation.from_arrays(x, y, clients=clients, unseen=unseen).unseen.tolist() == [
+            False,
+            True,
+        ]
 
 
 def test_adding_a_client_changes_nothing_for_the_others() -> None:
@@ -296,12 +330,17 @@ def test_adding_a_client_changes_nothing_for_the_others() -> None:
     for split in ("train", "val", "test"):
         for client in (0, 1):
             assert alone.split(split).of(client).tolist() == joined.split(split).of(client).tolist()
-            assert alone.split(split).of(client).tolist() == (before.split(split).of(client + 1) - 20).tolist()
+            assert (
+                alone.split(split).of(client).tolist()
+                == (before.split(split).of(client + 1) - 20).tolist()
+            )
 
 
 def test_shuffle_depends_on_seed_and_client() -> None:
     held = Split.from_lists([range(100), range(100)])
-    first, second = (split_samples(held, ["ann", "bob"], (0.5, 0.0, 0.5), seed).train for seed in (0, 1))
+    first, second = (
+        split_samples(held, ["ann", "bob"], (0.5, 0.0, 0.5), seed).train for seed in (0, 1)
+    )
     assert first.of(0).tolist() != first.of(1).tolist()
     assert first.of(0).tolist() != second.of(0).tolist()
 
@@ -351,11 +390,14 @@ def test_splits_divide_without_loss(sizes: list[int], parts: tuple[int, int, int
 
 
 @pytest.mark.parametrize(
-    "fractions", [(0.7, 0.1, 0.1), (0.5, 0.5), (1.2, -0.2, 0.0), (0.0, 0.5, 0.5), (np.nan, 0.5, 0.5)]
+    "fractions",
+    [(0.7, 0.1, 0.1), (0.5, 0.5), (1.2, -0.2, 0.0), (0.0, 0.5, 0.5), (np.nan, 0.5, 0.5)],
 )
 def test_fractions_must_sum_to_one(fractions: Any) -> None:
     with pytest.raises(InputError, match="summing to 1"):
-        Federation.from_arrays(np.zeros((4, 1)), np.zeros(4, int), clients=[0] * 4, splits=fractions)
+        Federation.from_arrays(
+            np.zeros((4, 1)), np.zeros(4, int), clients=[0] * 4, splits=fractions
+        )
 
 
 @pytest.mark.parametrize(
@@ -363,10 +405,19 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
     [
         ({"clients": [0, 0, 0]}, "4 samples, 3 names"),
         ({"groups": {1: "north"}}, "no group for client 0"),
-        ({"groups": {0: "north", 7: "south"}}, "groups: client 7 holds no sample; the clients are 0"),
-        ({"groups": {0: "north", "0": "south"}}, "groups: client '0' holds no sample; the clients are 0"),
+        (
+            {"groups": {0: "north", 7: "south"}},
+            "groups: client 7 holds no sample; the clients are 0",
+        ),
+        (
+            {"groups": {0: "north", "0": "south"}},
+            "groups: client '0' holds no sample; the clients are 0",
+        ),
         ({"clients": [1, 1, "1", "1"]}, "clients 1 and '1' would both be called '1'"),
-        ({"clients": ["(1, 2)", (1, 2), 3, 3]}, r"clients '\(1, 2\)' and \(1, 2\) would both be called '\(1, 2\)'"),
+        (
+            {"clients": ["(1, 2)", (1, 2), 3, 3]},
+            r"clients '\(1, 2\)' and \(1, 2\) would both be called '\(1, 2\)'",
+        ),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"seed": 0.5}, "seed must be a whole number of at least 0, got 0.5"),
         ({"seed": True}, "seed must be a whole number of at least 0, got True"),
@@ -381,7 +432,12 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
     ],
 )
 def test_from_arrays_refuses(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"x": np.zeros((4, 1)), "y": [0, 1, 0, 1], "clients": [0] * 4, **changes}
+    arguments: dict[str, Any] = {
+        "x": np.zeros((4, 1)),
+        "y": [0, 1, 0, 1],
+        "clients": [0] * 4,
+        **changes,
+    }
     with pytest.raises(InputError, match=message):
         Federation.from_arrays(**arguments)
 
@@ -392,7 +448,9 @@ def test_from_arrays_takes_whole_floats_and_read_only_arrays() -> None:
     federation = Federation.from_arrays(x, np.array([0.0, 1.0, 0.0, 1.0]), clients=[0] * 4)
     assert federation.y.tolist() == [0, 1, 0, 1]
     assert federation.y.dtype == torch.int64
-    regression = Federation.from_arrays(x, np.array([0.0, 1.0, 0.0, 1.0]), clients=[0] * 4, task="regression")
+    regression = Federation.from_arrays(
+        x, np.array([0.0, 1.0, 0.0, 1.0]), clients=[0] * 4, task="regression"
+    )
     assert regression.y.dtype == torch.float32
 
 
@@ -429,7 +487,9 @@ def test_from_dataset_refuses() -> None:
     ],
 )
 def test_items_that_are_no_pairs_are_refused(item: Any, given: str) -> None:
-    with pytest.raises(InputError, match=rf"item 1 of the dataset must be a pair \(x, y\), got {given}$"):
+    with pytest.raises(
+        InputError, match=rf"item 1 of the dataset must be a pair \(x, y\), got {given}$"
+    ):
         Federation.from_dataset([(torch.zeros(2), 0), item], clients=[0, 0])
 
 
@@ -458,7 +518,9 @@ def test_a_million_clients_are_quick() -> None:
 
 def test_classes_may_have_names():
     x, y = np.zeros((6, 1)), [0, 1, 2, 0, 1, 2]
-    named = Federation.from_arrays(x, y, clients=[0] * 3 + [1] * 3, class_names=["cat", "dog", "mouse"])
+    named = Federation.from_arrays(
+        x, y, clients=[0] * 3 + [1] * 3, class_names=["cat", "dog", "mouse"]
+    )
     assert named.class_names == named.pooled().class_names == ("cat", "dog", "mouse")
     without = Federation.from_arrays(x, y, clients=[0] * 3 + [1] * 3)
     assert without.class_names is None
@@ -472,8 +534,12 @@ def test_names_of_classes_are_one_a_class(names):
 
 
 def test_a_regression_has_no_classes_to_name():
-    with pytest.raises(InputError, match="class_names of federation 'custom' make no sense for a regression"):
-        Federation.from_arrays(np.zeros((3, 1)), np.zeros(3), clients=[0] * 3, task="regression", class_names=["a"])
+    with pytest.raises(
+        InputError, match="class_names of federation 'custom' make no sense for a regression"
+    ):
+        Federation.from_arrays(
+            np.zeros((3, 1)), np.zeros(3), clients=[0] * 3, task="regression", class_names=["a"]
+        )
 
 
 def test_a_federation_is_printed_as_one_short_line() -> None:
@@ -481,7 +547,9 @@ def test_a_federation_is_printed_as_one_short_line() -> None:
         "<Federation 'two': classification with 3 classes; 2 clients in 2 groups (north, south), 1 of them unseen; "
         "7 samples of shape (2,): 3 train, 1 val, 2 test>"
     )
-    many = small(group_names=tuple("abcdefghijkl"), y=torch.arange(7.0), task="regression", classes=None)
+    many = small(
+        group_names=tuple("abcdefghijkl"), y=torch.arange(7.0), task="regression", classes=None
+    )
     assert "regression; 2 clients in 12 groups (a, b, c, d, e, f, g, h, …); 7 samples" in repr(many)
 
 
@@ -491,7 +559,8 @@ def test_a_federation_is_printed_as_one_short_line() -> None:
 def test_labels_that_skip_0_are_warned_of():
     x, y = np.zeros((6, 2)), np.array([1, 2, 3] * 2)
     with pytest.warns(
-        UserWarning, match="labels of 'mine' go from 1 to 3, so there are no samples of class 0; subtract 1"
+        UserWarning,
+        match="labels of 'mine' go from 1 to 3, so there are no samples of class 0; subtract 1",
     ):
         federation = Federation.from_arrays(x, y, clients=[0] * 6, name="mine")
     assert federation.classes == 4
@@ -505,14 +574,20 @@ def test_clients_and_groups_named_like_missing_values_are_warned_of(missing):
     x, y = np.zeros((6, 2)), np.array([0, 1] * 3)
     clients = ["a"] * 3 + [missing] * 3
     if isinstance(missing, str):
-        with pytest.warns(UserWarning, match=r"clients of 'mine' has 1 named '(None|nan)', which is usually a missing"):
+        with pytest.warns(
+            UserWarning,
+            match=r"clients of 'mine' has 1 named '(None|nan)', which is usually a missing",
+        ):
             Federation.from_arrays(x, y, clients=clients, name="mine")
     else:
         with pytest.raises(InputError, match=r"clients: sample 3 has no client \((None|nan)\)"):
             Federation.from_arrays(x, y, clients=clients, name="mine")
     groups = {"a": "north", "b": missing}
     with pytest.warns(
-        UserWarning, match=r"groups of 'mine' has 1 named .*(None|nan)'?, which is usually a missing value"
+        UserWarning,
+        match=r"groups of 'mine' has 1 named .*(None|nan)'?, which is usually a missing value",
     ):
-        federation = Federation.from_arrays(x, y, clients=["a"] * 3 + ["b"] * 3, groups=groups, name="mine")
+        federation = Federation.from_arrays(
+            x, y, clients=["a"] * 3 + ["b"] * 3, groups=groups, name="mine"
+        )
     assert federation.group_names == ("north", str(missing))

@@ -31,13 +31,17 @@ def grouped(method, rounds):
 
 def test_absent_clients_keep_their_clusters_and_count_for_centres():
     method = FedGC(clusters=2)
-    first, second = grouped(method, [([0, 1, 2, 3], [1.0, 1.2, 5.0, 5.2]), ([1, 3, 7], [5.1, 5.0, 1.1])])
+    first, second = grouped(
+        method, [([0, 1, 2, 3], [1.0, 1.2, 5.0, 5.2]), ([1, 3, 7], [5.1, 5.0, 1.1])]
+    )
     assert first.notes["clusters"].tolist() == [0, 0, 1, 1]
     assert first.server["clusters"]["h"].flatten().tolist() == pytest.approx([1.1, 5.1])
     # Client 1 has changed its type; clients 0 and 2 are absent.
     assert second.notes["clusters"].tolist() == [1, 1, 0]
     assert second.server["clients"]["ids"].tolist() == [0, 1, 2, 3, 7]
-    assert second.server["clusters"]["h"].flatten().tolist() == pytest.approx([(1.0 + 1.1) / 2, (5.1 + 5.0 + 5.0) / 3])
+    assert second.server["clusters"]["h"].flatten().tolist() == pytest.approx(
+        [(1.0 + 1.1) / 2, (5.1 + 5.0 + 5.0) / 3]
+    )
     shared, each = method.send(second, cohort_of([2, 5, 7]))
     assert shared["centres"]["h"].flatten().tolist() == pytest.approx([1.05, 5.033333], rel=1e-6)
     # Nobody knows client 5 yet.

@@ -70,7 +70,9 @@ STUDY = {
 
 def python(code, *arguments, cwd):
     """Run Python elsewhere; give its exit code and what it printed."""
-    done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments], cwd=cwd, capture_output=True, text=True
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -87,7 +89,9 @@ def place(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_of_own_code_runs_in_processes_of_its_own(place):
-    code, printed, errors = equipoise("compare", "study.yaml", "--jobs", "2", "--out", "runs", cwd=place)
+    code, printed, errors = equipoise(
+        "compare", "study.yaml", "--jobs", "2", "--out", "runs", cwd=place
+    )
     assert code == 0, errors
     assert "halved" in printed
     show = """
@@ -117,7 +121,10 @@ def test_a_run_takes_own_code_along(place, tmp_path_factory):
     resume = "run", elsewhere / "run" / "config.yaml", "--resume"
     code, _, errors = equipoise(*resume, cwd=place)
     assert (code, errors.count("\n")) == (2, 1)
-    assert f"would execute {elsewhere / 'run' / 'mine.py'}; read it, and if you trust it, pass trust=True" in errors
+    assert (
+        f"would execute {elsewhere / 'run' / 'mine.py'}; read it, and if you trust it, pass trust=True"
+        in errors
+    )
     code, _, errors = equipoise(*resume, "--trust", cwd=place)
     assert code == 0, errors
     # Two runs with the same code can be looked at together.
@@ -135,7 +142,18 @@ def test_the_command_line_knows_own_code(place):
     assert "halved" in {method["name"] for method in json.loads(printed)}
     code, printed, errors = equipoise("data", "coins", "--import", "mine", "--json", cwd=place)
     assert code == 0, errors
-    own = ("--import", "mine.py", "--method", "halved", "--data", "coins", "--model", "oneunit", "--rounds", "1")
+    own = (
+        "--import",
+        "mine.py",
+        "--method",
+        "halved",
+        "--data",
+        "coins",
+        "--model",
+        "oneunit",
+        "--rounds",
+        "1",
+    )
     code, printed, errors = equipoise("run", *own, "--out", "run", "--json", cwd=place)
     assert code == 0, errors
     assert errors == f"importing {place / 'mine.py'}\n"
@@ -204,7 +222,10 @@ def test_a_report_on_a_task_of_its_own_says_what_it_would_execute(strangers_run)
     ("content", "says"),
     [
         ("{imports: harm.py, data: digits, trainin: {}}", "unknown key 'trainin'"),
-        ("{imports: harm.py, data: digits, training: {rounds: ten}}", "training.rounds must be a whole number"),
+        (
+            "{imports: harm.py, data: digits, training: {rounds: ten}}",
+            "training.rounds must be a whole number",
+        ),
         ("{imports: harm.py, data: digits, machine: {device: gpu}}", "unknown device 'gpu'"),
         ("{imports: harm.py, data: digits, seed: -1}", "seed must be from 0"),
         ("{imports: [harm.py, 3], data: digits}", "imports must be a list"),
@@ -222,12 +243,16 @@ def test_an_experiment_is_checked_before_its_code_is_executed(content, says, tmp
 def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "changing.py").write_text("VALUE = 1\n")
-    (tmp_path / "one.yaml").write_text("{imports: changing.py, data: digits, training: {rounds: 1}}")
+    (tmp_path / "one.yaml").write_text(
+        "{imports: changing.py, data: digits, training: {rounds: 1}}"
+    )
     load_experiment(tmp_path / "one.yaml").run(tmp_path / "run")
     (tmp_path / "changing.py").write_text("VALUE = 2\n")
     del sys.modules["changing"]
     changed = load_experiment(tmp_path / "one.yaml")
-    with pytest.raises(InputError, match=r"changing.py differs from the copy there, with which the run began"):
+    with pytest.raises(
+        InputError, match=r"changing.py differs from the copy there, with which the run began"
+    ):
         changed.run(tmp_path / "run", resume=True)
     del sys.modules["changing"]
 
@@ -246,10 +271,22 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
             "1 / 0",
             "--import: imports: 'broken.py' cannot be imported (ZeroDivisionError: division by zero)",
         ),
-        ("leaving.py", "raise SystemExit(3)", "--import: imports: 'leaving.py' cannot be imported (SystemExit: 3)"),
+        (
+            "leaving.py",
+            "raise SystemExit(3)",
+            "--import: imports: 'leaving.py' cannot be imported (SystemExit: 3)",
+        ),
         ("json.py", "", "under the name 'json'; call the file something else"),
-        ("taken.py", OWN.replace('"halved"', '"fedavg"'), "the name 'fedavg' of Halved is taken by FedAvg"),
-        ("taken.py", OWN.replace("oneunit", "mlp"), "the name 'mlp' of a model is taken by equipoise.models.dense:mlp"),
+        (
+            "taken.py",
+            OWN.replace('"halved"', '"fedavg"'),
+            "the name 'fedavg' of Halved is taken by FedAvg",
+        ),
+        (
+            "taken.py",
+            OWN.replace("oneunit", "mlp"),
+            "the name 'mlp' of a model is taken by equipoise.models.dense:mlp",
+        ),
         (
             "taken.py",
             OWN.replace("def coins", "def mnist"),
@@ -285,7 +322,9 @@ def own_source(*, seed):
 
 
 def test_a_file_is_imported_once(tmp_path, monkeypatch):
-    (tmp_path / "counted_once.py").write_text("import os\nwith open('count', 'a') as f:\n    f.write('x')\n")
+    (tmp_path / "counted_once.py").write_text(
+        "import os\nwith open('count', 'a') as f:\n    f.write('x')\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     import_own(["counted_once.py", "counted_once.py"])

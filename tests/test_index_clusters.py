@@ -14,7 +14,9 @@ from equipoise.index_clusters import index_digest, index_points
 
 def test_squared_distances_follow_the_similarity(tmp_path):
     draws = torch.Generator().manual_seed(0)
-    features, labels = (torch.randn(5, width, generator=draws, dtype=torch.float64) for width in (4, 3))
+    features, labels = (
+        torch.randn(5, width, generator=draws, dtype=torch.float64) for width in (4, 3)
+    )
     index = ClientIndex(np.arange(5), features, labels)
     index.write(tmp_path / "index")
     ids = np.array([0, 1, 3])
@@ -27,7 +29,9 @@ def test_squared_distances_follow_the_similarity(tmp_path):
 
 def test_the_number_of_clusters_may_be_chosen():
     draws = np.random.default_rng(0)
-    points = np.repeat([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], 6, axis=0) + 0.1 * draws.normal(size=(18, 2))
+    points = np.repeat([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], 6, axis=0) + 0.1 * draws.normal(
+        size=(18, 2)
+    )
     assert np.bincount(cluster_points(points, 6, choice="bic")).tolist() == [6, 6, 6]
     assert len(np.unique(cluster_points(points, 6))) == 6
 

@@ -57,13 +57,17 @@ def test_cross_entropy_is_that_of_pytorch(shape, smoothing):
 def test_focal_loss_by_hand():
     output, y = scores(6, 4), labels(4, 6)
     p = output.softmax(1)[torch.arange(6), y]
-    torch.testing.assert_close(losses.build("focal", gamma=1.5)(output, y), -((1 - p) ** 1.5) * p.log())
+    torch.testing.assert_close(
+        losses.build("focal", gamma=1.5)(output, y), -((1 - p) ** 1.5) * p.log()
+    )
     torch.testing.assert_close(
         losses.build("focal", gamma=0.0)(output, y), F.cross_entropy(output, y, reduction="none")
     )
     several = labels(2, 6, 4).double()
     p = torch.where(several == 1, output.sigmoid(), 1 - output.sigmoid())
-    torch.testing.assert_close(losses.build("focal")(output, several), (-((1 - p) ** 2) * p.log()).mean(1))
+    torch.testing.assert_close(
+        losses.build("focal")(output, several), (-((1 - p) ** 2) * p.log()).mean(1)
+    )
 
 
 def test_focal_loss_has_a_gradient_where_everything_is_right():
@@ -104,7 +108,13 @@ def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
     assert other["worst10"] == one["worst10"]
     assert run.config["training"]["loss"] == {"name": f"custom:{__name__}.doubled"}
     with pytest.raises(InputError, match=r"training.loss is .*doubled.* there and None here"):
-        train(federation(), out=tmp_path / "run", resume=True, optimizer={"name": "sgd", "lr": 0.05}, **how)
+        train(
+            federation(),
+            out=tmp_path / "run",
+            resume=True,
+            optimizer={"name": "sgd", "lr": 0.05},
+            **how,
+        )
 
 
 @pytest.mark.parametrize("method", ["qffl", "afl", "gifair"])
@@ -116,7 +126,9 @@ def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
     def noting(self, *given, **named):
         updates = original(self, *given, **named)
         received, trained = given[0]["model"], updates.params
-        before = {name: tensor.expand(len(self.ids), *tensor.shape) for name, tensor in received.items()}
+        before = {
+            name: tensor.expand(len(self.ids), *tensor.shape) for name, tensor in received.items()
+        }
         seen.append((self.ids, {"loss_before": before, "loss_after": trained}, updates.reports))
         return updates
 
@@ -134,7 +146,12 @@ def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
 
 def test_losses_are_equal_stacked_and_one_by_one():
     models = [
-        train(federation(), loss="focal", rounds=2, machine=Machine(device="cpu", precision="float64", chunk=chunk))
+        train(
+            federation(),
+            loss="focal",
+            rounds=2,
+            machine=Machine(device="cpu", precision="float64", chunk=chunk),
+        )
         for chunk in (1, 6)
     ]
     one, other = (run.trainer.global_model for run in models)
@@ -143,7 +160,9 @@ def test_losses_are_equal_stacked_and_one_by_one():
 
 
 def test_the_loss_of_an_experiment(tmp_path):
-    experiment = experiment_from({"data": "digits", "training": {"loss": {"name": "focal", "gamma": 1}}})
+    experiment = experiment_from(
+        {"data": "digits", "training": {"loss": {"name": "focal", "gamma": 1}}}
+    )
     assert experiment.training.loss == losses.build("focal", gamma=1.0)
     assert experiment_from(experiment.plain()).training == experiment.training
     assert "loss" not in experiment_from({"data": "digits"}).plain()["training"]
@@ -151,7 +170,10 @@ def test_the_loss_of_an_experiment(tmp_path):
     path.write_text(yaml.safe_dump({"data": "digits", "training": {"loss": "focal", "rounds": 1}}))
     assert load_experiment(path, ["training.loss.gamma=0.5"]).training.loss.gamma == 0.5
     run = load_experiment(path).run(tmp_path / "run")
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["loss"]["name"] == "focal"
+    assert (
+        yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["loss"]["name"]
+        == "focal"
+    )
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert math.isfinite(row["loss"])
     again = load_experiment(tmp_path / "run" / "config.yaml").run(tmp_path / "run", resume=True)
@@ -174,17 +196,35 @@ def test_a_registered_function_is_known_by_its_name():
     ("loss", "says"),
     [
         ("focl", "unknown loss 'focl' in training.loss; did you mean 'focal'"),
-        ({"name": "focal", "gama": 1}, "unknown option 'gama' in the loss 'focal'; did you mean 'gamma'"),
+        (
+            {"name": "focal", "gama": 1},
+            "unknown option 'gama' in the loss 'focal'; did you mean 'gamma'",
+        ),
         ({"name": "absolute", "x": 1}, "the loss 'absolute' takes no options, got 'x'"),
         ({"name": "focal", "gamma": -1}, "loss.gamma must be a finite number of at least 0"),
         ({"name": "cross_entropy", "smoothing": 1.0}, "loss.smoothing must be below 1"),
-        ({"name": "cross_entropy", "weights": [1.0, 2.0]}, "weights has 2 numbers, but the model has 3 classes"),
-        ("huber", "the loss 'huber' is for the task regression, but the task of this federation is classification"),
+        (
+            {"name": "cross_entropy", "weights": [1.0, 2.0]},
+            "weights has 2 numbers, but the model has 3 classes",
+        ),
+        (
+            "huber",
+            "the loss 'huber' is for the task regression, but the task of this federation is classification",
+        ),
         (torch.nn.CrossEntropyLoss, "got the class CrossEntropyLoss"),
         (3, "a function of outputs and targets that returns one value a sample, got 3"),
-        (F.cross_entropy, r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value a sample"),
-        (lambda output, y: None, "loss of task 'classification' is None for 3 samples; valid: one value a sample"),
-        (lambda output, y: output @ y, "the loss or a metric of task 'classification' fails for outputs of shape"),
+        (
+            F.cross_entropy,
+            r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value a sample",
+        ),
+        (
+            lambda output, y: None,
+            "loss of task 'classification' is None for 3 samples; valid: one value a sample",
+        ),
+        (
+            lambda output, y: output @ y,
+            "the loss or a metric of task 'classification' fails for outputs of shape",
+        ),
         (torch.nn.CrossEntropyLoss(), r"has shape \(\) for 3 samples"),
     ],
 )
@@ -199,18 +239,27 @@ def test_a_loss_that_branches_is_refused_in_the_librarys_words():
         values = F.cross_entropy(output, y, reduction="none")
         return values if values.max() < 100 else values / 2
 
-    with pytest.raises(InputError, match="it has an if or a loop that depends on values.*torch.where"):
+    with pytest.raises(
+        InputError, match="it has an if or a loop that depends on values.*torch.where"
+    ):
         train(federation(), loss=branching, rounds=1)
 
 
 def test_a_name_that_is_taken_or_what_is_no_function_is_refused():
-    with pytest.raises(InputError, match="the name 'focal' of a loss is taken by equipoise.losses.Focal"):
+    with pytest.raises(
+        InputError, match="the name 'focal' of a loss is taken by equipoise.losses.Focal"
+    ):
         losses.register("focal")(doubled)
     with pytest.raises(InputError, match="is no function of outputs and targets"):
         losses.register("three")(3)
 
 
 def test_regression_with_another_loss():
-    run = train(random_regression([5, 8], splits=(0.8, 0.1, 0.1)), model="logistic", loss="absolute", rounds=1)
+    run = train(
+        random_regression([5, 8], splits=(0.8, 0.1, 0.1)),
+        model="logistic",
+        loss="absolute",
+        rounds=1,
+    )
     assert run.summary["task"] == "regression"
     assert tasks.build("regression").with_loss(None) is not None

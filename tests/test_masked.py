@@ -39,7 +39,9 @@ def test_the_covariance_is_that_of_the_samples(dtype):
     values, samples = batch(3)
     found = masked_covariance(values, torch.tensor(KEPT).to(dtype))
     np.testing.assert_allclose(found, np.cov(samples, rowvar=False), rtol=1e-9)
-    np.testing.assert_allclose(masked_covariance(values, None), np.cov(values.numpy(), rowvar=False), rtol=1e-9)
+    np.testing.assert_allclose(
+        masked_covariance(values, None), np.cov(values.numpy(), rowvar=False), rtol=1e-9
+    )
 
 
 def test_the_covariance_of_a_single_sample_is_zero():
@@ -54,7 +56,10 @@ def coral_in_numpy(one, other, form):
     def moments(rows):
         mean = [sum(row[i] for row in rows) / len(rows) for i in range(3)]
         spread = [
-            [sum((row[i] - mean[i]) * (row[j] - mean[j]) for row in rows) / (len(rows) - 1) for j in range(3)]
+            [
+                sum((row[i] - mean[i]) * (row[j] - mean[j]) for row in rows) / (len(rows) - 1)
+                for j in range(3)
+            ]
             for i in range(3)
         ]
         return np.array(mean), np.array(spread)
@@ -102,9 +107,13 @@ def test_coral_of_single_samples_compares_means_alone(form):
 def test_coral_of_stacked_batches(form):
     draws = np.random.default_rng(2)
     one, other = (torch.from_numpy(draws.normal(size=(4, 5, 3))) for _ in range(2))
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).double()
+    mask = torch.tensor(
+        [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    ).double()
     together = vmap(lambda a, b, m: coral(a, b, m, m, form=form))(one, other, mask)
-    alone = [coral(*(rows[i][mask[i].bool()] for rows in (one, other)), form=form) for i in range(4)]
+    alone = [
+        coral(*(rows[i][mask[i].bool()] for rows in (one, other)), form=form) for i in range(4)
+    ]
     torch.testing.assert_close(together, torch.stack(alone))
 
 
@@ -121,7 +130,9 @@ def test_sums_by_class(shape, dtype):
     wanted = np.zeros((5, *shape))
     for value, label, kept in zip(values.numpy(), labels.tolist(), KEPT, strict=True):
         wanted[label] += value if kept else 0
-    np.testing.assert_allclose(label_sums(values, labels, 5, torch.tensor(KEPT).to(dtype)), wanted, rtol=1e-12)
+    np.testing.assert_allclose(
+        label_sums(values, labels, 5, torch.tensor(KEPT).to(dtype)), wanted, rtol=1e-12
+    )
     whole = label_sums(values, labels, 5, None)
     np.testing.assert_allclose(whole.sum(0), values.numpy().sum(0), rtol=1e-9)
 
@@ -132,7 +143,11 @@ def test_stacked_clients_get_what_each_gets_alone():
     labels = torch.arange(18).view(3, 6) % 4
 
     def everything(rows, mask, label):
-        return masked_mean(rows, mask), masked_covariance(rows, mask), label_sums(rows, label, 4, mask)
+        return (
+            masked_mean(rows, mask),
+            masked_covariance(rows, mask),
+            label_sums(rows, label, 4, mask),
+        )
 
     stacked = vmap(everything)(values, masks, labels)
     for client in range(3):

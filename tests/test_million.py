@@ -48,7 +48,11 @@ def million(tmp_path_factory):
     out = tmp_path_factory.mktemp("million") / "run"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PEAK + PROGRAM, str(out)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PEAK + PROGRAM, str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout)
@@ -68,12 +72,15 @@ def test_every_round_has_its_cohort_and_only_they_are_remembered(million):
     # Three draws of a hundred among a million: two of them share a client about once in thirty runs, never more than a few.
     assert COHORT * ROUNDS - 3 <= len(who) <= COHORT * ROUNDS
     assert len(who.unique()) == len(who)
-    assert all(len(stack) == len(who) for name, stack in tensors.items() if name.startswith("memory/"))
+    assert all(
+        len(stack) == len(who) for name, stack in tensors.items() if name.startswith("memory/")
+    )
     assert (who % 1000 != 0).all(), "an unseen client trained"
     # Of 300 uniform draws the mean is within five standard errors of the middle, and a tenth holds about thirty.
     assert abs(float(who.double().mean()) - CLIENTS / 2) < 5 * CLIENTS / (12 * len(who)) ** 0.5
     assert all(
-        10 < int(((who >= low) & (who < low + CLIENTS // 10)).sum()) < 60 for low in range(0, CLIENTS, CLIENTS // 10)
+        10 < int(((who >= low) & (who < low + CLIENTS // 10)).sum()) < 60
+        for low in range(0, CLIENTS, CLIENTS // 10)
     )
 
 
@@ -85,4 +92,6 @@ def test_what_is_moved_and_written_depends_on_the_cohort_alone(million):
         assert row["bytes_down"] == COHORT * 2 * 4 * parameters
     remembered = len(load_tensors(out / "checkpoint.safetensors")[0]["memory/clients"])
     # Model, control variate, one control variate a client that took part, and a header.
-    assert (out / "checkpoint.safetensors").stat().st_size < (remembered + 2) * 4 * parameters + 10_000
+    assert (out / "checkpoint.safetensors").stat().st_size < (
+        remembered + 2
+    ) * 4 * parameters + 10_000

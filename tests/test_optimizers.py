@@ -49,7 +49,9 @@ def by_torch(name, options, start, gradients, lr):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize(("rates", "recorded"), [("one number", False), ("a column", False), ("a column", True)])
+@pytest.mark.parametrize(
+    ("rates", "recorded"), [("one number", False), ("a column", False), ("a column", True)]
+)
 def test_stacked_steps_are_those_of_torch_optim(name, options, rates, recorded):
     clients = 4
     optimizer = optimizer_named(name, lr=0.05, **options)
@@ -86,12 +88,18 @@ def test_clients_that_have_finished_rest(name, options):
     for count, (active, step) in enumerate(zip(active_at, gradients, strict=True), start=1):
         views = {moment: [rows(t, active) for t in tensors] for moment, tensors in state.items()}
         optimizer.step(
-            [rows(t, active) for t in params], [rows(g, active).clone() for g in step], views, rows(lr, active), count
+            [rows(t, active) for t in params],
+            [rows(g, active).clone() for g in step],
+            views,
+            rows(lr, active),
+            count,
         )
     for client in range(3):
         made = sum(active > client for active in active_at)
         own = [[tensor[client] for tensor in step] for step in gradients[:made]]
-        wanted = by_torch(name, options, [tensor[client] for tensor in start], own, [lr[client].item()] * made)
+        wanted = by_torch(
+            name, options, [tensor[client] for tensor in start], own, [lr[client].item()] * made
+        )
         for found, tensor in zip(params, wanted, strict=True):
             torch.testing.assert_close(found[client], tensor, rtol=1e-12, atol=1e-12)
 
@@ -105,7 +113,9 @@ def test_any_other_optimizer_is_torchs_own():
     state = optimizer.begin(params)
     for count in range(1, 4):
         gradients = [tensor[0] for tensor in stack(1, count)]
-        optimizer.step([t[0] for t in params], [g.clone() for g in gradients], state, 0.01 * count, count)
+        optimizer.step(
+            [t[0] for t in params], [g.clone() for g in gradients], state, 0.01 * count, count
+        )
         theirs.param_groups[0]["lr"] = 0.01 * count
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
@@ -119,7 +129,9 @@ def test_defaults_are_torchs(name):
     ours = optimizer_named(name, lr=0.1)
     theirs = TORCH[name]([torch.zeros(1, requires_grad=True)], lr=0.1).defaults
     shared = [
-        option for option in ("momentum", "dampening", "nesterov", "weight_decay", "betas", "eps") if option in theirs
+        option
+        for option in ("momentum", "dampening", "nesterov", "weight_decay", "betas", "eps")
+        if option in theirs
     ]
     for option in shared:
         if hasattr(ours, option):
@@ -142,9 +154,21 @@ def test_defaults_are_torchs(name):
         ("sgd", {"momentum": -1}, "optimizer.momentum"),
         ("sgd", {"momentum": 1.0}, "optimizer.momentum must be at least 0 and below 1, got 1.0"),
         ("sgd", {"momentum": 1.5}, "optimizer.momentum must be at least 0 and below 1, got 1.5"),
-        ("sgd", {"momentum": 0.9, "dampening": 2}, "optimizer.dampening must be at least 0 and at most 1, got 2"),
-        ("sgd", {"weight_decay": 100}, "optimizer.weight_decay must be at least 0 and at most 10, got 100"),
-        ("adam", {"weight_decay": math.nan}, "optimizer.weight_decay must be at least 0 and at most 10, got nan"),
+        (
+            "sgd",
+            {"momentum": 0.9, "dampening": 2},
+            "optimizer.dampening must be at least 0 and at most 1, got 2",
+        ),
+        (
+            "sgd",
+            {"weight_decay": 100},
+            "optimizer.weight_decay must be at least 0 and at most 10, got 100",
+        ),
+        (
+            "adam",
+            {"weight_decay": math.nan},
+            "optimizer.weight_decay must be at least 0 and at most 10, got nan",
+        ),
         ("adam", {"eps": 2.0}, "optimizer.eps must be at least 0 and at most 1, got 2.0"),
         ("sgd", {"nesterov": True}, "nesterov needs a momentum above 0 and dampening 0"),
         ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs"),
@@ -174,7 +198,10 @@ def test_betas_of_a_configuration_file_become_a_pair():
     [
         (Schedule(), {0: 1.0, 7: 1.0}),
         (Schedule(kind="exponential", decay=0.5), {0: 1.0, 1: 0.5, 3: 0.125}),
-        (Schedule(kind="steps", at=(2, 5), factors=(0.1, 0.01)), {0: 1.0, 1: 1.0, 2: 0.1, 4: 0.1, 5: 0.01, 9: 0.01}),
+        (
+            Schedule(kind="steps", at=(2, 5), factors=(0.1, 0.01)),
+            {0: 1.0, 1: 1.0, 2: 0.1, 4: 0.1, 5: 0.01, 9: 0.01},
+        ),
         (Schedule(kind="cosine"), {0: 1.0, 5: 0.5, 10: 0.0}),
         (Schedule(kind="cosine", floor=0.2), {0: 1.0, 5: 0.6, 10: 0.2}),
     ],
@@ -189,14 +216,32 @@ def test_schedules_by_hand(schedule, wanted):
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"kind": "steps", "at": (1, 2), "factors": (0.5,)}, "of one length"),
         ({"kind": "steps", "at": (5, 2), "factors": (0.5, 0.1)}, "rounds rising"),
-        ({"kind": "exponential", "decay": -0.5}, "schedule.decay must be at least 0 and at most 1, got -0.5"),
-        ({"kind": "exponential", "decay": math.nan}, "schedule.decay must be at least 0 and at most 1, got nan"),
-        ({"kind": "exponential", "decay": 1.5}, "schedule.decay must be at least 0 and at most 1, got 1.5"),
+        (
+            {"kind": "exponential", "decay": -0.5},
+            "schedule.decay must be at least 0 and at most 1, got -0.5",
+        ),
+        (
+            {"kind": "exponential", "decay": math.nan},
+            "schedule.decay must be at least 0 and at most 1, got nan",
+        ),
+        (
+            {"kind": "exponential", "decay": 1.5},
+            "schedule.decay must be at least 0 and at most 1, got 1.5",
+        ),
         ({"kind": "exponential", "decay": 0}, "schedule.decay must be above 0, got 0"),
         ({"kind": "cosine", "floor": 2}, "schedule.floor must be at least 0 and at most 1, got 2"),
-        ({"kind": "steps", "at": (-1,), "factors": (0.5,)}, "each of schedule.at must be a whole number of at least 0"),
-        ({"kind": "cosine", "floor": -1}, "schedule.floor must be at least 0 and at most 1, got -1"),
-        ({"kind": "cosine", "floor": "low"}, "schedule.floor must be at least 0 and at most 1, got 'low'"),
+        (
+            {"kind": "steps", "at": (-1,), "factors": (0.5,)},
+            "each of schedule.at must be a whole number of at least 0",
+        ),
+        (
+            {"kind": "cosine", "floor": -1},
+            "schedule.floor must be at least 0 and at most 1, got -1",
+        ),
+        (
+            {"kind": "cosine", "floor": "low"},
+            "schedule.floor must be at least 0 and at most 1, got 'low'",
+        ),
         (
             {"kind": "steps", "at": (1, 2), "factors": (0.5, -0.1)},
             "each of schedule.factors must be a finite number of at least 0, got -0.1",

@@ -40,14 +40,20 @@ def test_prototypes_are_means_by_class_and_zero_without_samples(federation):
     index = class_prototypes(federation)
     for client in range(3):
         x, y = samples_of(federation, client)
-        wanted = [x[y == label].mean(0) if (y == label).any() else np.zeros(16) for label in range(3)]
+        wanted = [
+            x[y == label].mean(0) if (y == label).any() else np.zeros(16) for label in range(3)
+        ]
         assert index.features[client].numpy() == pytest.approx(np.concatenate(wanted), abs=1e-5)
-        assert index.labels[client].numpy() == pytest.approx([(y == label).mean() for label in range(3)], abs=1e-6)
+        assert index.labels[client].numpy() == pytest.approx(
+            [(y == label).mean() for label in range(3)], abs=1e-6
+        )
     assert not index.features[1, :32].any()
 
 
 def test_weights_of_local_heads(federation):
-    run = train(federation, model="logistic", rounds=2, cohort=2, evaluation=Evaluation(keep_local=True))
+    run = train(
+        federation, model="logistic", rounds=2, cohort=2, evaluation=Evaluation(keep_local=True)
+    )
     index = head_weights(run)
     assert len(index.ids) == 2
     for row, client in enumerate(index.ids):
@@ -59,7 +65,9 @@ def test_weights_of_local_heads(federation):
 def test_refusals(federation):
     with pytest.raises(InputError, match=r"a row for each of 3 classes, got shape \(2, 5\)"):
         feature_average(federation, torch.ones(2, 5))
-    numbers = Federation.from_arrays(torch.ones(4, 2), torch.ones(4), clients=[0, 0, 1, 1], task="regression")
+    numbers = Federation.from_arrays(
+        torch.ones(4, 2), torch.ones(4), clients=[0, 0, 1, 1], task="regression"
+    )
     with pytest.raises(InputError, match="label indices need classes"):
         class_prototypes(numbers)
     with pytest.raises(InputError, match="keep_local"):

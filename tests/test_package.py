@@ -49,7 +49,9 @@ def imported_by(path):
             elif isinstance(statement, ast.ImportFrom):
                 assert statement.level == 0, f"{path}: relative imports are not followed here"
                 found.extend(f"{statement.module}.{alias.name}" for alias in statement.names)
-            elif isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
+            elif isinstance(statement, ast.If) and ast.unparse(statement.test).endswith(
+                "TYPE_CHECKING"
+            ):
                 visit(statement.orelse)
             elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
                 for field in ("body", "orelse", "finalbody"):
@@ -82,7 +84,9 @@ def test_the_words_of_methods_and_models_know_nothing_of_engines(name):
 def test_no_module_imports_itself_in_a_circle():
     """Packages count by their modules, and ``from package import name`` by the module that ``name`` is, if it is one."""
     modules = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
         for path in PACKAGE.rglob("*.py")
     }
 
@@ -92,7 +96,8 @@ def test_no_module_imports_itself_in_a_circle():
         return name
 
     graph = {
-        name: {module_of(found) for found in imported_by(path) if within(found, ["equipoise"])} - {name}
+        name: {module_of(found) for found in imported_by(path) if within(found, ["equipoise"])}
+        - {name}
         for name, path in modules.items()
     }
     finished: set[str] = set()

@@ -44,7 +44,9 @@ def test_rates_and_figures_are_those_of_a_plain_loop(case):
     rates, spread = by_hand(truth, predicted, values)
     assert found["values"].keys() == rates.keys()
     for value, wanted in rates.items():
-        assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(wanted, abs=1e-12)
+        assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(
+            wanted, abs=1e-12
+        )
     worst = min(rates, key=lambda value: rates[value]["accuracy"])
     assert (found["worst_value"], found["worst"]) == (worst, rates[worst]["accuracy"])
     wanted = {
@@ -74,7 +76,9 @@ def test_rates_and_figures_are_those_of_fairlearn(case):
         "fpr": fairlearn.false_positive_rate,
     }
     truth, predicted = truth.astype(int), predicted.astype(int)
-    frame = fairlearn.MetricFrame(metrics=of, y_true=truth, y_pred=predicted, sensitive_features=values)
+    frame = fairlearn.MetricFrame(
+        metrics=of, y_true=truth, y_pred=predicted, sensitive_features=values
+    )
     for value, row in frame.by_group.iterrows():
         for name in of:
             assert found["values"][value][name] == pytest.approx(row[name], abs=1e-12)
@@ -105,7 +109,10 @@ def test_equalised_odds_without_false_positives_have_the_ratio_of_tpr():
 
 
 def test_a_score_that_should_be_low_has_the_highest_value_as_worst():
-    counted = {"a": {"n": 2, "scored": 2, "score_sum": 1.0}, "b": {"n": 2, "scored": 2, "score_sum": 3.0}}
+    counted = {
+        "a": {"n": 2, "scored": 2, "score_sum": 1.0},
+        "b": {"n": 2, "scored": 2, "score_sum": 3.0},
+    }
     found = compare(counted, score="loss", higher_is_better=False)
     assert (found["worst_value"], found["worst"], found["score_difference"]) == ("b", 1.5, 1.0)
 
@@ -116,7 +123,9 @@ def test_counts_of_clients_are_added_up():
     rows = []
     for client in range(4):
         own = counts(*(of[clients == client] for of in (truth, predicted, values)))
-        numbers = {column_of("v", value, name): n for value, of in own.items() for name, n in of.items()}
+        numbers = {
+            column_of("v", value, name): n for value, of in own.items() for name, n in of.items()
+        }
         parts = of_client(numbers, 75, score="accuracy", higher_is_better=True)
         assert parts["v"]["withheld"] == 0
         rows.append({"client": client, "n": 75, "attributes": parts})
@@ -153,13 +162,27 @@ def test_counts_that_cannot_be_right_are_refused(changed, reason):
     right |= {"true_positives": 3, "false_positives": 1}
     if changed == {"n": 11}:
         changed |= {"scored": 11, "positives": 6}
-    numbers = {column_of("sex", "f", name): number for name, number in (right | changed).items() if number is not None}
-    assert wrong_counts({column_of("sex", "f", name): number for name, number in right.items()}, 10) is None
+    numbers = {
+        column_of("sex", "f", name): number
+        for name, number in (right | changed).items()
+        if number is not None
+    }
+    assert (
+        wrong_counts({column_of("sex", "f", name): number for name, number in right.items()}, 10)
+        is None
+    )
     assert wrong_counts({"loss": 0.5, **numbers}, 10) == reason
 
 
 def test_a_client_cannot_flood_the_server_with_counts():
     reason = "answered with counts of more than 20 attributes, or 100 values of one"
-    assert wrong_counts({column_of(f"a{number}", "v", "n"): 1.0 for number in range(21)}, 10) == reason
-    assert wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(101)}, 10) == reason
-    assert wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(100)}, 10) is None
+    assert (
+        wrong_counts({column_of(f"a{number}", "v", "n"): 1.0 for number in range(21)}, 10) == reason
+    )
+    assert (
+        wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(101)}, 10)
+        == reason
+    )
+    assert (
+        wrong_counts({column_of("a", f"v{number}", "n"): 0.0 for number in range(100)}, 10) is None
+    )

@@ -11,7 +11,8 @@ from equipoise.privacy import gaussian_epsilon
 
 
 @pytest.mark.parametrize(
-    ("noise", "releases", "delta"), [(1.0, 1, 1e-5), (8.0, 1, 1e-5), (4.0, 9, 1e-3), (30.0, 50, 1e-6)]
+    ("noise", "releases", "delta"),
+    [(1.0, 1, 1e-5), (8.0, 1, 1e-5), (4.0, 9, 1e-3), (30.0, 50, 1e-6)],
 )
 def test_the_largest_excess_over_all_events_is_delta(noise, releases, delta):
     """δ is the largest P(A) − e^ε Q(A), for the two distributions of all releases together."""

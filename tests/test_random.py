@@ -36,7 +36,11 @@ def splitmix(state):
 
 def test_the_hash_is_splitmix64():
     # The first outputs of the reference implementation with seed 0.
-    assert [fold(0, i) for i in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [fold(0, i) for i in range(3)] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
     assert fold(12345, 0) == splitmix(12345)
     assert fold(7, 3, 5) == fold(fold(7, 3), 5)
 
@@ -48,7 +52,9 @@ def test_tensors_and_integers_give_the_same_bits(key):
     found = fold_tensor(key, first, second)
     assert [int(value) & MASK for value in found] == [fold(key, int(c), second) for c in first]
     keys = fold_tensor(key, first)
-    assert [int(v) & MASK for v in fold_tensor(keys, 4, 9)] == [fold(key, int(c), 4, 9) for c in first]
+    assert [int(v) & MASK for v in fold_tensor(keys, 4, 9)] == [
+        fold(key, int(c), 4, 9) for c in first
+    ]
 
 
 def test_leading_integers_are_folded_before_the_first_tensor():
@@ -58,7 +64,9 @@ def test_leading_integers_are_folded_before_the_first_tensor():
 def test_the_array_form_gives_the_same_bits():
     """Small populations are ordered by hash, so their order shows every bit that matters."""
     key, population = 99, 300
-    hashes = [splitmix((fold(key, 0) + (i - 1) * 0x9E3779B97F4A7C15) & MASK) for i in range(population)]
+    hashes = [
+        splitmix((fold(key, 0) + (i - 1) * 0x9E3779B97F4A7C15) & MASK) for i in range(population)
+    ]
     wanted = sorted(range(population), key=lambda i: hashes[i])
     assert choose(key, population, population).tolist() == wanted
 
@@ -73,7 +81,9 @@ def test_uniform_numbers_are_uniform_and_exact_in_float32():
     numbers = uniform(keys)
     assert chisquare(np.histogram(numbers.numpy(), bins=50, range=(0, 1))[0]).pvalue > GENEROUS
     assert torch.equal(numbers.double(), uniform(keys, torch.float64))
-    assert [int(n * 2**24) for n in numbers[:5].tolist()] == [(int(k) & MASK) >> 40 for k in keys[:5]]
+    assert [int(n * 2**24) for n in numbers[:5].tolist()] == [
+        (int(k) & MASK) >> 40 for k in keys[:5]
+    ]
 
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 31, 47, 62, 63])
@@ -82,7 +92,10 @@ def test_every_bit_is_balanced_and_neighbours_are_independent(bit):
     hashes = fold_tensor(fold_tensor(0, torch.arange(200)).unsqueeze(1), torch.arange(8000))
     bits = ((hashes >> bit) & 1).view(200, 4000, 2)
     pairs = (2 * bits[..., 0] + bits[..., 1]).numpy()
-    assert kstest([chisquare(np.bincount(row, minlength=4)).pvalue for row in pairs], "uniform").pvalue > GENEROUS
+    assert (
+        kstest([chisquare(np.bincount(row, minlength=4)).pvalue for row in pairs], "uniform").pvalue
+        > GENEROUS
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.75])
@@ -176,12 +189,16 @@ def successive(weights, count):
 
 
 @pytest.mark.parametrize(
-    ("weights", "count"), [([1, 2, 5], 1), ([1, 2, 5], 2), ([1, 2, 5], 3), ([4, 1, 1, 10], 2), ([1, 3, 200], 2)]
+    ("weights", "count"),
+    [([1, 2, 5], 1), ([1, 2, 5], 2), ([1, 2, 5], 3), ([4, 1, 1, 10], 2), ([1, 3, 200], 2)],
 )
 def test_choosing_by_weight_is_successive_sampling(weights, count):
     """The last case needs more draws than are made at once, so that the exponential race decides too."""
     trials = 12_000
-    found = Counter(tuple(choose_by_weight(key, np.array(weights, float), count).tolist()) for key in range(trials))
+    found = Counter(
+        tuple(choose_by_weight(key, np.array(weights, float), count).tolist())
+        for key in range(trials)
+    )
     wanted = successive(weights, count)
     assert set(found) <= set(wanted)
     expected = np.array(list(wanted.values())) * trials
@@ -189,7 +206,10 @@ def test_choosing_by_weight_is_successive_sampling(weights, count):
     often = expected >= 5
     assert observed[~often].sum() <= 5 * max(1, expected[~often].sum())
     total = observed[often].sum()
-    assert chisquare(observed[often], expected[often] / expected[often].sum() * total).pvalue > GENEROUS
+    assert (
+        chisquare(observed[often], expected[often] / expected[often].sum() * total).pvalue
+        > GENEROUS
+    )
 
 
 def test_clients_without_weight_are_never_chosen():

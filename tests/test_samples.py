@@ -26,7 +26,9 @@ def test_blocks_have_the_asked_size_and_miss_nothing(tmp_path, size, lengths):
     for samples in (x, MappedArray.write(tmp_path / "x.npy", (7, 2), torch.int32, [x])):
         found = list(blocks(samples, size))
         assert [len(block) for _, block in found] == lengths
-        assert [first for first, _ in found] == [sum(lengths[:place]) for place in range(len(lengths))]
+        assert [first for first, _ in found] == [
+            sum(lengths[:place]) for place in range(len(lengths))
+        ]
         assert torch.equal(torch.cat([block for _, block in found]), x)
 
 

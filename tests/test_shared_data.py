@@ -13,11 +13,14 @@ import torch
 from equipoise import Federation, Training, train
 from equipoise.optimizers import Sgd
 
-HOME = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[2] / "shared" / "data")) / "mnist"
+HOME = (
+    Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[2] / "shared" / "data")) / "mnist"
+)
 IMAGES, LABELS = HOME / "t10k-images-idx3-ubyte.gz", HOME / "t10k-labels-idx1-ubyte.gz"
 
 pytestmark = pytest.mark.skipif(
-    not (IMAGES.exists() and LABELS.exists()), reason=f"MNIST is not here: {IMAGES} and {LABELS.name} are needed"
+    not (IMAGES.exists() and LABELS.exists()),
+    reason=f"MNIST is not here: {IMAGES} and {LABELS.name} are needed",
 )
 
 
@@ -32,17 +35,26 @@ def idx(path):
 @pytest.fixture(scope="module")
 def digits():
     """Forty clients of fifty pictures; those of the second group see them pale."""
-    images, labels = idx(IMAGES)[:2000].astype(np.float32) / 255, idx(LABELS)[:2000].astype(np.int64)
+    images, labels = (
+        idx(IMAGES)[:2000].astype(np.float32) / 255,
+        idx(LABELS)[:2000].astype(np.int64),
+    )
     clients = np.arange(2000) % 40
     images[clients % 2 == 1] *= 0.5
     groups = {client: ("plain", "pale")[client % 2] for client in range(40)}
-    return Federation.from_arrays(torch.from_numpy(images)[:, None], labels, clients=clients, groups=groups, classes=10)
+    return Federation.from_arrays(
+        torch.from_numpy(images)[:, None], labels, clients=clients, groups=groups, classes=10
+    )
 
 
 def test_federated_averaging_learns_mnist_and_beats_clients_on_their_own(digits):
     settings = Training(rounds=12, epochs=2, batch_size=10, optimizer=Sgd(lr=0.1))
-    shared = train(digits, method="fedavg", training=settings, seed=0).summary["results"]["global"]["seen"]
-    alone = train(digits, method="local", training=settings, seed=0).summary["results"]["personal"]["seen"]
+    shared = train(digits, method="fedavg", training=settings, seed=0).summary["results"]["global"][
+        "seen"
+    ]
+    alone = train(digits, method="local", training=settings, seed=0).summary["results"]["personal"][
+        "seen"
+    ]
     assert shared["mean"] > 0.7
     assert shared["mean"] > alone["mean"] > 0.3
     assert set(shared["groups"]) == {"plain", "pale"}

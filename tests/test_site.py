@@ -50,7 +50,18 @@ def test_results_that_are_named_are_there(pages):
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("sphinx", reason="needs the extra docs")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        str(DOCS),
+        str(tmp_path),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     for name in methods.names():

@@ -76,9 +76,13 @@ def test_mixtures_of_two_vectors_by_hand():
     stacked = np.stack([a, b])
     # The foot of the perpendicular is a itself.
     np.testing.assert_allclose(shortest_mixture(stacked @ stacked.T, radius=1.0), [1, 0], atol=1e-9)
-    np.testing.assert_allclose(shortest_mixture(stacked @ stacked.T, radius=0.1), [0.6, 0.4], atol=1e-9)
+    np.testing.assert_allclose(
+        shortest_mixture(stacked @ stacked.T, radius=0.1), [0.6, 0.4], atol=1e-9
+    )
     stacked = np.array([[2.0, 0.0], [0.0, 1.0]])
-    np.testing.assert_allclose(shortest_mixture(stacked @ stacked.T, radius=1.0), [0.2, 0.8], atol=1e-12)
+    np.testing.assert_allclose(
+        shortest_mixture(stacked @ stacked.T, radius=1.0), [0.2, 0.8], atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -120,5 +124,8 @@ def test_rounding_of_the_input_hardly_moves_the_mixture():
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     gram = vectors @ vectors.T
     nearly = gram + 1e-15 * draws.normal(size=gram.shape)
-    first, second = shortest_mixture(gram, radius=0.05), shortest_mixture((nearly + nearly.T) / 2, radius=0.05)
+    first, second = (
+        shortest_mixture(gram, radius=0.05),
+        shortest_mixture((nearly + nearly.T) / 2, radius=0.05),
+    )
     np.testing.assert_allclose(first, second, atol=1e-11)

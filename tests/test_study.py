@@ -45,9 +45,14 @@ def score_by_hand(directory, *, model, metric, split="test"):
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     last = max(row["round"] for row in rows)
     wanted = (last, model, split, False)
-    rows = [row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted]
+    rows = [
+        row for row in rows if (row["round"], row["model"], row["split"], row["unseen"]) == wanted
+    ]
     values = [row["accuracy"] for row in rows]
-    groups = {name: [r["accuracy"] for r in rows if r["group"] == name] for name in {r["group"] for r in rows}}
+    groups = {
+        name: [r["accuracy"] for r in rows if r["group"] == name]
+        for name in {r["group"] for r in rows}
+    }
     means = {name: sum(own) / len(own) for name, own in groups.items()}
     if metric.startswith("groups."):
         return means[metric.removeprefix("groups.")]
@@ -67,7 +72,9 @@ def unmarked(markdown):
 
 def outcomes(study, out, **options):
     seen = []
-    results = study.run(out, watch=lambda job, outcome: seen.append((job.path.as_posix(), outcome)), **options)
+    results = study.run(
+        out, watch=lambda job, outcome: seen.append((job.path.as_posix(), outcome)), **options
+    )
     return results, seen
 
 
@@ -79,7 +86,10 @@ def test_methods_by_settings_by_seeds():
         {
             "base": BASE,
             "methods": ["fedavg", {"name": "fedprox", "mu": 1, "label": "strong"}],
-            "settings": {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}, "training.rounds": 3}},
+            "settings": {
+                "even": {"data.imbalance": 1},
+                "uneven": {"data": {"imbalance": 20}, "training.rounds": 3},
+            },
             "seeds": [4, 5],
         }
     )
@@ -108,23 +118,38 @@ def test_methods_by_settings_by_seeds():
     [
         ({"method": []}, "unknown key 'method' in s.yaml; did you mean 'methods'?"),
         ({"base": None}, "s.yaml: base must be an experiment"),
-        ({"base": {**BASE, "method": "fedavg"}}, "s.yaml: base.method has no meaning in a study; use methods"),
+        (
+            {"base": {**BASE, "method": "fedavg"}},
+            "s.yaml: base.method has no meaning in a study; use methods",
+        ),
         ({"base": {**BASE, "seed": 1}}, "s.yaml: base.seed has no meaning in a study; use seeds"),
         (
             {"base": {"data": "digits", "trainin": {}}},
             "unknown key 'trainin' in base of s.yaml; did you mean 'training'?",
         ),
-        ({"methods": "fedavg"}, "s.yaml: methods must be a list of names or mappings with a name, got 'fedavg'"),
-        ({"methods": ["fedvag"]}, "unknown method 'fedvag' in methods of s.yaml; did you mean 'fedavg'?"),
+        (
+            {"methods": "fedavg"},
+            "s.yaml: methods must be a list of names or mappings with a name, got 'fedavg'",
+        ),
+        (
+            {"methods": ["fedvag"]},
+            "unknown method 'fedvag' in methods of s.yaml; did you mean 'fedavg'?",
+        ),
         (
             {"methods": ["fedavg", {"name": "fedavg"}]},
             "s.yaml: two methods are called 'fedavg'; tell them apart with label",
         ),
-        ({"methods": [{"name": "fedavg", "label": "../x"}]}, "has the label '../x', which cannot name a directory"),
+        (
+            {"methods": [{"name": "fedavg", "label": "../x"}]},
+            "has the label '../x', which cannot name a directory",
+        ),
         ({"methods": [{"mu": 1}]}, "has the label None, which cannot name a directory"),
         ({"settings": []}, "s.yaml: settings must be labels with what they change, got []"),
         ({"settings": {"a": 3}}, "settings.a of s.yaml must hold keys with values, got 3"),
-        ({"settings": {"a": {"seed": 3}}}, "settings.a of s.yaml: seed has no meaning in a setting; use seeds"),
+        (
+            {"settings": {"a": {"seed": 3}}},
+            "settings.a of s.yaml: seed has no meaning in a setting; use seeds",
+        ),
         (
             {"settings": {"a": {"data.imbalanse": 3}}},
             "unknown key 'data.imbalanse' in settings.a of s.yaml; did you mean",
@@ -142,8 +167,14 @@ def test_methods_by_settings_by_seeds():
         ({"seeds": [-1]}, "seeds of s.yaml: seed must be from 0 to"),
         ({"tuning": {"by": "sigma"}}, "unknown metric 'sigma' in tuning of s.yaml"),
         ({"tuning": {"by": "clients"}}, "unknown metric 'clients' in tuning of s.yaml"),
-        ({"tuning": {"by": "worst_client_id"}}, "unknown metric 'worst_client_id' in tuning of s.yaml"),
-        ({"tuning": {"by": "worst_group_name"}}, "unknown metric 'worst_group_name' in tuning of s.yaml"),
+        (
+            {"tuning": {"by": "worst_client_id"}},
+            "unknown metric 'worst_client_id' in tuning of s.yaml",
+        ),
+        (
+            {"tuning": {"by": "worst_group_name"}},
+            "unknown metric 'worst_group_name' in tuning of s.yaml",
+        ),
         ({"tuning": {"by": "groups."}}, "unknown metric 'groups.' in tuning of s.yaml"),
         ({"metrics": ["global.bytes_up"]}, "unknown metric 'global.bytes_up' in metrics of s.yaml"),
         (
@@ -166,7 +197,10 @@ def test_methods_by_settings_by_seeds():
             {"methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, "two"]}}]},
             "methods of s.yaml: method.q must be a number, got 'two'",
         ),
-        ({"methods": [{"name": "fedavg", "label": "ö" * 128}]}, "which is too long to name a directory"),
+        (
+            {"methods": [{"name": "fedavg", "label": "ö" * 128}]},
+            "which is too long to name a directory",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(changes, message):
@@ -193,7 +227,9 @@ def test_which_model_a_short_name_means():
     assert value_of(both, "bytes_up") == 7
     assert value_of(alone, "personal.mean") is None
     # Local models are named, or not meant.
-    trained = {"results": {**alone["results"], "local": {"seen": {"mean": 0.6, "groups": {"a": 0.7}}}}}
+    trained = {
+        "results": {**alone["results"], "local": {"seen": {"mean": 0.6, "groups": {"a": 0.7}}}}
+    }
     assert (value_of(trained, "mean"), value_of(trained, "local.mean")) == (0.1, 0.6)
     assert value_of(trained, "local.groups.a") == 0.7
     assert value_of(trained, "local.unseen.mean") is value_of(alone, "local.mean") is None
@@ -203,8 +239,15 @@ def test_which_model_a_short_name_means():
 
 WIDE = {
     "base": BASE,
-    "methods": ["fedavg", {"name": "fedprox", "label": "strong", "mu": 1, "grid": {"mu": [1, 2]}}, "local"],
-    "settings": {"even": {"data.imbalance": 1}, "uneven": {"data.imbalance": 20, "training.rounds": 3}},
+    "methods": [
+        "fedavg",
+        {"name": "fedprox", "label": "strong", "mu": 1, "grid": {"mu": [1, 2]}},
+        "local",
+    ],
+    "settings": {
+        "even": {"data.imbalance": 1},
+        "uneven": {"data.imbalance": 20, "training.rounds": 3},
+    },
     "seeds": [4, 5],
     "tuning": {"seed": 9, "set": {"training.rounds": 4}},
 }
@@ -214,16 +257,28 @@ def test_a_part_of_a_study_is_the_same_jobs():
     whole = {job.path: job.experiment.plain() for job in study_from(WIDE).jobs}
     study = study_from(WIDE, settings=["uneven"], methods=["local", "strong"], seeds=[5])
     assert (study.settings, study.methods, study.seeds) == (("uneven",), ("strong", "local"), (5,))
-    assert [job.path.as_posix() for job in study.jobs] == ["uneven/strong/seed5", "uneven/local/seed5"]
+    assert [job.path.as_posix() for job in study.jobs] == [
+        "uneven/strong/seed5",
+        "uneven/local/seed5",
+    ]
     assert all(job.experiment.plain() == whole[job.path] for job in study.jobs)
-    assert [job.seed for job in study_from(WIDE, methods=["local"], seeds=[7, 6]).jobs] == [7, 7, 6, 6]
+    assert [job.seed for job in study_from(WIDE, methods=["local"], seeds=[7, 6]).jobs] == [
+        7,
+        7,
+        6,
+        6,
+    ]
 
 
 def test_overrides_have_the_last_word():
-    study = study_from(WIDE, overrides=["training.rounds=1", "data.imbalance=2", "machine.device=cpu"])
+    study = study_from(
+        WIDE, overrides=["training.rounds=1", "data.imbalance=2", "machine.device=cpu"]
+    )
     made = [job.experiment for job in study.jobs]
     assert len(made) == 12
-    assert {(one.training.rounds, one.data["imbalance"], one.machine.device) for one in made} == {(1, 2.0, "cpu")}
+    assert {(one.training.rounds, one.data["imbalance"], one.machine.device) for one in made} == {
+        (1, 2.0, "cpu")
+    }
     assert study.jobs[0].path == study_from(WIDE).jobs[0].path
     tuned = study_from(WIDE, tune=True, overrides=["training.rounds=1"])
     assert {job.experiment.training.rounds for job in tuned.jobs} == {1}
@@ -232,7 +287,9 @@ def test_overrides_have_the_last_word():
 def test_a_part_of_a_study_that_is_tuned_keeps_the_first_method():
     grids = {**WIDE, "methods": [*WIDE["methods"], {"name": "qffl", "grid": {"q": [0, 1]}}]}
     study = study_from(grids, tune=True, methods=["qffl"], settings=["even"], seeds=[2])
-    assert [job.path.as_posix() for job in study.jobs] == [f"even/{label}/seed2" for label in study.methods]
+    assert [job.path.as_posix() for job in study.jobs] == [
+        f"even/{label}/seed2" for label in study.methods
+    ]
     assert study.methods == ("fedavg", "qffl q=0", "qffl q=1")
     assert (list(study.tried), study.seeds, study.tuning.seed) == (["qffl"], (2,), 2)
     first = {**grids, "methods": grids["methods"][:0:-1]}
@@ -244,16 +301,34 @@ def test_a_part_of_a_study_that_is_tuned_keeps_the_first_method():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"settings": ["evn"]}, "unknown setting 'evn' in --setting; did you mean 'even'? Valid: even, uneven"),
-        ({"methods": ["fedprox"]}, "unknown method 'fedprox' in --method. Valid: fedavg, local, strong"),
+        (
+            {"settings": ["evn"]},
+            "unknown setting 'evn' in --setting; did you mean 'even'? Valid: even, uneven",
+        ),
+        (
+            {"methods": ["fedprox"]},
+            "unknown method 'fedprox' in --method. Valid: fedavg, local, strong",
+        ),
         ({"seeds": [1, 1]}, "--seed must be a list of different whole numbers, got [1, 1]"),
         ({"seeds": [-1]}, "--seed: seed must be from 0 to"),
         ({"seeds": [1, 2], "tune": True}, "--seed: tuning takes one seed, got 1, 2"),
         ({"methods": ["local"], "tune": True}, "s.yaml: no method has a grid of values to try"),
-        ({"metrics": ["mean", "mean"]}, "--metrics must be a list of different names, got ['mean', 'mean']"),
-        ({"overrides": ["method.mu=2"]}, "--set method.mu=2: method cannot be set for all runs of a study; change"),
-        ({"overrides": ["methods=[local]"]}, "methods cannot be set for all runs of a study; change the methods in"),
-        ({"overrides": ["seed=2"]}, "--set seed=2: seed cannot be set for all runs of a study; use --seed"),
+        (
+            {"metrics": ["mean", "mean"]},
+            "--metrics must be a list of different names, got ['mean', 'mean']",
+        ),
+        (
+            {"overrides": ["method.mu=2"]},
+            "--set method.mu=2: method cannot be set for all runs of a study; change",
+        ),
+        (
+            {"overrides": ["methods=[local]"]},
+            "methods cannot be set for all runs of a study; change the methods in",
+        ),
+        (
+            {"overrides": ["seed=2"]},
+            "--set seed=2: seed cannot be set for all runs of a study; use --seed",
+        ),
         (
             {"overrides": ["trainig.rounds=2"]},
             "unknown key 'trainig' in --set trainig.rounds=2; did you mean 'training'",
@@ -291,21 +366,40 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     groups = ["plain", "blurred", "inverted", "rotated", "textured"]
     assert results.groups("base") == groups
     csv = [line.split(",") for line in results.csv().splitlines()]
-    assert csv[0] == ["setting", "method", "model", "metric", "mean", "std", "n", "rank", "p", "low", "high"]
+    assert csv[0] == [
+        "setting",
+        "method",
+        "model",
+        "metric",
+        "mean",
+        "std",
+        "n",
+        "rank",
+        "p",
+        "low",
+        "high",
+    ]
     models = {(method, metric): model for _, method, model, metric, *_ in csv[1:]}
     found = {(setting, method, metric): row for setting, method, _, metric, *row in csv[1:]}
     for method, model in (("fedavg", "global"), ("local", "personal")):
         for metric in [*metrics[:3], *(f"groups.{group}" for group in groups)]:
             seeds = [
-                score_by_hand(tmp_path / "base" / method / f"seed{seed}", model=model, metric=metric) for seed in (0, 1)
+                score_by_hand(
+                    tmp_path / "base" / method / f"seed{seed}", model=model, metric=metric
+                )
+                for seed in (0, 1)
             ]
             mean, std = sum(seeds) / 2, abs(seeds[0] - seeds[1]) / 2**0.5
             row = found["base", method, metric]
-            assert [float(row[0]), float(row[1]), int(row[2])] == pytest.approx([mean, std, 2], abs=1e-12)
+            assert [float(row[0]), float(row[1]), int(row[2])] == pytest.approx(
+                [mean, std, 2], abs=1e-12
+            )
             assert results.cell("base", method, metric) == f"{mean:.3f} ± {std:.3f}"
             assert models[method, metric] == model
             per_seed = f"base,{method},{model},{metric},1,"
-            line = next(line for line in results.csv_seeds().splitlines() if line.startswith(per_seed))
+            line = next(
+                line for line in results.csv_seeds().splitlines() if line.startswith(per_seed)
+            )
             assert float(line.removeprefix(per_seed)) == pytest.approx(seeds[1], abs=1e-12)
         worst = min(groups, key=lambda group: float(found["base", method, f"groups.{group}"][0]))
         assert results.worst_group("base", method) == worst
@@ -322,19 +416,31 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     plain = json.loads((tmp_path / "results.json").read_text())
     assert plain == results.plain()
     said = {(row["method"], row["metric"]): row["model"] for row in plain["results"]}
-    assert (said["fedavg", "mean"], said["local", "mean"], said["local", "global.mean"]) == ("global", "personal", None)
+    assert (said["fedavg", "mean"], said["local", "mean"], said["local", "global.mean"]) == (
+        "global",
+        "personal",
+        None,
+    )
     assert plain["warnings"] == []
 
 
 @pytest.mark.parametrize("split", ["test", "val"])
 def test_local_models_are_a_column(tmp_path, split):
     base = {**BASE, "evaluation": {"local": True}}
-    study = {**STUDY, "base": base, "methods": ["fedavg"], "metrics": ["mean", "local.mean"], "split": split}
+    study = {
+        **STUDY,
+        "base": base,
+        "methods": ["fedavg"],
+        "metrics": ["mean", "local.mean"],
+        "split": split,
+    }
     results, _ = outcomes(study_from(study), tmp_path)
     for metric, model in (("mean", "global"), ("local.mean", "local")):
         runs = [tmp_path / "base" / "fedavg" / f"seed{seed}" for seed in (0, 1)]
         values = [score_by_hand(run, model=model, metric="mean", split=split) for run in runs]
-        assert list(results.values("base", "fedavg", metric).values()) == pytest.approx(values, abs=1e-12)
+        assert list(results.values("base", "fedavg", metric).values()) == pytest.approx(
+            values, abs=1e-12
+        )
     rows = {row["metric"]: row["model"] for row in results.plain()["results"]}
     assert (rows["mean"], rows["local.mean"]) == ("global", "local")
 
@@ -345,7 +451,10 @@ def test_one_seed_has_no_spread(tmp_path):
     assert results.cell("base", "fedavg", "mean") == f"{value:.3f}"
     assert results.spread.endswith("over 1 seed")
     columns = "mean | mean_groups | sigma_clients | sigma_groups | worst10 | worst_group"
-    assert results.markdown().splitlines()[2:4] == [f"| method | {columns} |", "|---|---|---|---|---|---|---|"]
+    assert results.markdown().splitlines()[2:4] == [
+        f"| method | {columns} |",
+        "|---|---|---|---|---|---|---|",
+    ]
 
 
 def test_what_is_done_is_left_alone_and_what_is_missing_is_run(tmp_path):
@@ -353,7 +462,10 @@ def test_what_is_done_is_left_alone_and_what_is_missing_is_run(tmp_path):
     assert [outcome for _, outcome in seen] == ["begun", "done"] * 2
     before = snapshot(tmp_path / "base")
     both, seen = outcomes(study_from(STUDY), tmp_path)
-    assert [path for path, outcome in seen if outcome == "done"] == ["base/fedavg/seed1", "base/local/seed1"]
+    assert [path for path, outcome in seen if outcome == "done"] == [
+        "base/fedavg/seed1",
+        "base/local/seed1",
+    ]
     after = snapshot(tmp_path / "base")
     assert {path: after[path] for path in before} == before
     assert both.values("base", "fedavg", "mean")[0] == first.values("base", "fedavg", "mean")[0]
@@ -369,7 +481,9 @@ def test_two_at_a_time_give_the_same(tmp_path):
 def test_as_many_at_a_time_as_fill_the_cores(tmp_path, monkeypatch):
     # One run: it is carried out here, whatever the machine.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    results, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path, jobs=None)
+    results, seen = outcomes(
+        study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path, jobs=None
+    )
     assert ([outcome for _, outcome in seen], results.failures) == (["begun", "done"], {})
 
 
@@ -390,7 +504,10 @@ def test_numbers_of_jobs_that_make_no_sense_are_refused(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(yaml.safe_dump(STUDY))
     code, _, stderr = compare(monkeypatch, capsys, "small.yaml", f"--jobs={jobs}")
-    assert (code, stderr) == (2, f"error: --jobs must be a whole number from 1, or auto, got {jobs!r}\n")
+    assert (code, stderr) == (
+        2,
+        f"error: --jobs must be a whole number from 1, or auto, got {jobs!r}\n",
+    )
 
 
 def test_lines_of_progress_say_how_much_time_is_left(capsys):
@@ -412,8 +529,13 @@ def test_lines_of_progress_say_how_much_time_is_left(capsys):
 
 def test_one_failure_does_not_stop_the_others(tmp_path):
     changes = {"fine": None, "wild": {"training.optimizer.lr": 1e30}}
-    results, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "settings": changes}), tmp_path)
-    assert [path.as_posix() for path in results.failures] == ["wild/fedavg/seed0", "wild/fedavg/seed1"]
+    results, seen = outcomes(
+        study_from({**STUDY, "methods": ["fedavg"], "settings": changes}), tmp_path
+    )
+    assert [path.as_posix() for path in results.failures] == [
+        "wild/fedavg/seed0",
+        "wild/fedavg/seed1",
+    ]
     message = results.failures[Path("wild/fedavg/seed0")]
     assert "is not finite" in message
     assert ("wild/fedavg/seed0", f"failed: {message}") in seen
@@ -426,7 +548,12 @@ def test_one_failure_does_not_stop_the_others(tmp_path):
 def test_a_directory_of_another_experiment_is_refused_before_anything_runs(tmp_path):
     outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [1]}), tmp_path)
     before = snapshot(tmp_path)
-    changed = {**STUDY, "base": {**BASE, "training": {"rounds": 3}}, "methods": ["fedavg"], "seeds": [0, 1]}
+    changed = {
+        **STUDY,
+        "base": {**BASE, "training": {"rounds": 3}},
+        "methods": ["fedavg"],
+        "seeds": [0, 1],
+    }
     seen = []
     with pytest.raises(InputError) as caught:
         study_from(changed).run(tmp_path, watch=lambda job, outcome: seen.append(outcome))
@@ -445,18 +572,28 @@ def test_names_of_classes_that_come_from_the_data_are_no_difference(tmp_path, mo
     for seed, place in enumerate(("photo/cat", "photo/dog", "art/cat", "art/dog")):
         (root / place).mkdir(parents=True)
         for number in range(5):
-            Image.new("RGB", (16, 16), (40 * seed, 40 * number, 0)).save(root / place / f"{number}.png")
+            Image.new("RGB", (16, 16), (40 * seed, 40 * number, 0)).save(
+                root / place / f"{number}.png"
+            )
     clip = {"name": "clip", "source": write_clip(tmp_path / "clip", longest=32)}
     data = {"name": "imagefolder", "root": str(root), "size": 16}
-    study = {"base": {"data": data, "model": clip, "training": {"rounds": 0}}, "methods": ["fedavg"], "seeds": [0]}
+    study = {
+        "base": {"data": data, "model": clip, "training": {"rounds": 0}},
+        "methods": ["fedavg"],
+        "seeds": [0],
+    }
     outcomes(study_from(study), tmp_path / "runs")
-    config = yaml.safe_load((tmp_path / "runs" / "base" / "fedavg" / "seed0" / "config.yaml").read_text())
+    config = yaml.safe_load(
+        (tmp_path / "runs" / "base" / "fedavg" / "seed0" / "config.yaml").read_text()
+    )
     assert config["model"]["class_names"] == ["cat", "dog"]
     before = snapshot(tmp_path / "runs" / "base")
     outcomes(study_from(study), tmp_path / "runs")
     assert snapshot(tmp_path / "runs" / "base") == before
     study["base"]["model"] = {**clip, "class_names": ["cat", "mouse"]}
-    with pytest.raises(InputError, match="another experiment: model.class_names is .'cat', 'dog'. there and "):
+    with pytest.raises(
+        InputError, match="another experiment: model.class_names is .'cat', 'dog'. there and "
+    ):
         study_from(study).run(tmp_path / "runs")
 
 
@@ -464,7 +601,9 @@ def test_a_part_that_only_one_of_two_experiments_has_is_a_difference(tmp_path):
     small = {**STUDY, "methods": ["fedavg"], "seeds": [0]}
     outcomes(study_from(small), tmp_path)
     parted = {**BASE, "data": {"name": "digits", "partition": {"name": "iid", "clients": 4}}}
-    with pytest.raises(InputError, match="another experiment: data.partition is None there and {'name': 'iid'"):
+    with pytest.raises(
+        InputError, match="another experiment: data.partition is None there and {'name': 'iid'"
+    ):
         study_from({**small, "base": parted}).run(tmp_path)
 
 
@@ -497,19 +636,29 @@ def forget_validation(directory):
     (directory / "SHA256SUMS").unlink()
     file = directory / "summary.json"
     file.write_text(
-        json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "validation"})
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads(file.read_text()).items()
+                if key != "validation"
+            }
+        )
     )
 
 
 def test_summaries_without_validation_are_completed_from_the_rows(tmp_path):
-    study = study_from({**STUDY, "methods": ["fedavg"], "metrics": ["mean", "val.mean", "val.unseen.mean"]})
+    study = study_from(
+        {**STUDY, "methods": ["fedavg"], "metrics": ["mean", "val.mean", "val.unseen.mean"]}
+    )
     first, _ = outcomes(study, tmp_path)
     for seed in (0, 1):
         forget_validation(tmp_path / "base" / "fedavg" / f"seed{seed}")
     again, seen = outcomes(study, tmp_path)
     assert [outcome for _, outcome in seen] == ["already there"] * 2
     assert again.plain() == first.plain()
-    by_hand = score_by_hand(tmp_path / "base" / "fedavg" / "seed1", model="global", metric="mean", split="val")
+    by_hand = score_by_hand(
+        tmp_path / "base" / "fedavg" / "seed1", model="global", metric="mean", split="val"
+    )
     assert again.values("base", "fedavg", "val.mean")[1] == pytest.approx(by_hand, abs=1e-12)
     assert again.values("base", "fedavg", "val.unseen.mean") == {}
 
@@ -521,7 +670,9 @@ def test_damaged_rows_are_named_and_the_others_run(tmp_path):
     file = tmp_path / "base" / "fedavg" / "seed0" / "metrics.jsonl"
     file.write_text(file.read_text()[:-9])
     results, _ = outcomes(study, tmp_path)
-    assert results.failures[Path("base/fedavg/seed0")].startswith(f"cannot read {file}: JSONDecodeError: ")
+    assert results.failures[Path("base/fedavg/seed0")].startswith(
+        f"cannot read {file}: JSONDecodeError: "
+    )
     assert list(results.values("base", "fedavg", "mean")) == [1]
 
 
@@ -537,7 +688,9 @@ def results_of(study, *parts, score="accuracy"):
     said = dict(zip(study.methods, parts, strict=True))
     whole = {job.path: said[job.method] for job in study.jobs}
     summaries = {
-        path: {"score": score, "bytes_up": 8, "bytes_down": 9, "results": part} for path, part in whole.items() if part
+        path: {"score": score, "bytes_up": 8, "bytes_down": 9, "results": part}
+        for path, part in whole.items()
+        if part
     }
     return Results(study, summaries, {path: "lost" for path, part in whole.items() if not part})
 
@@ -551,7 +704,11 @@ def results_of(study, *parts, score="accuracy"):
         ((ALONE, BOTH), ["mean", "bytes_up"], {"fedavg": "global", "local": "personal"}),
         ((ALONE, BOTH), ["unseen.mean"], {}),
         ((ALONE, BOTH), ["global.mean", "personal.mean", "bytes_up"], {}),
-        ((ALONE, BOTH), ["mean", "unseen.mean"], {"fedavg": "global", "local": "seen personal, unseen global"}),
+        (
+            (ALONE, BOTH),
+            ["mean", "unseen.mean"],
+            {"fedavg": "global", "local": "seen personal, unseen global"},
+        ),
         ((OWN, OWN), ["mean", "unseen.mean"], {"fedavg": "personal", "local": "personal"}),
         ((None, OWN), ["mean"], {"fedavg": "–", "local": "personal"}),
     ],
@@ -559,16 +716,25 @@ def results_of(study, *parts, score="accuracy"):
 def test_tables_say_which_model_numbers_are_of(parts, metrics, expected):
     study = study_from({**STUDY, "metrics": metrics})
     parts = [
-        part and {model: {who: {**own, "groups": {}} for who, own in whose.items()} for model, whose in part.items()}
+        part
+        and {
+            model: {who: {**own, "groups": {}} for who, own in whose.items()}
+            for model, whose in part.items()
+        }
         for part in parts
     ]
     results = results_of(study, *parts)
     assert results.models("base", metrics) == expected
     header, _, *rows = unmarked(results.markdown())[2:6]
-    cells = {method: [results.cell("base", method, metric) for metric in metrics] for method in study.methods}
+    cells = {
+        method: [results.cell("base", method, metric) for metric in metrics]
+        for method in study.methods
+    }
     lead = {method: [expected[method]] if expected else [] for method in study.methods}
     assert header == f"| {' | '.join(['method', *(['model'] if expected else []), *metrics])} |"
-    assert rows == [f"| {' | '.join([method, *lead[method], *cells[method]])} |" for method in study.methods]
+    assert rows == [
+        f"| {' | '.join([method, *lead[method], *cells[method]])} |" for method in study.methods
+    ]
 
 
 def test_a_column_without_a_value_is_named():
@@ -577,7 +743,10 @@ def test_a_column_without_a_value_is_named():
     results = results_of(study, part, part)
     assert results.warnings == ["no run has a value of personal.mean, unseen.worst10"]
     assert results.plain()["warnings"] == results.warnings
-    assert "Warning: no run has a value of personal.mean, unseen.worst10" in results.markdown().splitlines()
+    assert (
+        "Warning: no run has a value of personal.mean, unseen.worst10"
+        in results.markdown().splitlines()
+    )
     assert results_of(study, None, None).warnings == []
 
 
@@ -602,11 +771,17 @@ def test_a_misspelt_group_is_named_before_anything_runs(tmp_path):
     message = f"unknown group 'plane' in metrics of s.yaml; did you mean 'plain'? {STYLES}"
     for metric in ("groups.plane", "global.unseen.groups.plane"):
         with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
-            study_from({**STUDY, "metrics": ["mean", "groups.plain", metric]}, "s.yaml").run(tmp_path)
-    with pytest.raises(InputError, match="unknown group 'plane' in --metrics; did you mean 'plain'"):
+            study_from({**STUDY, "metrics": ["mean", "groups.plain", metric]}, "s.yaml").run(
+                tmp_path
+            )
+    with pytest.raises(
+        InputError, match="unknown group 'plane' in --metrics; did you mean 'plain'"
+    ):
         study_from(STUDY, "s.yaml", metrics=["groups.plane"]).run(tmp_path)
     tuned = {**GRIDS, "tuning": {"by": "groups.plane"}}
-    with pytest.raises(InputError, match="unknown group 'plane' in tuning of s.yaml; did you mean 'plain'"):
+    with pytest.raises(
+        InputError, match="unknown group 'plane' in tuning of s.yaml; did you mean 'plain'"
+    ):
         study_from(tuned, "s.yaml", tune=True).run(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert study_from(tuned, "s.yaml").origins.keys() == {"mean", "sigma_clients"}
@@ -621,21 +796,36 @@ def test_a_group_of_one_setting_is_enough(tmp_path):
     results, _ = outcomes(study_from({**small, "metrics": ["groups.plain"]}), out)
     assert results.failures == {}
     assert results.cell("mixed", "fedavg", "groups.plain") == "–"
-    value = score_by_hand(out / "by style" / "fedavg" / "seed0", model="global", metric="groups.plain")
+    value = score_by_hand(
+        out / "by style" / "fedavg" / "seed0", model="global", metric="groups.plain"
+    )
     assert results.cell("by style", "fedavg", "groups.plain") == f"{value:.3f}"
     before = snapshot(out)
-    with pytest.raises(InputError, match="unknown group 'plane' in metrics of the study.* Valid: all, blurred"):
+    with pytest.raises(
+        InputError, match="unknown group 'plane' in metrics of the study.* Valid: all, blurred"
+    ):
         study_from({**small, "metrics": ["groups.plane"]}).run(out)
     assert snapshot(out) == before
 
 
 def test_data_that_cannot_be_loaded_are_their_own_runs_failure(tmp_path):
-    settings = {"lost": {"data": {"name": "silos", "root": str(tmp_path / "nowhere")}}, "fine": None}
-    small = {**STUDY, "methods": ["fedavg"], "seeds": [0], "settings": settings, "metrics": ["groups.plane", "mean"]}
+    settings = {
+        "lost": {"data": {"name": "silos", "root": str(tmp_path / "nowhere")}},
+        "fine": None,
+    }
+    small = {
+        **STUDY,
+        "methods": ["fedavg"],
+        "seeds": [0],
+        "settings": settings,
+        "metrics": ["groups.plane", "mean"],
+    }
     results, _ = outcomes(study_from(small), tmp_path / "runs")
     assert list(results.failures) == [Path("lost/fedavg/seed0")]
     assert results.warnings == ["no run has a value of groups.plane"]
-    value = score_by_hand(tmp_path / "runs" / "fine" / "fedavg" / "seed0", model="global", metric="mean")
+    value = score_by_hand(
+        tmp_path / "runs" / "fine" / "fedavg" / "seed0", model="global", metric="mean"
+    )
     assert results.cell("fine", "fedavg", "mean") == f"{value:.3f}"
 
 
@@ -645,7 +835,12 @@ GRIDS = {
     "base": BASE,
     "methods": [
         {"name": "fedavg", "weights": "uniform"},
-        {"name": "term", "t": 7, "label": "tilted", "grid": {"t": [1, 30], "tilts": ["clients", "groups"]}},
+        {
+            "name": "term",
+            "t": 7,
+            "label": "tilted",
+            "grid": {"t": [1, 30], "tilts": ["clients", "groups"]},
+        },
         "local",
         {"name": "ditto", "grid": {"lam": [0.5, 2]}},
     ],
@@ -663,8 +858,14 @@ VARIANTS = {
 
 def test_a_grid_is_ignored_until_it_is_tuned():
     study = study_from(GRIDS)
-    assert (study.methods, study.seeds, study.split) == (("fedavg", "tilted", "local", "ditto"), (1, 2), "test")
-    assert {job.experiment.method.aggregation.t for job in study.jobs if job.method == "tilted"} == {7}
+    assert (study.methods, study.seeds, study.split) == (
+        ("fedavg", "tilted", "local", "ditto"),
+        (1, 2),
+        "test",
+    )
+    assert {
+        job.experiment.method.aggregation.t for job in study.jobs if job.method == "tilted"
+    } == {7}
     assert {job.experiment.training.rounds for job in study.jobs} == {2}
 
 
@@ -672,7 +873,10 @@ def test_tuning_tries_the_first_method_and_every_combination_with_one_seed():
     study = study_from(GRIDS, tune=True)
     assert (study.seeds, study.split) == ((3,), "val")
     assert study.methods == ("fedavg", *VARIANTS, "ditto lam=0.5", "ditto lam=2")
-    assert study.tried == {"tilted": VARIANTS, "ditto": {"ditto lam=0.5": {"lam": 0.5}, "ditto lam=2": {"lam": 2}}}
+    assert study.tried == {
+        "tilted": VARIANTS,
+        "ditto": {"ditto lam=0.5": {"lam": 0.5}, "ditto lam=2": {"lam": 2}},
+    }
     for job in study.jobs[1:5]:
         rule = job.experiment.method.aggregation
         assert {"t": rule.t, "tilts": rule.tilts} == VARIANTS[job.method]
@@ -682,12 +886,16 @@ def test_tuning_tries_the_first_method_and_every_combination_with_one_seed():
 def test_there_must_be_something_to_tune():
     with pytest.raises(InputError, match="tuning of s.yaml: seed must be from 0 to"):
         study_from({**GRIDS, "tuning": {"seed": -1}}, "s.yaml", tune=True)
-    with pytest.raises(InputError, match=re.escape("s.yaml: no method has a grid of values to try")):
+    with pytest.raises(
+        InputError, match=re.escape("s.yaml: no method has a grid of values to try")
+    ):
         study_from(STUDY, "s.yaml", tune=True)
 
 
 def test_one_value_is_a_grid_too():
-    study = study_from({**STUDY, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [2]}}]}, tune=True)
+    study = study_from(
+        {**STUDY, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [2]}}]}, tune=True
+    )
     assert study.tried == {"qffl": {"qffl q=2": {"q": 2}}}
     part = {"global": {"seen": EVEN}}
     assert results_of(study, part, part).chosen("base") == {"qffl": {"q": 2}}
@@ -698,8 +906,16 @@ def test_one_value_is_a_grid_too():
 @pytest.mark.parametrize(
     ("changes", "options", "place"),
     [
-        ({"base": {**BASE, "data": {"name": "digits", "splits": [0.8, 0, 0.2]}}}, {}, "base of s.yaml"),
-        ({"settings": {"a": None, "b": {"data.splits": [0.8, 0, 0.2]}}}, {}, "settings.b of s.yaml"),
+        (
+            {"base": {**BASE, "data": {"name": "digits", "splits": [0.8, 0, 0.2]}}},
+            {},
+            "base of s.yaml",
+        ),
+        (
+            {"settings": {"a": None, "b": {"data.splits": [0.8, 0, 0.2]}}},
+            {},
+            "settings.b of s.yaml",
+        ),
         ({}, {"overrides": ["data.splits=[0.8, 0, 0.2]"]}, "--set data.splits=[0.8, 0, 0.2]"),
     ],
 )
@@ -724,8 +940,22 @@ def test_which_values_are_best():
 
 # Three clients, two of group plain and one of group textured, with 0.9, 0.9, 0.5 under one value of the grid and
 # 0.8, 0.8, 0.7 under the other: the mean is 2.3 / 3 under both. Jain: 2.3² / (3 · 1.87) and 2.3² / (3 · 1.77).
-UNEVEN = {"mean": 2.3 / 3, "mean_groups": 0.7, "group_gap": 0.4, "jain": 5.29 / 5.61, "loss": 1.0, "gap_variance": 0.01}
-EVEN = {"mean": 2.3 / 3, "mean_groups": 0.75, "group_gap": 0.1, "jain": 5.29 / 5.31, "loss": 1.2, "gap_variance": 0.02}
+UNEVEN = {
+    "mean": 2.3 / 3,
+    "mean_groups": 0.7,
+    "group_gap": 0.4,
+    "jain": 5.29 / 5.61,
+    "loss": 1.0,
+    "gap_variance": 0.01,
+}
+EVEN = {
+    "mean": 2.3 / 3,
+    "mean_groups": 0.75,
+    "group_gap": 0.1,
+    "jain": 5.29 / 5.31,
+    "loss": 1.2,
+    "gap_variance": 0.02,
+}
 UNEVEN |= {"sigma_clients": 0.08**0.5 * 2 / 3, "groups": {"plain": 0.9, "textured": 0.5}}
 EVEN |= {"sigma_clients": 0.02**0.5 / 3, "groups": {"plain": 0.8, "textured": 0.7}}
 AS_ACCURACIES = ({"worst_group": 0.5, "best_group": 0.9}, {"worst_group": 0.7, "best_group": 0.8})
@@ -749,12 +979,21 @@ AS_LOSSES = ({"worst_group": 0.9, "best_group": 0.5}, {"worst_group": 0.8, "best
     ],
 )
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_should_be_high_is_maximised_and_what_should_be_low_minimised(by, of_accuracies, of_losses, order):
+def test_what_should_be_high_is_maximised_and_what_should_be_low_minimised(
+    by, of_accuracies, of_losses, order
+):
     grid = [("uneven", 0.1), ("even", 1.0)]
     tilted = {"name": "qffl", "grid": {"q": [grid[position][1] for position in order]}}
-    study = study_from({"base": BASE, "methods": ["fedavg", tilted], "tuning": {"by": by}}, tune=True)
-    for score, kind, expected in (("accuracy", AS_ACCURACIES, of_accuracies), ("loss", AS_LOSSES, of_losses)):
-        parts = [{"global": {"seen": own | more}} for own, more in zip((UNEVEN, EVEN), kind, strict=True)]
+    study = study_from(
+        {"base": BASE, "methods": ["fedavg", tilted], "tuning": {"by": by}}, tune=True
+    )
+    for score, kind, expected in (
+        ("accuracy", AS_ACCURACIES, of_accuracies),
+        ("loss", AS_LOSSES, of_losses),
+    ):
+        parts = [
+            {"global": {"seen": own | more}} for own, more in zip((UNEVEN, EVEN), kind, strict=True)
+        ]
         results = results_of(study, parts[0], *(parts[position] for position in order), score=score)
         assert results.chosen("base") == {"qffl": {"q": dict(grid)[expected]}}
 
@@ -763,14 +1002,22 @@ def test_losses_of_a_regression_are_minimised(tmp_path):
     write_silos(tmp_path / "silos", near=[0.0, 0.1, -0.1], far=[4.0])
     data = {"name": "silos", "root": str(tmp_path / "silos"), "task": "regression"}
     tilted = {"name": "term", "grid": {"t": [1, 0.01]}}
-    mapping = {"base": {**BASE, "data": data}, "methods": ["fedavg", tilted], "tuning": {"by": "worst_group"}}
+    mapping = {
+        "base": {**BASE, "data": data},
+        "methods": ["fedavg", tilted],
+        "tuning": {"by": "worst_group"},
+    }
     mapping["tuning"]["tolerance"] = 100
     results, _ = outcomes(study_from(mapping, tune=True), tmp_path / "runs")
     worst = {}
     for t in (0.01, 1):
         file = tmp_path / "runs" / "base" / f"term t={t}" / "seed0" / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        rows = [row for row in rows if (row["round"], row["model"], row["split"]) == (2, "global", "val")]
+        rows = [
+            row
+            for row in rows
+            if (row["round"], row["model"], row["split"]) == (2, "global", "val")
+        ]
         far = [row["loss"] for row in rows if row["group"] == "far"]
         near = [row["loss"] for row in rows if row["group"] == "near"]
         assert (len(far), len(near)) == (1, 3)
@@ -794,15 +1041,23 @@ def test_the_first_method_is_the_measure_even_without_the_metric():
     mapping["tuning"] = {"by": "personal.sigma_clients"}
     study = study_from(mapping, tune=True)
     first = {"global": {"seen": {**EVEN, "mean": 0.8}}}
-    fair, good = ({"personal": {"seen": {**own, "mean": mean}}} for own, mean in ((EVEN, 0.3), (UNEVEN, 0.8)))
+    fair, good = (
+        {"personal": {"seen": {**own, "mean": mean}}} for own, mean in ((EVEN, 0.3), (UNEVEN, 0.8))
+    )
     assert results_of(study, first, fair, good).chosen("base") == {"ditto": {"lam": 2}}
     lost = results_of(study, None, fair, good)
     assert lost.chosen("base") == {"ditto": {"lam": 0.5}}
-    assert "base: chosen whatever the mean, because fedavg has none to compare with" in lost.warnings
+    assert (
+        "base: chosen whatever the mean, because fedavg has none to compare with" in lost.warnings
+    )
 
 
 def test_where_nothing_can_be_chosen_the_results_say_why():
-    mapping = {"base": BASE, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, 2]}}], "metrics": ["mean"]}
+    mapping = {
+        "base": BASE,
+        "methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, 2]}}],
+        "metrics": ["mean"],
+    }
     study = study_from({**mapping, "tuning": {"by": "personal.sigma_clients"}}, tune=True)
     part = {"global": {"seen": EVEN}}
     results = results_of(study, part, part, part)
@@ -817,10 +1072,16 @@ def test_where_nothing_can_be_chosen_the_results_say_why():
 def test_parts_can_be_tuned(tmp_path):
     parts = [{"name": "qffl", "q": 1}, {"name": "afl"}, "fedavg"]
     local = [{"name": "fedprox", "mu": 0.5}]
-    mapping = {**GRIDS, "methods": ["fedavg", {"name": "fedprox", "grid": {"aggregation": parts, "local": local}}]}
+    mapping = {
+        **GRIDS,
+        "methods": ["fedavg", {"name": "fedprox", "grid": {"aggregation": parts, "local": local}}],
+    }
     study = study_from(mapping, tune=True)
     labels = ["aggregation=qffl,q=1", "aggregation=afl", "aggregation=fedavg"]
-    assert study.methods == ("fedavg", *(f"fedprox {label} local=fedprox,mu=0.5" for label in labels))
+    assert study.methods == (
+        "fedavg",
+        *(f"fedprox {label} local=fedprox,mu=0.5" for label in labels),
+    )
     rules = [job.experiment.method for job in study.jobs[1:]]
     assert [rule.aggregation.name for rule in rules] == ["qffl", "afl", "fedavg"]
     assert rules[0].aggregation.q == 1
@@ -828,7 +1089,9 @@ def test_parts_can_be_tuned(tmp_path):
     results, _ = outcomes(study, tmp_path)
     assert results.failures == {}
     runs = [tmp_path / "base" / label / "seed3" for label in study.methods[1:]]
-    spreads = [score_by_hand(run, model="global", metric="sigma_clients", split="val") for run in runs]
+    spreads = [
+        score_by_hand(run, model="global", metric="sigma_clients", split="val") for run in runs
+    ]
     best = parts[spreads.index(min(spreads))]
     assert results.chosen("base") == {"fedprox": {"aggregation": best, "local": local[0]}}
 
@@ -837,7 +1100,9 @@ def test_values_are_chosen_on_validation_data(tmp_path):
     results, _ = outcomes(study_from(GRIDS, tune=True), tmp_path)
 
     def by_hand(label, model, metric):
-        return score_by_hand(tmp_path / "base" / label / "seed3", model=model, metric=metric, split="val")
+        return score_by_hand(
+            tmp_path / "base" / label / "seed3", model=model, metric=metric, split="val"
+        )
 
     for label in VARIANTS:
         for metric in ("mean", "sigma_clients"):
@@ -850,7 +1115,9 @@ def test_values_are_chosen_on_validation_data(tmp_path):
     assert results.chosen("base")["tilted"] == VARIANTS[best]
     spreads = {lam: by_hand(f"ditto lam={lam}", "personal", "sigma_clients") for lam in (0.5, 2)}
     assert results.chosen("base")["ditto"] == {"lam": min(spreads, key=spreads.__getitem__)}
-    assert json.loads((tmp_path / "results.json").read_text())["chosen"]["base"] == results.chosen("base")
+    assert json.loads((tmp_path / "results.json").read_text())["chosen"]["base"] == results.chosen(
+        "base"
+    )
     served = {lam: by_hand(f"ditto lam={lam}", "personal", "worst_group") for lam in (0.5, 2)}
     other = replace(results.study, tuning=replace(results.study.tuning, by="worst_group"))
     chosen = Results(other, results.summaries, {}).chosen("base")
@@ -868,10 +1135,16 @@ def test_a_variant_that_fails_is_not_chosen(tmp_path):
 
 
 def test_a_study_of_validation_data(tmp_path):
-    results, _ = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path)
-    value = score_by_hand(tmp_path / "base" / "fedavg" / "seed0", model="global", metric="mean", split="val")
+    results, _ = outcomes(
+        study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path
+    )
+    value = score_by_hand(
+        tmp_path / "base" / "fedavg" / "seed0", model="global", metric="mean", split="val"
+    )
     assert results.values("base", "fedavg", "mean") == {0: pytest.approx(value, abs=1e-12)}
-    again, seen = outcomes(study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path)
+    again, seen = outcomes(
+        study_from({**STUDY, "methods": ["fedavg"], "seeds": [0], "split": "val"}), tmp_path
+    )
     assert seen == [("base/fedavg/seed0", "already there")]
     assert again.plain() == results.plain()
 
@@ -882,7 +1155,11 @@ FOLDS = {
     **STUDY,
     "base": {
         **BASE,
-        "data": {"name": "digits", "splits": [0.8, 0.2, 0], "leave_out": ["plain", "rotated", "textured"]},
+        "data": {
+            "name": "digits",
+            "splits": [0.8, 0.2, 0],
+            "leave_out": ["plain", "rotated", "textured"],
+        },
     },
     "methods": ["fedavg", {"name": "fedprox", "mu": 10}],
     "metrics": ["global.unseen.mean", "val.mean"],
@@ -894,7 +1171,10 @@ def test_a_list_of_groups_is_left_out_one_by_one():
     groups = ("plain", "rotated", "textured")
     assert (study.settings, study.folds, study.baseline) == (groups, {"base": groups}, "fedavg")
     assert [job.path.as_posix() for job in study.jobs] == [
-        f"{group}/{method}/seed{seed}" for seed in (4, 5) for group in groups for method in ("fedavg", "fedprox")
+        f"{group}/{method}/seed{seed}"
+        for seed in (4, 5)
+        for group in groups
+        for method in ("fedavg", "fedprox")
     ]
     assert [job.experiment.data["leave_out"] for job in study.jobs[::2]] == [*groups, *groups]
     assert study_from(FOLDS, settings=["base"]).settings == groups
@@ -908,11 +1188,23 @@ def test_a_list_of_groups_is_left_out_one_by_one():
 
 
 def test_settings_have_folds_of_their_own():
-    settings = {"even": {"data.imbalance": 1, "data.leave_out": ["plain"]}, "uneven": None, "whole": {"data": "digits"}}
+    settings = {
+        "even": {"data.imbalance": 1, "data.leave_out": ["plain"]},
+        "uneven": None,
+        "whole": {"data": "digits"},
+    }
     study = study_from({**FOLDS, "settings": settings})
-    assert study.settings == ("even-plain", "uneven-plain", "uneven-rotated", "uneven-textured", "whole")
+    assert study.settings == (
+        "even-plain",
+        "uneven-plain",
+        "uneven-rotated",
+        "uneven-textured",
+        "whole",
+    )
     assert study.whole_settings == ("even", "uneven", "whole")
-    assert study_from({**FOLDS, "settings": settings}, settings=["even", "uneven-rotated"]).folds == {
+    assert study_from(
+        {**FOLDS, "settings": settings}, settings=["even", "uneven-rotated"]
+    ).folds == {
         "even": ("even-plain",),
         "uneven": ("uneven-rotated",),
     }
@@ -924,10 +1216,19 @@ def test_settings_have_folds_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"leave_out": []}, "base of s.yaml: data.leave_out must be a list of different names, got []"),
-        ({"leave_out": ["plain", "plain"]}, "data.leave_out must be a list of different names, got ['plain', 'plain']"),
+        (
+            {"leave_out": []},
+            "base of s.yaml: data.leave_out must be a list of different names, got []",
+        ),
+        (
+            {"leave_out": ["plain", "plain"]},
+            "data.leave_out must be a list of different names, got ['plain', 'plain']",
+        ),
         ({"leave_out": [3]}, "data.leave_out must be a list of different names, got [3]"),
-        ({"leave_out": ["a/b"]}, "s.yaml: data.leave_out has the label 'a/b', which cannot name a directory"),
+        (
+            {"leave_out": ["a/b"]},
+            "s.yaml: data.leave_out has the label 'a/b', which cannot name a directory",
+        ),
     ],
 )
 def test_mistakes_in_what_is_left_out(changes, message):
@@ -940,9 +1241,18 @@ def test_mistakes_in_what_is_left_out(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"baseline": "fedvag"}, "unknown method 'fedvag' in baseline of s.yaml; did you mean 'fedavg'?"),
-        ({"settings": {"a": {"data.leave_out": ["b"]}, "a-b": None}}, "s.yaml: two settings are called 'a-b'"),
-        ({"methods": [{"name": "fedavg", "set": 3}]}, "set of method 'fedavg' of s.yaml must hold keys with values"),
+        (
+            {"baseline": "fedvag"},
+            "unknown method 'fedvag' in baseline of s.yaml; did you mean 'fedavg'?",
+        ),
+        (
+            {"settings": {"a": {"data.leave_out": ["b"]}, "a-b": None}},
+            "s.yaml: two settings are called 'a-b'",
+        ),
+        (
+            {"methods": [{"name": "fedavg", "set": 3}]},
+            "set of method 'fedavg' of s.yaml must hold keys with values",
+        ),
         (
             {"methods": [{"name": "fedavg", "set": {"seed": 3}}]},
             "set of method 'fedavg' of s.yaml: seed has no meaning there",
@@ -960,7 +1270,11 @@ def test_mistakes_in_baselines_and_methods(changes, message):
 
 
 def test_a_method_can_have_settings_of_its_own():
-    longer = {"name": "fedavg", "label": "longer", "set": {"training": {"epochs": 2}, "model.hidden": [4]}}
+    longer = {
+        "name": "fedavg",
+        "label": "longer",
+        "set": {"training": {"epochs": 2}, "model.hidden": [4]},
+    }
     settings = {"a": {"training.epochs": 3, "training.batch_size": 5}}
     study = study_from({**STUDY, "methods": ["fedavg", longer], "settings": settings, "seeds": [0]})
     plain, longer = (job.experiment for job in study.jobs)
@@ -968,7 +1282,8 @@ def test_a_method_can_have_settings_of_its_own():
     assert (plain.training.batch_size, longer.training.batch_size) == (5, 5)
     assert (plain.model["hidden"], longer.model["hidden"]) == ([8], [4])
     everywhere = study_from(
-        {**STUDY, "methods": [{"name": "qffl", "grid": {"q": [1]}, "set": {"training.epochs": 2}}]}, tune=True
+        {**STUDY, "methods": [{"name": "qffl", "grid": {"q": [1]}, "set": {"training.epochs": 2}}]},
+        tune=True,
     )
     assert {job.experiment.training.epochs for job in everywhere.jobs} == {2}
 
@@ -980,7 +1295,10 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         for group in ("plain", "rotated", "textured"):
             for seed in (0, 1):
                 directory = tmp_path / group / method / f"seed{seed}"
-                rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+                rows = [
+                    json.loads(line)
+                    for line in (directory / "metrics.jsonl").read_text().splitlines()
+                ]
                 rows = [row for row in rows if row["round"] == 2]
                 unseen = [row["accuracy"] for row in rows if row["split"] == "test"]
                 assert {row["group"] for row in rows if row["split"] == "test"} == {group}
@@ -993,10 +1311,15 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
     for metric in FOLDS["metrics"]:
         for method in ("fedavg", "fedprox"):
             seeds = [
-                sum(found[method, group, seed][metric] for group in ("plain", "rotated", "textured")) / 3
+                sum(
+                    found[method, group, seed][metric] for group in ("plain", "rotated", "textured")
+                )
+                / 3
                 for seed in (0, 1)
             ]
-            assert list(results.values("base", method, metric).values()) == pytest.approx(seeds, abs=1e-12)
+            assert list(results.values("base", method, metric).values()) == pytest.approx(
+                seeds, abs=1e-12
+            )
             cell = f"{sum(seeds) / 2:.3f} ± {abs(seeds[0] - seeds[1]) / 2**0.5:.3f}"
             assert results.cell("base", method, metric) == cell
         pairs = [
@@ -1006,16 +1329,24 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         ]
         difference = results.difference("base", "fedprox", metric)
         deviation = statistics.stdev(pairs)
-        assert (difference.mean, difference.std, difference.standard_error, difference.pairs) == pytest.approx(
-            (sum(pairs) / 6, deviation, deviation / 6**0.5, 6), abs=1e-12
-        )
+        assert (
+            difference.mean,
+            difference.std,
+            difference.standard_error,
+            difference.pairs,
+        ) == pytest.approx((sum(pairs) / 6, deviation, deviation / 6**0.5, 6), abs=1e-12)
     lines = unmarked(results.markdown())
     assert "**plain left out: mean ± sample standard deviation (n - 1) over 2 seeds**" in lines
     title = "**base: mean over left-out groups (plain, rotated, textured): mean ± sample standard deviation (n - 1) over 2 seeds**"
     mean = lines.index(title)
-    assert lines[mean + 4] == f"| fedavg | {' | '.join(results.cell('base', 'fedavg', m) for m in FOLDS['metrics'])} |"
+    assert (
+        lines[mean + 4]
+        == f"| fedavg | {' | '.join(results.cell('base', 'fedavg', m) for m in FOLDS['metrics'])} |"
+    )
     last = lines.index(f"**{results.about_differences('base')}**")
-    cells = " | ".join(results.difference("base", "fedprox", metric).cell for metric in FOLDS["metrics"])
+    cells = " | ".join(
+        results.difference("base", "fedprox", metric).cell for metric in FOLDS["metrics"]
+    )
     assert lines[last + 2 : last + 5] == [
         "| method | global.unseen.mean | val.mean |",
         "|---|---|---|",
@@ -1036,7 +1367,17 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         "p": None,
     }
     table = [line.split(",") for line in results.csv_differences().splitlines()]
-    assert table[0] == ["setting", "method", "baseline", "metric", "mean", "std", "standard_error", "pairs", "p"]
+    assert table[0] == [
+        "setting",
+        "method",
+        "baseline",
+        "metric",
+        "mean",
+        "std",
+        "standard_error",
+        "pairs",
+        "p",
+    ]
     assert table[2][:4] == ["base", "fedprox", "fedavg", "val.mean"]
     assert float(table[2][4]) == difference.mean
 
@@ -1055,19 +1396,31 @@ def test_folds_that_are_missing_leave_a_seed_out_of_the_mean_but_not_of_the_pair
     study = study_from({**FOLDS, "baseline": "fedprox"})
     scores = {"plain": 0.5, "rotated": 0.7, "textured": 0.3}
     higher = {"fedavg": 0.1, "fedprox": 0.0}
-    summaries = {job.path: said(scores[job.setting] + higher[job.method] + job.seed) for job in study.jobs}
+    summaries = {
+        job.path: said(scores[job.setting] + higher[job.method] + job.seed) for job in study.jobs
+    }
     lost = Path("rotated/fedavg/seed1")
     del summaries[lost]
     results = Results(study, summaries, {lost: "lost"})
     assert results.values("base", "fedavg", "unseen.mean") == {0: pytest.approx(0.6)}
     assert results.cell("base", "fedavg", "unseen.mean") == "0.600 (1 of 2)"
-    assert results.values("base", "fedprox", "unseen.mean") == {0: pytest.approx(0.5), 1: pytest.approx(1.5)}
+    assert results.values("base", "fedprox", "unseen.mean") == {
+        0: pytest.approx(0.5),
+        1: pytest.approx(1.5),
+    }
     difference = results.difference("base", "fedavg", "unseen.mean")
-    assert (difference.mean, difference.std, difference.pairs) == (pytest.approx(0.1), pytest.approx(0), 5)
+    assert (difference.mean, difference.std, difference.pairs) == (
+        pytest.approx(0.1),
+        pytest.approx(0),
+        5,
+    )
     assert results.difference("base", "fedavg", "personal.mean").cell == "–"
     assert study.others == ("fedavg",)
     nothing = Results(study, {}, {lost: "lost"})
-    assert (nothing.cell("base", "fedavg", "mean"), nothing.cell("base", "fedprox", "mean")) == ("failed", "–")
+    assert (nothing.cell("base", "fedavg", "mean"), nothing.cell("base", "fedprox", "mean")) == (
+        "failed",
+        "–",
+    )
 
 
 def test_one_pair_has_no_standard_error():
@@ -1084,7 +1437,10 @@ def test_a_baseline_may_look_like_a_number():
 
 def test_differences_need_the_baseline_and_are_not_shown_unless_wanted():
     assert results_of(study_from(STUDY), ALONE, BOTH).compared == ()
-    assert "difference" not in results_of(study_from({**STUDY, "metrics": ["mean"]}), ALONE, BOTH).markdown()
+    assert (
+        "difference"
+        not in results_of(study_from({**STUDY, "metrics": ["mean"]}), ALONE, BOTH).markdown()
+    )
     assert study_from({**STUDY, "baseline": "fedavg"}, methods=["local"]).baseline is None
     assert results_of(study_from({**STUDY, "baseline": "local"}), ALONE, BOTH).compared == ("base",)
 
@@ -1097,7 +1453,9 @@ def test_values_are_chosen_over_all_folds(tmp_path):
     summaries = {}
     for job in study.jobs:
         sigma = spread.get((job.setting, job.method), 0.1)
-        part = {"global": {"seen": {"mean": scores[job.method], "sigma_clients": sigma, "groups": {}}}}
+        part = {
+            "global": {"seen": {"mean": scores[job.method], "sigma_clients": sigma, "groups": {}}}
+        }
         summaries[job.path] = {"score": "accuracy", "results": part, "validation": part}
     results = Results(study, summaries, {})
     assert results.chosen("base") == {"fedprox": {"mu": 1}}
@@ -1111,29 +1469,52 @@ def test_values_are_chosen_over_all_folds(tmp_path):
 def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(yaml.safe_dump(STUDY))
-    options = ("--metrics", "mean,global.worst10", "--markdown", "t/t.md", "--csv", "t/t.csv", "--latex", "t/t.tex")
+    options = (
+        "--metrics",
+        "mean,global.worst10",
+        "--markdown",
+        "t/t.md",
+        "--csv",
+        "t/t.csv",
+        "--latex",
+        "t/t.tex",
+    )
     code, stdout, stderr = compare(monkeypatch, capsys, "small.yaml", *options)
     assert code == 0
-    assert [line.partition("]")[0] for line in stderr.splitlines()] == [f"[{number}/4" for number in (1, 2, 3, 4)]
+    assert [line.partition("]")[0] for line in stderr.splitlines()] == [
+        f"[{number}/4" for number in (1, 2, 3, 4)
+    ]
     results = load_study("small.yaml", metrics=["mean", "global.worst10"]).run("runs/small")
     rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.splitlines()]
     assert ["method", "model", "mean", "global.worst10"] in rows
     for method, model in (("fedavg", "global"), ("local", "personal")):
-        assert [method, model, *(results.cell("base", method, metric) for metric in ("mean", "global.worst10"))] in rows
+        assert [
+            method,
+            model,
+            *(results.cell("base", method, metric) for metric in ("mean", "global.worst10")),
+        ] in rows
     assert "served worst" in stdout
     assert Path("t/t.md").read_text() == results.markdown()
     assert Path("t/t.tex").read_text() == results.latex()
     assert Path("t/t.csv").read_text() == results.csv()
     assert Path("t/t-seeds.csv").read_text() == results.csv_seeds()
-    code, stdout, _ = compare(monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json")
+    code, stdout, _ = compare(
+        monkeypatch, capsys, "small.yaml", "--metrics", "mean,global.worst10", "--json"
+    )
     assert code == 0
-    assert json.loads(stdout) == {"directory": "runs/small", "report": "runs/small/report.html", **results.plain()}
+    assert json.loads(stdout) == {
+        "directory": "runs/small",
+        "report": "runs/small/report.html",
+        **results.plain(),
+    }
 
 
 def test_compare_shows_folds_and_differences(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("folds.yaml").write_text(yaml.safe_dump({**FOLDS, "seeds": [0]}))
-    code, stdout, _ = compare(monkeypatch, capsys, "folds.yaml", "--setting", "plain", "--csv", "t.csv")
+    code, stdout, _ = compare(
+        monkeypatch, capsys, "folds.yaml", "--setting", "plain", "--csv", "t.csv"
+    )
     results = load_study("folds.yaml", settings=["plain"]).run("runs/folds")
     assert code == 0
     words = " ".join(stdout.split())
@@ -1152,13 +1533,20 @@ def test_compare_tunes(tmp_path, monkeypatch, capsys):
     assert code == 0
     chosen = load_study("grids.yaml", tune=True).run("runs/grids-tuning").chosen("base")
     assert f"chosen for ditto: lam: {chosen['ditto']['lam']}" in stdout
-    assert f"chosen for tilted: t: {chosen['tilted']['t']}, tilts: {chosen['tilted']['tilts']}" in stdout
+    assert (
+        f"chosen for tilted: t: {chosen['tilted']['t']}, tilts: {chosen['tilted']['tilts']}"
+        in stdout
+    )
     assert "base, validation data: mean" in stdout
 
 
 def test_compare_ends_with_1_when_a_run_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    bad = {"base": BASE, "methods": ["fedavg"], "settings": {"wild": {"training": {"optimizer": {"lr": 1e30}}}}}
+    bad = {
+        "base": BASE,
+        "methods": ["fedavg"],
+        "settings": {"wild": {"training": {"optimizer": {"lr": 1e30}}}},
+    }
     Path("bad.yaml").write_text(yaml.safe_dump(bad))
     code, stdout, stderr = compare(monkeypatch, capsys, "bad.yaml")
     assert code == 1
@@ -1177,7 +1565,9 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
     )
     again = ("s.yaml", "--set", "training.rounds=1", "--markdown", "s.md")
     assert compare(monkeypatch, capsys, *again) == (2, "", message)
-    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "base": {**BASE, "training": {"rounds": 1}}}))
+    Path("s.yaml").write_text(
+        yaml.safe_dump({**STUDY, "base": {**BASE, "training": {"rounds": 1}}})
+    )
     assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md") == (2, "", message)
     assert (snapshot(tmp_path / "runs"), Path("s.md").read_text()) == before
     assert compare(monkeypatch, capsys, "s.yaml", "--out", "other")[0] == 0
@@ -1186,12 +1576,36 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
 def test_compare_tries_a_study_in_small(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("wide.yaml").write_text(yaml.safe_dump(WIDE))
-    chosen = ("--setting", "uneven", "--method", "fedavg", "--method", "strong", "--seed", 0, "--seed", 6)
-    options = (*chosen, "--set", "training.rounds=1", "--set", "model.hidden=[4]", "--device", "cpu", "--json")
+    chosen = (
+        "--setting",
+        "uneven",
+        "--method",
+        "fedavg",
+        "--method",
+        "strong",
+        "--seed",
+        0,
+        "--seed",
+        6,
+    )
+    options = (
+        *chosen,
+        "--set",
+        "training.rounds=1",
+        "--set",
+        "model.hidden=[4]",
+        "--device",
+        "cpu",
+        "--json",
+    )
     code, stdout, stderr = compare(monkeypatch, capsys, "wide.yaml", *options)
     assert code == 0, stderr
     written = json.loads(Path("runs/wide/results.json").read_text())
-    assert json.loads(stdout) == {"directory": "runs/wide", "report": "runs/wide/report.html", **written}
+    assert json.loads(stdout) == {
+        "directory": "runs/wide",
+        "report": "runs/wide/report.html",
+        **written,
+    }
     assert {(row["setting"], row["method"]) for row in written["results"]} == {
         ("uneven", "fedavg"),
         ("uneven", "strong"),
@@ -1199,7 +1613,9 @@ def test_compare_tries_a_study_in_small(tmp_path, monkeypatch, capsys):
     assert all(list(row["seeds"]) == ["0", "6"] for row in written["results"])
     configs = sorted(Path("runs/wide").rglob("config.yaml"))
     paths = [config.parent.relative_to("runs/wide").as_posix() for config in configs]
-    assert paths == [f"uneven/{method}/seed{seed}" for method in ("fedavg", "strong") for seed in (0, 6)]
+    assert paths == [
+        f"uneven/{method}/seed{seed}" for method in ("fedavg", "strong") for seed in (0, 6)
+    ]
     for config in map(yaml.safe_load, (path.read_text() for path in configs)):
         assert (config["training"]["rounds"], config["model"]["hidden"]) == (1, [4])
         assert (config["data"]["imbalance"], config["machine"]["device"]) == (20.0, "cpu")
@@ -1208,14 +1624,23 @@ def test_compare_tries_a_study_in_small(tmp_path, monkeypatch, capsys):
 def test_compare_ends_with_1_when_nothing_could_be_chosen(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     mapping = {**GRIDS, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, 2]}}]}
-    Path("t.yaml").write_text(yaml.safe_dump({**mapping, "tuning": {"by": "personal.sigma_clients"}}))
+    Path("t.yaml").write_text(
+        yaml.safe_dump({**mapping, "tuning": {"by": "personal.sigma_clients"}})
+    )
     code, stdout, _ = compare(monkeypatch, capsys, "t.yaml", "--tune", "--set", "training.rounds=1")
     assert code == 1
-    assert "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients" in stdout
-    Path("t.yaml").write_text(yaml.safe_dump({**mapping, "tuning": {"set": {"data.splits": [0.8, 0, 0.2]}}}))
+    assert (
+        "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients"
+        in stdout
+    )
+    Path("t.yaml").write_text(
+        yaml.safe_dump({**mapping, "tuning": {"set": {"data.splits": [0.8, 0, 0.2]}}})
+    )
     code, stdout, stderr = compare(monkeypatch, capsys, "t.yaml", "--tune", "--out", "none")
     assert (code, stdout) == (2, "")
-    assert stderr.startswith("error: tuning needs validation data; data.splits of tuning of t.yaml, set gives none")
+    assert stderr.startswith(
+        "error: tuning needs validation data; data.splits of tuning of t.yaml, set gives none"
+    )
     assert not Path("none").exists()
 
 
@@ -1237,14 +1662,25 @@ def test_compare_refuses_a_broken_file(tmp_path, monkeypatch, capsys):
     Path("bad.yaml").write_text("methods: [fedavg]")
     code, stdout, stderr = compare(monkeypatch, capsys, "bad.yaml")
     assert (code, stdout) == (2, "")
-    assert stderr == "error: bad.yaml: base must be an experiment, such as 'data: digits', got None\n"
+    assert (
+        stderr == "error: bad.yaml: base must be an experiment, such as 'data: digits', got None\n"
+    )
 
 
 # ---- being killed ----------------------------------------------------------------------------------------------------
 
 
 def start(study, out, *options):
-    command = [sys.executable, "-c", "from equipoise.cli import main; main()", "compare", study, "--out", out, *options]
+    command = [
+        sys.executable,
+        "-c",
+        "from equipoise.cli import main; main()",
+        "compare",
+        study,
+        "--out",
+        out,
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(list(map(str, command)), env=environment, **quiet)
@@ -1259,7 +1695,12 @@ def wait_until(condition, process):
 
 
 def kill_and_start_again(tmp_path, *options):
-    study = {**STUDY, "base": {**BASE, "training": {"rounds": 25}}, "methods": ["fedavg"], "seeds": [0, 1, 2]}
+    study = {
+        **STUDY,
+        "base": {**BASE, "training": {"rounds": 25}},
+        "methods": ["fedavg"],
+        "seeds": [0, 1, 2],
+    }
     file, out = tmp_path / "study.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(study))
     process = start(file, out, *options)
@@ -1282,7 +1723,9 @@ def kill_and_start_again(tmp_path, *options):
     for seed, job in enumerate(study_from(study).jobs):
         whole = tmp_path / f"whole{seed}"
         job.experiment.run(whole)
-        assert (runs / f"seed{seed}" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+        assert (runs / f"seed{seed}" / "metrics.jsonl").read_bytes() == (
+            whole / "metrics.jsonl"
+        ).read_bytes()
         values.append(score_by_hand(runs / f"seed{seed}", model="global", metric="mean"))
     row = json.loads((out / "results.json").read_text())["results"][0]
     assert (row["metric"], row["n"]) == ("mean", 3)

@@ -21,9 +21,20 @@ def imports_of_tests(source):
 
 def test_no_module_imports_from_a_test_module():
     ways = "import tests.data.test_files\nfrom tests.data.test_files import x\nfrom tests.data import test_files\n"
-    assert imports_of_tests(ways + "from . import test_files\nfrom .test_files import x\n") == [1, 2, 3, 4, 5]
+    assert imports_of_tests(ways + "from . import test_files\nfrom .test_files import x\n") == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert imports_of_tests("from tests.rounds import play\nfrom tests import latest_\n") == []
-    files = [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     assert Path(__file__) in files
-    found = {str(path.relative_to(ROOT)): imports_of_tests(path.read_text(encoding="utf-8")) for path in files}
+    found = {
+        str(path.relative_to(ROOT)): imports_of_tests(path.read_text(encoding="utf-8"))
+        for path in files
+    }
     assert {path: lines for path, lines in found.items() if lines} == {}

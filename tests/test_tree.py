@@ -6,9 +6,24 @@ import pytest
 import torch
 
 from equipoise.errors import InputError
-from equipoise.tree import flat_rows, in_parts, inner_product, select, size_in_bytes, squared_distance, tree_map
+from equipoise.tree import (
+    flat_rows,
+    in_parts,
+    inner_product,
+    select,
+    size_in_bytes,
+    squared_distance,
+    tree_map,
+)
 
-NAMES = ["features.0.weight", "features.1.running_mean", "head.weight", "head.bias", "personal.head.weight", "header"]
+NAMES = [
+    "features.0.weight",
+    "features.1.running_mean",
+    "head.weight",
+    "head.bias",
+    "personal.head.weight",
+    "header",
+]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +51,10 @@ def test_parts_are_prefixes_of_whole_names(parts, wanted):
     [
         ("feature", "unknown part 'feature' in the method; did you mean 'features'"),
         ("hea", "unknown part 'hea'"),
-        (("head", "prompt"), "unknown part 'prompt'.*Valid: all, features, head, header, personal.head"),
+        (
+            ("head", "prompt"),
+            "unknown part 'prompt'.*Valid: all, features, head, header, personal.head",
+        ),
         ("personal.features", "unknown part 'personal.features'"),
     ],
 )
@@ -75,7 +93,9 @@ def test_batchnorm_is_every_layer_with_statistics(parts, wanted):
 
 def test_a_model_without_batchnorm_is_refused_where_it_is_named():
     for part in ("batchnorm", "personal.batchnorm"):
-        with pytest.raises(InputError, match=f"part '{part}', but the model has no BatchNorm layer.*such as bncnn"):
+        with pytest.raises(
+            InputError, match=f"part '{part}', but the model has no BatchNorm layer.*such as bncnn"
+        ):
             select(["features.0.weight", "head.weight", "personal.head.weight"], part)
 
 
@@ -85,7 +105,11 @@ def test_all_of_an_empty_tree_is_empty():
 
 def test_maps_and_sums_by_hand():
     a = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(2.0)}
-    b = {"w": torch.tensor([[0.0, 1.0], [1.0, 1.0]]), "b": torch.tensor(5.0), "extra": torch.tensor(9.0)}
+    b = {
+        "w": torch.tensor([[0.0, 1.0], [1.0, 1.0]]),
+        "b": torch.tensor(5.0),
+        "extra": torch.tensor(9.0),
+    }
     assert tree_map(lambda x, y: x - y, a, b)["w"].tolist() == [[1.0, 1.0], [2.0, 3.0]]
     assert squared_distance(a, b).item() == 1 + 1 + 4 + 9 + 9
     assert inner_product(a, b).item() == 0 + 2 + 3 + 4 + 10
@@ -103,7 +127,8 @@ def test_bytes_of_nested_structures():
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted"), [((3, 2, 4), (3, 8)), ((3, 2), (3, 2)), ((3,), (3, 1)), ((0, 2, 4), (0, 8)), ((3, 0), (3, 0))]
+    ("shape", "wanted"),
+    [((3, 2, 4), (3, 8)), ((3, 2), (3, 2)), ((3,), (3, 1)), ((0, 2, 4), (0, 8)), ((3, 0), (3, 0))],
 )
 def test_rows_are_flattened_whatever_they_hold(shape, wanted):
     stack = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -112,9 +137,12 @@ def test_rows_are_flattened_whatever_they_hold(shape, wanted):
     assert flat.flatten().tolist() == stack.flatten().tolist()
 
 
-@pytest.mark.parametrize(("names", "part"), [(["head.weight"], "features"), (["features.0.weight"], "head")])
+@pytest.mark.parametrize(
+    ("names", "part"), [(["head.weight"], "features"), (["features.0.weight"], "head")]
+)
 def test_a_part_without_parameters_is_no_unknown_part(names, part):
     with pytest.raises(
-        InputError, match=f"names the part '{part}', but the model has nothing there that can be trained; valid: .*mlp"
+        InputError,
+        match=f"names the part '{part}', but the model has nothing there that can be trained; valid: .*mlp",
     ):
         select(names, part)

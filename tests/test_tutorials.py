@@ -90,7 +90,9 @@ def test_the_commands_of_the_first_report(folder):
 def test_files_of_different_length(folder):
     np.save("y.npy", np.arange(50) % 3)
     Path("experiment.yaml").write_text(experiment(0))
-    assert "y.npy (data.y) has 50 rows and x.npy (data.x) has 60" in told("run", "experiment.yaml", code=2)
+    assert "y.npy (data.y) has 50 rows and x.npy (data.x) has 60" in told(
+        "run", "experiment.yaml", code=2
+    )
 
 
 def test_labels_that_are_no_whole_numbers(folder):

@@ -20,12 +20,27 @@ import equipoise
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # What the extras install, as it is imported.
-EXTRAS = ("flwr", "transformers", "matplotlib", "nibabel", "h5py", "PIL", "ray", "mlflow", "tensorboard", "fairlearn")
+EXTRAS = (
+    "flwr",
+    "transformers",
+    "matplotlib",
+    "nibabel",
+    "h5py",
+    "PIL",
+    "ray",
+    "mlflow",
+    "tensorboard",
+    "fairlearn",
+)
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 
 def run(*command, cwd, **environment):
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
     ended = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -44,7 +59,9 @@ def dist(tmp_path_factory):
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(ROOT / "equipoise", tree / "equipoise", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "equipoise", tree / "equipoise", ignore=shutil.ignore_patterns("__pycache__")
+    )
     run(sys.executable, "-c", BUILD, cwd=tree)
     return tree / "dist"
 
@@ -55,7 +72,17 @@ def installed(dist, tmp_path_factory):
     place = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", place, cwd=place.parent)
     (wheel,) = dist.glob("*.whl")
-    run(place / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=place.parent)
+    run(
+        place / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=place.parent,
+    )
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return place / "bin"
@@ -70,7 +97,11 @@ def test_the_wheel_holds_every_file_of_the_package(dist):
     (wheel,) = dist.glob("*.whl")
     there = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("equipoise/")}
     tree = ROOT / "equipoise"
-    own = {path.relative_to(ROOT).as_posix() for path in tree.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    own = {
+        path.relative_to(ROOT).as_posix()
+        for path in tree.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     assert there == own
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -81,10 +112,14 @@ def test_the_wheel_holds_every_file_of_the_package(dist):
 @pytest.mark.slow
 def test_the_wheel_alone_runs_the_demo_and_the_commands(installed, tmp_path):
     command = installed / "equipoise"
-    where = run(installed / "python", "-c", "import equipoise; print(equipoise.__file__)", cwd=tmp_path).strip()
+    where = run(
+        installed / "python", "-c", "import equipoise; print(equipoise.__file__)", cwd=tmp_path
+    ).strip()
     assert Path(where).is_relative_to(installed.parent)
     assert run(command, "--version", cwd=tmp_path).strip() == equipoise.__version__
-    assert {"fedavg", "fednova"} <= {row["name"] for row in json.loads(run(command, "methods", "--json", cwd=tmp_path))}
+    assert {"fedavg", "fednova"} <= {
+        row["name"] for row in json.loads(run(command, "methods", "--json", cwd=tmp_path))
+    }
     assert "training.schedule.warmup" in run(command, "explain", "training.schedule", cwd=tmp_path)
     small = ("--seed", "0", "--set", "training.rounds=2", "--json")
     results = json.loads(run(command, "compare", "demo", *small, cwd=tmp_path))
@@ -128,7 +163,11 @@ def test_versions_and_licence_are_declared():
     project = PROJECT["project"]
     assert project["version"] == equipoise.__version__
     assert project["requires-python"] == ">=3.11"
-    declared = {line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language")}
+    declared = {
+        line.rpartition(" ")[2]
+        for line in project["classifiers"]
+        if line.startswith("Programming Language")
+    }
     assert declared == {"3.11", "3.12", "3.13"}
 
 
@@ -137,7 +176,10 @@ def test_versions_and_licence_are_declared():
 def test_the_code_compiles_without_warnings(version):
     """With the interpreters that are at hand; they need not have PyTorch."""
     python = shutil.which(f"python{version}")
-    if python is None or subprocess.run([python, "--version"], capture_output=True, check=False).returncode:
+    if (
+        python is None
+        or subprocess.run([python, "--version"], capture_output=True, check=False).returncode
+    ):
         pytest.skip(f"there is no Python {version}")
     program = (
         "import sys, pathlib, warnings\n"

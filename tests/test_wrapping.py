@@ -27,7 +27,12 @@ from tests.own_wrappers import Sharpened, Twice, Unchanged, make_known
 from tests.rounds import play, scalar, targets, weight
 from tests.run.small import Stop, promised, small_run, stop_after
 
-FAIR = {"name": "fedprox", "mu": 0.3, "aggregation": {"name": "fedadam", "lr": 0.5}, "weights": "uniform"}
+FAIR = {
+    "name": "fedprox",
+    "mu": 0.3,
+    "aggregation": {"name": "fedadam", "lr": 0.5},
+    "weights": "uniform",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +86,21 @@ def test_losses_and_the_prior_by_hand():
     Models 1.8 and 0.2; the prior (1/4, 3/4) squared is (1, 9)/10.
     """
     method = build("sharpened", factor=2.0, power=2.0)
-    played = play(method, targets(3.0, -1.0, samples=[1, 3]), scalar(1.0), [[0, 1]], steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        method,
+        targets(3.0, -1.0, samples=[1, 3]),
+        scalar(1.0),
+        [[0, 1]],
+        steps=1,
+        optimizer=Sgd(lr=0.1),
+    )
     assert weight(played.model) == pytest.approx(0.1 * 1.8 + 0.9 * 0.2, abs=1e-13)
-    assert weight(played.updates[0].params | {"head.weight": played.updates[0].params["head.weight"][0]}) == 1.8
+    assert (
+        weight(
+            played.updates[0].params | {"head.weight": played.updates[0].params["head.weight"][0]}
+        )
+        == 1.8
+    )
 
 
 def test_bytes_asked_through_another_prior_are_counted():
@@ -98,7 +115,12 @@ def test_bytes_asked_through_another_prior_are_counted():
 NESTED = [
     {"name": "unchanged", "host": "fedprox"},
     {"name": "unchanged", "host": FAIR},
-    {"name": "sharpened", "factor": 2.0, "uses": ["a", "b"], "host": {"name": "scaffold", "sampling": "size"}},
+    {
+        "name": "sharpened",
+        "factor": 2.0,
+        "uses": ["a", "b"],
+        "host": {"name": "scaffold", "sampling": "size"},
+    },
     {"name": "unchanged", "host": {"name": "sharpened", "power": 0.5, "host": FAIR}},
     {"name": "fedavg", "local": {"name": "twice", "inner": {"name": "fedprox", "mu": 0.7}}},
 ]
@@ -125,19 +147,32 @@ def test_a_method_inside_keeps_its_name_and_options():
             "aggregation": {"name": "fedadam", "lr": 0.5, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
         },
     }
-    assert describe_part(Twice(FedProx(0.7))) == {"name": "twice", "inner": {"name": "fedprox", "mu": 0.7}}
+    assert describe_part(Twice(FedProx(0.7))) == {
+        "name": "twice",
+        "inner": {"name": "fedprox", "mu": 0.7},
+    }
     assert make_part({"name": "twice", "inner": "fedprox"}) == Twice(FedProx())
 
 
 def test_a_host_may_be_a_name_a_mapping_or_a_method():
     wanted = build("unchanged", host="fedprox")
-    assert wanted == build("unchanged", host={"name": "fedprox"}) == build("unchanged", host=build("fedprox"))
-    assert build("unchanged") == build("unchanged", host="fedavg") == build("unchanged", **options_of("unchanged"))
+    assert (
+        wanted
+        == build("unchanged", host={"name": "fedprox"})
+        == build("unchanged", host=build("fedprox"))
+    )
+    assert (
+        build("unchanged")
+        == build("unchanged", host="fedavg")
+        == build("unchanged", **options_of("unchanged"))
+    )
     assert isinstance(options_of("unchanged")["host"], Method)
 
 
 def test_weights_and_parts_beside_the_host_are_the_hosts():
-    method = build("unchanged", host={"name": "fedprox", "mu": 2.0}, weights="uniform", aggregation="fedyogi")
+    method = build(
+        "unchanged", host={"name": "fedprox", "mu": 2.0}, weights="uniform", aggregation="fedyogi"
+    )
     inside = {"name": "fedprox", "mu": 2.0, "weights": "uniform", "aggregation": "fedyogi"}
     assert method == build("unchanged", host=inside)
     sized = build("unchanged", host={"name": "fedavg", "sampling": "size"})
@@ -162,11 +197,23 @@ def test_the_table_of_methods_names_the_host():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"name": "unchanged", "host": "fedporx"}, "method.host: unknown method 'fedporx'; did you mean 'fedprox'"),
-        ({"name": "unchanged", "host": {"name": "fedprox", "mu": "x"}}, "method.host: .*fedprox.mu must be a number"),
-        ({"name": "unchanged", "host": 3}, "method.host must be a name, a mapping with 'name' or a method, got 3"),
+        (
+            {"name": "unchanged", "host": "fedporx"},
+            "method.host: unknown method 'fedporx'; did you mean 'fedprox'",
+        ),
+        (
+            {"name": "unchanged", "host": {"name": "fedprox", "mu": "x"}},
+            "method.host: .*fedprox.mu must be a number",
+        ),
+        (
+            {"name": "unchanged", "host": 3},
+            "method.host must be a name, a mapping with 'name' or a method, got 3",
+        ),
         ({"name": "unchanged", "hots": "fedavg"}, "'hots'.*did you mean 'host'"),
-        ({"name": "fedavg", "local": {"name": "twice", "inner": "fedadam"}}, "'fedadam' is no local"),
+        (
+            {"name": "fedavg", "local": {"name": "twice", "inner": "fedadam"}},
+            "'fedadam' is no local",
+        ),
         (
             {"name": "fedavg", "local": "unchanged"},
             "method.local: 'unchanged' wraps a whole method; valid: method: {name",
@@ -185,10 +232,16 @@ def test_mistakes_are_named(method, message):
             {"name": "unchanged", "host": {"name": "fedprox", "muu": 1}},
             "'method.host.muu'.*did you mean 'method.host.mu'",
         ),
-        ({"name": "unchanged", "host": {"name": "fedprox", "mu": "x"}}, "method.host.mu must be a number, got 'x'"),
+        (
+            {"name": "unchanged", "host": {"name": "fedprox", "mu": "x"}},
+            "method.host.mu must be a number, got 'x'",
+        ),
         ({"name": "unchanged", "host": "fedporx"}, "unknown method 'fedporx' in method.host of"),
         (
-            {"name": "unchanged", "host": {"name": "fedavg", "aggregation": {"name": "qffl", "qq": 1}}},
+            {
+                "name": "unchanged",
+                "host": {"name": "fedavg", "aggregation": {"name": "qffl", "qq": 1}},
+            },
             "'method.host.aggregation.qq'",
         ),
     ],
@@ -199,7 +252,9 @@ def test_mistakes_in_experiments_name_the_key(method, message):
 
 
 def test_options_of_the_host_can_be_overridden(tmp_path):
-    (tmp_path / "experiment.yaml").write_text("method: {name: sharpened, host: fedprox}\ndata: digits\n")
+    (tmp_path / "experiment.yaml").write_text(
+        "method: {name: sharpened, host: fedprox}\ndata: digits\n"
+    )
     made = load_experiment(tmp_path / "experiment.yaml", ["method.host.mu=2", "method.factor=0.5"])
     assert made.method == build("sharpened", factor=0.5, host={"name": "fedprox", "mu": 2.0})
     again = experiment_from(made.plain())
@@ -228,7 +283,12 @@ def test_a_run_with_another_host_is_not_resumed(tmp_path):
     with pytest.raises(Stop):
         small_run(tmp_path / "run", RUN, rounds=3, on_round=stop_after(1))
     with pytest.raises(InputError, match="lr"):
-        small_run(tmp_path / "run", {**RUN, "host": {"name": "scaffold", "lr": 0.8}}, rounds=3, resume=True)
+        small_run(
+            tmp_path / "run",
+            {**RUN, "host": {"name": "scaffold", "lr": 0.8}},
+            rounds=3,
+            resume=True,
+        )
 
 
 def test_classes_pass_on_what_they_do_not_have():

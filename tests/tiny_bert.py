@@ -13,11 +13,21 @@ WIDTH = 16
 
 def write_bert(folder, *, seed=0, width=WIDTH, first_token=False):
     """Write a BERT with random weights as sentence-transformers does; gives its directory."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!"
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+    ]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     config = transformers.BertConfig(
@@ -37,5 +47,7 @@ def write_bert(folder, *, seed=0, width=WIDTH, first_token=False):
     model.save_pretrained(folder)
     if first_token:
         (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+        (folder / "1_Pooling" / "config.json").write_text(
+            json.dumps({"pooling_mode_cls_token": True})
+        )
     return str(folder)

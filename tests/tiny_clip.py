@@ -17,9 +17,16 @@ def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True, widt
 
     ``legacy`` writes the number of the end token that configurations had before transformers 4.31.
     """
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     vocabulary = _vocabulary()
-    same = {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.3, "projection_dim": width}
+    same = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "attention_dropout": 0.3,
+        "projection_dim": width,
+    }
     text = {
         **same,
         "hidden_size": TOKEN_WIDTH,
@@ -40,15 +47,26 @@ def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True, widt
                 tensor.add_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     folder = Path(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": MEAN, "image_std": STD})
+    )
     if tokenizer:
         (folder / "vocab.json").write_text(json.dumps(vocabulary))
         (folder / "merges.txt").write_text("#version: 0.2\nc a\nca t</w>\n")
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CLIPTokenizer"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "CLIPTokenizer"})
+        )
     return str(folder)
 
 
 def _vocabulary():
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.-"
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
+    pieces = [
+        *letters,
+        *(f"{letter}</w>" for letter in letters),
+        "ca",
+        "cat</w>",
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     return {piece: number for number, piece in enumerate(pieces)}

@@ -8,9 +8,16 @@ import torch
 
 def write_encoder(folder, seed=0, width=8):
     """Write a vision transformer with random weights, for images of 16 x 16, as transformers does; gives its directory."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     config = transformers.ViTConfig(
-        num_hidden_layers=1, num_attention_heads=2, hidden_size=width, patch_size=4, intermediate_size=12, image_size=16
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        hidden_size=width,
+        patch_size=4,
+        intermediate_size=12,
+        image_size=16,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -16,7 +16,9 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     job = work.job
     x, y = work.data()
     model = work.model(stage)
-    local = [tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()]
+    local = [
+        tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()
+    ]
     shared = [tensor.detach().clone() for tensor in local]
     # Plain SGD has no state, so one optimizer serves every client.
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr)
@@ -28,7 +30,14 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
         for place, client in enumerate(cohort):
             with torch.no_grad():
                 torch._foreach_copy_(local, shared)
-            train_client(job, model, optimizer, x[client], y[client], None if orders is None else orders[place])
+            train_client(
+                job,
+                model,
+                optimizer,
+                x[client],
+                y[client],
+                None if orders is None else orders[place],
+            )
             with torch.no_grad():
                 torch._foreach_add_(average, local, alpha=len(y[client]) / samples)
         shared = average

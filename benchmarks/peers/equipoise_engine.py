@@ -66,7 +66,9 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     )
     trainer.run(on_round=lambda progress: round_done())
     buffers = trainer.engine.network.buffers
-    return {name: tensor.cpu() for name, tensor in trainer.state.model.items() if name not in buffers}
+    return {
+        name: tensor.cpu() for name, tensor in trainer.state.model.items() if name not in buffers
+    }
 
 
 if __name__ == "__main__":

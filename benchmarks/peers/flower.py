@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable
 # Read by both libraries when they are imported.
 os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
@@ -37,9 +45,13 @@ class FedAvgInTurn(FedAvg):
         while len(nodes := sorted(grid.get_node_ids())) < job.clients:
             time.sleep(0.05)
         for client in job.cohort_of(server_round - 1):
-            order = ConfigRecord({"job": str(self._work.directory), "stage": self._stage.name, "client": client})
+            order = ConfigRecord(
+                {"job": str(self._work.directory), "stage": self._stage.name, "client": client}
+            )
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: order})
-            yield Message(content=content, message_type=MessageType.TRAIN, dst_node_id=nodes[client])
+            yield Message(
+                content=content, message_type=MessageType.TRAIN, dst_node_id=nodes[client]
+            )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -48,7 +60,9 @@ class FedAvgInTurn(FedAvg):
         received = list(replies)
         failed = [message.error.reason for message in received if message.has_error()]
         if failed or len(received) != self._work.job.cohort:
-            raise RuntimeError(f"{len(received)} clients answered, {len(failed)} with an error: {failed[:1]}")
+            raise RuntimeError(
+                f"{len(received)} clients answered, {len(failed)} with an error: {failed[:1]}"
+            )
         averaged = super().aggregate_train(server_round, received)
         self._round_done()
         return averaged

@@ -68,13 +68,17 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
             train_cohort_size=job.cohort,
             val_cohort_size=None,
         ),
-        SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()]),
+        SimulatedBackend(
+            training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()]
+        ),
         PyTorchModel(
             model=module,
             local_optimizer_create=torch.optim.SGD,
             central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
         ),
-        NNTrainHyperParams(local_batch_size=job.batch, local_num_epochs=job.epochs, local_learning_rate=job.lr),
+        NNTrainHyperParams(
+            local_batch_size=job.batch, local_num_epochs=job.epochs, local_learning_rate=job.lr
+        ),
         callbacks=[RoundDone(round_done)],
         send_metrics_to_platform=False,
     )

@@ -16,4 +16,14 @@ from equipoise.advise.families import FAMILIES, Advice, Family, recommend
 from equipoise.advise.measure import Measured, measure
 from equipoise.advise.trial import Trial, Verdict, plan_trial
 
-__all__ = ["FAMILIES", "Advice", "Family", "Measured", "Trial", "Verdict", "measure", "plan_trial", "recommend"]
+__all__ = [
+    "FAMILIES",
+    "Advice",
+    "Family",
+    "Measured",
+    "Trial",
+    "Verdict",
+    "measure",
+    "plan_trial",
+    "recommend",
+]

@@ -44,15 +44,26 @@ class Family:
         return tuple(str(method.get("label", method["name"])) for method in self.methods)
 
 
-FINE_TUNED = {"name": "fedavg", "label": "fedavg-finetuned", "set": {"evaluation.fine_tune": {"epochs": 5}}}
+FINE_TUNED = {
+    "name": "fedavg",
+    "label": "fedavg-finetuned",
+    "set": {"evaluation.fine_tune": {"epochs": 5}},
+}
 FAMILIES: dict[str, Family] = {
-    "average": Family("one shared model, clients weighted by size", ({"name": "fedavg", "cost": 1},)),
+    "average": Family(
+        "one shared model, clients weighted by size", ({"name": "fedavg", "cost": 1},)
+    ),
     "corrected": Family(
         "one shared model, with the drift of clients corrected",
         ({"name": "feddyn", "cost": 1.2}, {"name": "fedavgm", "cost": 1}),
     ),
-    "personal": Family("a personal model for each client", ({"name": "ditto", "cost": 2}, {**FINE_TUNED, "cost": 1.3})),
-    "fair": Family("one shared model, clients served worst weigh more", ({"name": "term", "cost": 1.1},)),
+    "personal": Family(
+        "a personal model for each client",
+        ({"name": "ditto", "cost": 2}, {**FINE_TUNED, "cost": 1.3}),
+    ),
+    "fair": Family(
+        "one shared model, clients served worst weigh more", ({"name": "term", "cost": 1.1},)
+    ),
     "alone": Family("each client alone", ({"name": "local", "cost": 1},)),
 }
 """The families that a trial compares. The last one is a reference: if it is best, federating does not help."""
@@ -122,14 +133,18 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
             "different directions, and plain averaging makes slow progress."
         )
         if batchnorm:
-            notes.append("The model has BatchNorm: fedbn keeps it with the clients and suits inputs that differ.")
+            notes.append(
+                "The model has BatchNorm: fedbn keeps it with the clients and suits inputs that differ."
+            )
     if measured.size_skew >= CLEAR_SIZES:
         reasons.append(
             f"Clients have different sizes ({measured.smallest:,} to {measured.largest:,} training samples, the largest "
             f"{measured.size_skew:.0f} times the median). Weights by size make use of all samples; small clients have too "
             "few for models of their own."
         )
-        notes.append("Look at the worst tenth of clients: term or qffl help if small clients are left behind.")
+        notes.append(
+            "Look at the worst tenth of clients: term or qffl help if small clients are left behind."
+        )
     if labels >= STRONG_LABELS or (labels >= CLEAR_LABELS and features < CLEAR_FEATURES):
         family = "personal"
     elif features >= CLEAR_FEATURES:
@@ -137,7 +152,9 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
     else:
         family = "average"
         if not reasons:
-            reasons.append("Clients differ in labels, inputs and sizes by chance only, so plain averaging fits.")
+            reasons.append(
+                "Clients differ in labels, inputs and sizes by chance only, so plain averaging fits."
+            )
     return Advice(family, tuple(reasons), tuple(notes))
 
 

@@ -113,7 +113,11 @@ def measure(federation: Federation, training: Training, *, seed: int = 0) -> Mea
     skew = (None, None) if labels is None else _label_skew(labels, owners, random)
     if len(positions) > MOST_SAMPLES:
         kept = np.sort(random.choice(len(positions), MOST_SAMPLES, replace=False))
-        positions, owners, labels = positions[kept], owners[kept], None if labels is None else labels[kept]
+        positions, owners, labels = (
+            positions[kept],
+            owners[kept],
+            None if labels is None else labels[kept],
+        )
     x = _features(federation.x, positions, random)
     shift: tuple[float | None, float | None] = (None, None)
     if x is not None:
@@ -142,7 +146,9 @@ def _label_skew(labels: Ints, owners: Ints, random: np.random.Generator) -> tupl
     clients, classes = int(owners.max()) + 1, int(coded.max()) + 1
 
     def distance(of: Ints) -> tuple[float, Floats]:
-        counts = np.bincount(owners * classes + of, minlength=clients * classes).reshape(clients, classes)
+        counts = np.bincount(owners * classes + of, minlength=clients * classes).reshape(
+            clients, classes
+        )
         having = counts[counts.sum(1) > 0]
         frequencies = having / having.sum(1, keepdims=True)
         overall = counts.sum(0) / counts.sum()
@@ -153,7 +159,9 @@ def _label_skew(labels: Ints, owners: Ints, random: np.random.Generator) -> tupl
     return _rescaled(found, by_chance), float(np.median((counts > 0).sum(1)))
 
 
-def _features(x: torch.Tensor | Samples, positions: Ints, random: np.random.Generator) -> Floats | None:
+def _features(
+    x: torch.Tensor | Samples, positions: Ints, random: np.random.Generator
+) -> Floats | None:
     """Return the samples as rows of at most ``MOST_FEATURES`` numbers; None if they are not numbers to compare."""
     if not torch.is_floating_point(x[positions[:1]]):
         return None
@@ -189,7 +197,9 @@ def _feature_shift(
     between = _rescaled(share(owners), float(np.mean([share(each) for each in chances])))
     if len(np.unique(groups)) < 2 or between <= 0:
         return between, None
-    of_groups = _rescaled(share(groups[owners]), float(np.mean([share(groups[each]) for each in chances])))
+    of_groups = _rescaled(
+        share(groups[owners]), float(np.mean([share(groups[each]) for each in chances]))
+    )
     return between, min(1.0, of_groups / between)
 
 

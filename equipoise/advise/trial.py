@@ -133,7 +133,14 @@ class Trial:
         ours = max(mine, key=lambda label: sign * means[label])
         difference = sign * (means[best] - means[ours])
         error = self._standard_error(results, directory, best, ours)
-        return Verdict(best in mine or difference <= CLEAR * error, best, _family_of(best), ours, difference, error)
+        return Verdict(
+            best in mine or difference <= CLEAR * error,
+            best,
+            _family_of(best),
+            ours,
+            difference,
+            error,
+        )
 
     def _standard_error(self, results: Results, directory: Path, one: str, other: str) -> float:
         """Return the standard error of the difference: over clients, or over seeds if there are few clients."""
@@ -155,10 +162,17 @@ class Trial:
             if job.method != label or job.path not in results.summaries or which_of(self.by):
                 continue
             summary = results.summaries[job.path]
-            column, wanted = scored(summary, self.by)[0], (model_of(summary, self.by), self.study.split)
+            column, wanted = (
+                scored(summary, self.by)[0],
+                (model_of(summary, self.by), self.study.split),
+            )
             unseen = apart(self.by)[1] == "unseen"
             for row in counted_rows(directory / job.path, summary):
-                if (row["model"], row["split"]) == wanted and row["unseen"] == unseen and column in row:
+                if (
+                    (row["model"], row["split"]) == wanted
+                    and row["unseen"] == unseen
+                    and column in row
+                ):
                     found.setdefault(row["client"], []).append(row[column])
         return {client: float(np.mean(values)) for client, values in found.items()}
 
@@ -198,15 +212,27 @@ def plan_trial(
     Trial
         With its cost.
     """
-    planned = min(max(experiment.training.rounds // 3, FEWEST_ROUNDS), MOST_ROUNDS) if rounds is None else rounds
+    planned = (
+        min(max(experiment.training.rounds // 3, FEWEST_ROUNDS), MOST_ROUNDS)
+        if rounds is None
+        else rounds
+    )
     described = [method for family in FAMILIES.values() for method in family.methods]
-    methods = [{key: value for key, value in method.items() if key != "cost"} for method in described]
+    methods = [
+        {key: value for key, value in method.items() if key != "cost"} for method in described
+    ]
     base = experiment.plain()
     for key in ("method", "seed"):
         base.pop(key, None)
     base["training"] = {**base["training"], "rounds": planned}
     # One evaluation is enough, and nothing is resumed. The plain form has no defaults of these.
-    base["evaluation"] = {**base["evaluation"], "every": planned, "select": "last", "patience": None, "local": False}
+    base["evaluation"] = {
+        **base["evaluation"],
+        "every": planned,
+        "select": "last",
+        "patience": None,
+        "local": False,
+    }
     base["evaluation"] |= {"keep_local": False, "fine_tune": None}
     for key in ("select_by", "last"):
         base["evaluation"].pop(key, None)

@@ -39,11 +39,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key, such as training.epochs=2; may be repeated."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write a report.")]
-Trust = Annotated[bool, typer.Option("--trust", help="Execute the code that a run directory imports; read it first.")]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Execute the code that a run directory imports; read it first."),
+]
 Import = Annotated[
     list[str] | None,
     typer.Option(
@@ -87,18 +92,25 @@ def run(
             "without one, the defaults and the options below."
         ),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Method; `equipoise methods` lists them.")] = None,
-    data: Annotated[str | None, typer.Option(help="Source of the data; digits if there is no file.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Method; `equipoise methods` lists them.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Source of the data; digits if there is no file.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model, such as mlp or cnn2.")] = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds to train.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run directory.", show_default="a new one, runs/DATA-METHOD-seedN")
+        Path | None,
+        typer.Option(help="Run directory.", show_default="a new one, runs/DATA-METHOD-seedN"),
     ] = None,
     set_: Set = None,
     import_: Import = None,
     device: Device = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the directory.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the directory.")
+    ] = False,
     trust: Trust = False,
     no_report: NoReport = False,
     json_: Json = False,
@@ -117,7 +129,9 @@ def run(
         }
         if experiment and experiment.is_dir():
             if out is not None and out != experiment:
-                raise InputError(f"{experiment} is the directory of a run, which is resumed there; leave --out away")
+                raise InputError(
+                    f"{experiment} is the directory of a run, which is resumed there; leave --out away"
+                )
             experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
             out = _directory_of(experiment)
@@ -126,9 +140,13 @@ def run(
         from equipoise.imports import import_of_run
 
         overrides = _overrides(flags, set_)
-        content: dict[str, Any] = {"data": "digits"} if experiment is None else read_yaml(experiment)
+        content: dict[str, Any] = (
+            {"data": "digits"} if experiment is None else read_yaml(experiment)
+        )
         if experiment and _leaning(content) > 0:
-            raise InputError(f"{experiment} is a study, not an experiment; run it with: equipoise compare {experiment}")
+            raise InputError(
+                f"{experiment} is a study, not an experiment; run it with: equipoise compare {experiment}"
+            )
         if experiment and "resolved" in content and not import_:
             # Anybody may have put code into a run directory, while an experiment is a file of one's own.
             import_of_run(content.get("imports", []), experiment.parent, trust=trust)
@@ -173,9 +191,14 @@ def methods(import_: Import = None, json_: Json = False, debug: Debug = False) -
 @app.command(epilog="Example: equipoise explain training.schedule")
 def explain(
     key: Annotated[
-        str, typer.Argument(help="A key, such as training.schedule or data; without one, those of the first level.")
+        str,
+        typer.Argument(
+            help="A key, such as training.schedule or data; without one, those of the first level."
+        ),
     ] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md, which has all keys.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print docs/settings.md, which has all keys.")
+    ] = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -203,19 +226,32 @@ def data(
     name: Annotated[str, typer.Argument(help="Source of the data, such as digits.")],
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the data, such as imbalance=5; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a key of the data, such as imbalance=5; may be repeated.",
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the partition and the splits.", show_default="0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the partition and the splits.", show_default="0")
+    ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"),
+        typer.Option(
+            help="Where to draw the federation (.png, .svg or .pdf).", show_default="runs/NAME.png"
+        ),
     ] = None,
     index: Annotated[
         Path | None,
-        typer.Option(help="A client index: draw and show how similar clients are, within and between groups."),
+        typer.Option(
+            help="A client index: draw and show how similar clients are, within and between groups."
+        ),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Get the files of mnist, emnist or cifar if they are not there.")
+        bool,
+        typer.Option(
+            "--download", help="Get the files of mnist, emnist or cifar if they are not there."
+        ),
     ] = False,
     import_: Import = None,
     json_: Json = False,
@@ -238,7 +274,9 @@ def data(
             check_file(where, "choose another with --picture")
         federation = made.federation()
         found = show.read_index(index, federation) if index else None
-        drawn = show.draw(federation, where, asked=picture is not None, index=found) if where else None
+        drawn = (
+            show.draw(federation, where, asked=picture is not None, index=found) if where else None
+        )
         if found is not None and json_:
             _print_json(show.index_document(found, federation, drawn))
         elif found is not None:
@@ -252,22 +290,36 @@ def data(
 @app.command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")
 def compare(
     study: Annotated[
-        Path, typer.Argument(help="A YAML file with base, methods, settings, seeds and metrics; or demo, an example.")
+        Path,
+        typer.Argument(
+            help="A YAML file with base, methods, settings, seeds and metrics; or demo, an example."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name")
+        Path | None,
+        typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name"),
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")
+    ] = None,
     latex: Annotated[Path | None, typer.Option(help="Write the tables as LaTeX.")] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's")
+        str | None,
+        typer.Option(
+            help="Columns, such as mean,worst10,global.unseen.mean.", show_default="the file's"
+        ),
     ] = None,
     jobs: Annotated[
-        str, typer.Option(metavar="N|auto", help="How many runs at a time; auto: as many as fill the cores or the GPU.")
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="How many runs at a time; auto: as many as fill the cores or the GPU.",
+        ),
     ] = "1",
     tune: Annotated[
-        bool, typer.Option("--tune", help="Try the grids of its methods on validation data, and choose.")
+        bool,
+        typer.Option("--tune", help="Try the grids of its methods on validation data, and choose."),
     ] = False,
     chosen: Annotated[
         Path | None,
@@ -278,17 +330,24 @@ def compare(
         ),
     ] = None,
     untuned: Annotated[
-        bool, typer.Option("--untuned", help="Run the values of the file, whatever tuning has chosen.")
+        bool,
+        typer.Option("--untuned", help="Run the values of the file, whatever tuning has chosen."),
     ] = False,
     setting: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="Only this setting; may be repeated.", show_default="all of them"),
+        typer.Option(
+            metavar="LABEL", help="Only this setting; may be repeated.", show_default="all of them"
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="Only this method; may be repeated.", show_default="all of them"),
+        typer.Option(
+            metavar="LABEL", help="Only this method; may be repeated.", show_default="all of them"
+        ),
     ] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="A seed; may be repeated.", show_default="the file's")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="A seed; may be repeated.", show_default="the file's")
+    ] = None,
     set_: Set = None,
     device: Device = None,
     no_report: NoReport = False,
@@ -314,7 +373,9 @@ def compare(
             study = Path(__file__).parents[1] / "demo.yaml"
         content = read_study(study)
         if _leaning(content) < 0:
-            raise InputError(f"{study} is an experiment, not a study; run it with: equipoise run {study}")
+            raise InputError(
+                f"{study} is an experiment, not a study; run it with: equipoise run {study}"
+            )
         directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
         choice = _choice(directory, chosen, tune=tune, untuned=untuned)
         planned = study_from(
@@ -348,7 +409,9 @@ def compare(
         report_ = _report(directory) if results.summaries and not no_report else None
         try:
             if json_:
-                _print_json({"directory": str(directory), "report": _name(report_), **results.plain()})
+                _print_json(
+                    {"directory": str(directory), "report": _name(report_), **results.plain()}
+                )
             else:
                 show.results(results, directory)
                 if report_:
@@ -370,9 +433,12 @@ def compare(
 
 @app.command(epilog="Example: equipoise report runs/demo --out demo.html --figures figures")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or the directory of a study.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories, or the directory of a study.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write it.", show_default="report.html in the directory")
+        Path | None,
+        typer.Option(help="Where to write it.", show_default="report.html in the directory"),
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write all figures as PNG, PDF and SVG.")
@@ -404,19 +470,31 @@ def report(
 @app.command(epilog="Example: equipoise advise digits --set data.imbalance=5")
 def advise(
     data_: Annotated[
-        str, typer.Argument(metavar="DATA|RUN", help="A source of data, an experiment file, or a run directory.")
+        str,
+        typer.Argument(
+            metavar="DATA|RUN", help="A source of data, an experiment file, or a run directory."
+        ),
     ],
     set_: Set = None,
     import_: Import = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the data and of the trial.", show_default="0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the data and of the trial.", show_default="0")
+    ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of the trial.", show_default="a third of training.rounds")
+        int | None,
+        typer.Option(min=1, help="Rounds of the trial.", show_default="a third of training.rounds"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the trial.")] = 2,
-    by: Annotated[str, typer.Option(help="The metric that decides, such as mean or worst10.")] = "mean",
-    no_trial: Annotated[bool, typer.Option("--no-trial", help="Measure and advise only; train nothing.")] = False,
+    by: Annotated[
+        str, typer.Option(help="The metric that decides, such as mean or worst10.")
+    ] = "mean",
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Measure and advise only; train nothing.")
+    ] = False,
     jobs: Annotated[str, typer.Option(metavar="N|auto", help="Runs of the trial at a time.")] = "1",
-    out: Annotated[Path | None, typer.Option(help="Directory of the trial.", show_default="runs/advise-NAME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the trial.", show_default="runs/advise-NAME")
+    ] = None,
     device: Device = None,
     json_: Json = False,
     debug: Debug = False,
@@ -437,7 +515,13 @@ def advise(
             "machine.device": ("--device", device),
         }
         request = advising.Request(
-            data_, tuple(_overrides(flags, set_)), rounds=rounds, seeds=seeds, by=by, jobs=at_a_time, trial=not no_trial
+            data_,
+            tuple(_overrides(flags, set_)),
+            rounds=rounds,
+            seeds=seeds,
+            by=by,
+            jobs=at_a_time,
+            trial=not no_trial,
         )
         directory = out or RUNS / f"advise-{Path(data_).stem}"
         if not no_trial:
@@ -452,7 +536,9 @@ def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) 
     from equipoise.study.choice import CHOSEN, tuning_directory
 
     if chosen and (tune or untuned):
-        raise InputError(f"--chosen has no meaning together with {'--tune' if tune else '--untuned'}")
+        raise InputError(
+            f"--chosen has no meaning together with {'--tune' if tune else '--untuned'}"
+        )
     if tune or untuned:
         return None
     # The second is what this study was run with before.
@@ -468,7 +554,9 @@ def _report(directory: Path) -> Path | None:
         return write_report([directory])
     except Exception as error:
         said = _one_line(f"{type(error).__name__}: {error}")
-        print(f"no report: {said} (equipoise report {directory} --debug shows where)", file=sys.stderr)
+        print(
+            f"no report: {said} (equipoise report {directory} --debug shows where)", file=sys.stderr
+        )
         return None
 
 
@@ -479,7 +567,9 @@ def _name(path: Path | None) -> str | None:
 def _overrides(flags: dict[str, tuple[str, Any]], assignments: list[str] | None) -> list[Override]:
     from equipoise.config import Override
 
-    given = [Override(key, value, flag) for key, (flag, value) in flags.items() if value is not None]
+    given = [
+        Override(key, value, flag) for key, (flag, value) in flags.items() if value is not None
+    ]
     return given + [Override.parse(text) for text in assignments or ()]
 
 
@@ -503,7 +593,9 @@ def _jobs(given: str) -> int | None:
 def _directory_of(experiment: Path | None) -> Path:
     """Find the run to resume when no directory is named: the one whose own configuration was given."""
     if experiment is None or experiment.name != "config.yaml":
-        raise InputError("--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment")
+        raise InputError(
+            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment"
+        )
     return experiment.parent
 
 
@@ -546,7 +638,11 @@ def _errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _end(f"interrupted; {error}" if str(error) else "interrupted", 130, debug)
     except Exception as error:
-        _end(f"error: {type(error).__name__}: {error} (run again with --debug to see where)", 1, debug)
+        _end(
+            f"error: {type(error).__name__}: {error} (run again with --debug to see where)",
+            1,
+            debug,
+        )
 
 
 def _say_import(what: str) -> None:

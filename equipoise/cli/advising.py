@@ -7,8 +7,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.advise import FAMILIES, Advice, Measured, Trial, Verdict, measure, plan_trial, recommend
-from equipoise.advise.families import CLEAR_FEATURES, CLEAR_LABELS, CLEAR_SIZES, STRONG_FEATURES, STRONG_LABELS
+from equipoise.advise import (
+    FAMILIES,
+    Advice,
+    Measured,
+    Trial,
+    Verdict,
+    measure,
+    plan_trial,
+    recommend,
+)
+from equipoise.advise.families import (
+    CLEAR_FEATURES,
+    CLEAR_LABELS,
+    CLEAR_SIZES,
+    STRONG_FEATURES,
+    STRONG_LABELS,
+)
 from equipoise.cli import show
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError
@@ -70,22 +85,38 @@ def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
         results = trial.study.run(directory, jobs=request.jobs, watch=watch)
     verdict = trial.judge(advice, results, directory)
     say(_table(trial, results), *_judged(trial, verdict), f"\nfiles: {directory}")
-    ran = {"cost": trial.cost, "seconds": trial.seconds, "directory": str(directory), **asdict(verdict)}
-    return {**document, "trial": {**ran, "results": results.plain()["results"]}, "pick": verdict.pick}
+    ran = {
+        "cost": trial.cost,
+        "seconds": trial.seconds,
+        "directory": str(directory),
+        **asdict(verdict),
+    }
+    return {
+        **document,
+        "trial": {**ran, "results": results.plain()["results"]},
+        "pick": verdict.pick,
+    }
 
 
 def _experiment(request: Request) -> tuple[Experiment, Path | None]:
     """Read the experiment that the data belong to, and return the run directory if it is one."""
     path = Path(request.data)
     if (path / CONFIG).is_file():
-        return experiment_from(read_yaml(path / CONFIG), str(path / CONFIG), request.overrides), path
+        return experiment_from(
+            read_yaml(path / CONFIG), str(path / CONFIG), request.overrides
+        ), path
     if path.is_file():
         return experiment_from(read_yaml(path), str(path), request.overrides), None
     if path.is_dir():
-        raise InputError(f"{path} is a directory without a run; give a run directory, an experiment file or a source")
+        raise InputError(
+            f"{path} is a directory without a run; give a run directory, an experiment file or a source"
+        )
     imports = [override for override in request.overrides if override.key == "imports"]
     # The source before its settings, such as data.imbalance.
-    others = [Override("data", request.data, "DATA"), *(o for o in request.overrides if o.key != "imports")]
+    others = [
+        Override("data", request.data, "DATA"),
+        *(o for o in request.overrides if o.key != "imports"),
+    ]
     return experiment_from({}, "", [*imports, *others]), None
 
 
@@ -103,10 +134,18 @@ def _about(federation: Federation, measured: Measured) -> list[Any]:
     uneven = f"the largest is {measured.size_skew:.1f} times the median"
     table.add_row("sizes", sizes, uneven if measured.size_skew >= CLEAR_SIZES else "similar")
     words = _words(measured.label_skew, CLEAR_LABELS, STRONG_LABELS)
-    held = "" if measured.labels_held is None else f"; {measured.labels_held:.0f} labels in the median client"
+    held = (
+        ""
+        if measured.labels_held is None
+        else f"; {measured.labels_held:.0f} labels in the median client"
+    )
     table.add_row("label skew", show._number(measured.label_skew), f"{words}{held}")
     words = _words(measured.feature_shift, CLEAR_FEATURES, STRONG_FEATURES)
-    between = "" if measured.between_groups is None else f"; {measured.between_groups:.0%} of it between groups"
+    between = (
+        ""
+        if measured.between_groups is None
+        else f"; {measured.between_groups:.0%} of it between groups"
+    )
     table.add_row("feature shift", show._number(measured.feature_shift), f"{words}{between}")
     table.add_row("take part", f"{measured.participation:.0%}", "share of clients in a round")
     return [table]
@@ -147,12 +186,20 @@ def _advised(advice: Advice) -> list[str]:
 
 
 def _table(trial: Trial, results: Results) -> Any:
-    data = "validation data" if trial.study.split == "val" else "test data, because there are no validation data"
+    data = (
+        "validation data"
+        if trial.study.split == "val"
+        else "test data, because there are no validation data"
+    )
     metrics = trial.study.metrics
-    table = show._table(f"\n{data}: mean over seeds", "method", *metrics, numbers=len(metrics), last="family")
+    table = show._table(
+        f"\n{data}: mean over seeds", "method", *metrics, numbers=len(metrics), last="family"
+    )
     for family in FAMILIES.values():
         for label in family.labels:
-            table.add_row(label, *(results.cell("base", label, metric) for metric in metrics), family.title)
+            table.add_row(
+                label, *(results.cell("base", label, metric) for metric in metrics), family.title
+            )
     return table
 
 
@@ -170,6 +217,10 @@ def _judged(trial: Trial, verdict: Verdict) -> list[str]:
             f"The trial contradicts the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) has a better {trial.by} "
             f"than {verdict.advised} {margin}."
         )
-    alone = " Federating does not help here: clients are as well off alone." if verdict.family == "alone" else ""
+    alone = (
+        " Federating does not help here: clients are as well off alone."
+        if verdict.family == "alone"
+        else ""
+    )
     short = " A short trial favours methods that learn fast; compare the best ones over all rounds before you decide."
     return [f"\n{said}{alone}{short}", f"use: {verdict.pick}"]

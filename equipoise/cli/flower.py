@@ -22,7 +22,9 @@ flower = typer.Typer(
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@flower.command(epilog="Example: equipoise flower new my-app --experiment experiment.yaml && cd my-app")
+@flower.command(
+    epilog="Example: equipoise flower new my-app --experiment experiment.yaml && cd my-app"
+)
 def new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the app.")],
     experiment: Annotated[Path, typer.Option(help="The YAML file of the experiment.")],
@@ -60,7 +62,9 @@ def supernode(context: typer.Context) -> None:
 @flower.command(epilog="Example: equipoise flower release 3 /srv/runs/first")
 def release(
     client: Annotated[int, typer.Argument(metavar="N", help="The number of the client.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory, on the server.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The run directory, on the server.")
+    ],
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Free a client's number, so that another node may register it."""

@@ -66,7 +66,11 @@ def _obstacle(directory: Path) -> str | None:
         with TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return f"nothing can be made in {there} ({error.strerror})" if there.is_dir() else f"{there} is no directory"
+        return (
+            f"nothing can be made in {there} ({error.strerror})"
+            if there.is_dir()
+            else f"{there} is no directory"
+        )
     finally:
         for folder in missing:
             with suppress(OSError):

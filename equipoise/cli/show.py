@@ -46,7 +46,9 @@ class _Console(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Turn text into what is printed. New lines before it are our own."""
         begin = len(text) - len(text.lstrip("\n"))
-        return super().render_str(text[:begin] + printable(text[begin:], LONGEST_MESSAGE), **options)
+        return super().render_str(
+            text[:begin] + printable(text[begin:], LONGEST_MESSAGE), **options
+        )
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -72,10 +74,21 @@ def _bar(console: Console, *more: str) -> Bar:
 
 def _table(title: str, *columns: str, numbers: int = 0, last: str | None = None) -> Table:
     """Make a table, the last ``numbers`` columns of which hold numbers, and perhaps one of text after them."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+    )
     for position, column in enumerate(columns):
         # Names are not truncated, because truncated names may look the same.
-        table.add_column(column, justify="right" if position >= len(columns) - numbers else "left", overflow="fold")
+        table.add_column(
+            column,
+            justify="right" if position >= len(columns) - numbers else "left",
+            overflow="fold",
+        )
     if last is not None:
         table.add_column(last, overflow="fold")
     return table
@@ -96,7 +109,9 @@ def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task(name, total=None, scores="")
 
         def on_round(progress: Progress) -> None:
-            bar.update(task, completed=progress.round, total=progress.rounds, scores=_scores(progress))
+            bar.update(
+                task, completed=progress.round, total=progress.rounds, scores=_scores(progress)
+            )
 
         yield on_round
 
@@ -108,11 +123,21 @@ def _scores(progress: Progress) -> str:
 
 
 @contextmanager
-def runs(total: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Job, str], None]]:
+def runs(
+    total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Job, str], None]]:
     """Say of each run of a study how it ended and how much time is left, as lines and on a terminal also as a bar."""
     console = _console(stderr=True)
-    columns = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[left]}"))
-    with Bar(*columns, BarColumn(), MofNCompleteColumn(), console=console, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[left]}")
+    )
+    with Bar(
+        *columns,
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
         task = bar.add_task("runs", total=total, left="")
         begun, done, there = clock(), 0, 0
 
@@ -126,7 +151,10 @@ def runs(total: int, clock: Callable[[], float] = time.monotonic) -> Iterator[Ca
                 there, begun = there + 1, clock()
             left = time_left(clock() - begun, done - there, total - done)
             bar.update(task, advance=1, left=left)
-            console.print(f"[{done}/{total}] {job.path}: {outcome}{f' ({left})' if left else ''}", soft_wrap=True)
+            console.print(
+                f"[{done}/{total}] {job.path}: {outcome}{f' ({left})' if left else ''}",
+                soft_wrap=True,
+            )
 
         yield watch
 
@@ -145,7 +173,11 @@ def time_left(seconds: float, done: int, left: int) -> str:
     if expected < 120:
         return f"about {expected} s left"
     minutes = round(expected / 60)
-    return f"about {minutes} min left" if minutes < 120 else f"about {minutes // 60} h {minutes % 60} min left"
+    return (
+        f"about {minutes} min left"
+        if minutes < 120
+        else f"about {minutes // 60} h {minutes % 60} min left"
+    )
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -180,8 +212,12 @@ def run(run: Run) -> None:
     else:
         console.print(_why_nothing(run.config))
     for split, values in summary.get("server", {}).items():
-        console.print(f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}")
-    moved = f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
+        console.print(
+            f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}"
+        )
+    moved = (
+        f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
+    )
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
@@ -197,12 +233,18 @@ def _why_nothing(config: dict[str, Any]) -> str:
 def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the results by model and clients: on test data, and on validation data where seen clients have no others."""
     tested, validated = (
-        {f"{model}, {who}": part for model, whose in summary.get(key, {}).items() for who, part in whose.items()}
+        {
+            f"{model}, {who}": part
+            for model, whose in summary.get(key, {}).items()
+            for who, part in whose.items()
+        }
         for key in ("results", "validation")  # runs of earlier releases have the first only
     )
     if any(_of_seen(label) for label in tested):
         return tested
-    return tested | {f"{label}, validation": part for label, part in validated.items() if _of_seen(label)}
+    return tested | {
+        f"{label}, validation": part for label, part in validated.items() if _of_seen(label)
+    }
 
 
 def _of_seen(label: str) -> bool:
@@ -222,7 +264,15 @@ def _overall(summary: dict[str, Any]) -> Table:
 def _further(summary: dict[str, Any]) -> Table:
     """Show the metrics of ``evaluation.metrics``, a row for each and each model."""
     columns = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
-    table = _table("\nfurther metrics of each client", "metric", "better", "of", *columns, "left out", numbers=6)
+    table = _table(
+        "\nfurther metrics of each client",
+        "metric",
+        "better",
+        "of",
+        *columns,
+        "left out",
+        numbers=6,
+    )
     for name, declared in summary["metrics"].items():
         for label, part in _parts(summary).items():
             of_metric = part["metrics"][name]
@@ -254,17 +304,27 @@ def _groups(run: Run) -> Table:
         bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if worst else "")
         clients = str(int((federation.groups == position).sum()))
         numbers = [_number(parts[part]["groups"].get(group)) for part in others]
-        table.add_row(group, clients, *numbers, _number(score), bar, style=LEFT_BEHIND if worst else None)
+        table.add_row(
+            group, clients, *numbers, _number(score), bar, style=LEFT_BEHIND if worst else None
+        )
     return table
 
 
 def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
     """Show how the values of attributes of samples are treated: rates by value, then differences between values."""
-    parts = {label: part["attributes"] for label, part in _parts(summary).items() if "attributes" in part}
+    parts = {
+        label: part["attributes"] for label, part in _parts(summary).items() if "attributes" in part
+    }
     score = summary["score"]
     for name in dict.fromkeys(name for part in parts.values() for name in part):
         columns = ("samples", score, *RATES)
-        table = _table(f"\nby {name}: samples of all clients together", name, "of", *columns, numbers=len(columns))
+        table = _table(
+            f"\nby {name}: samples of all clients together",
+            name,
+            "of",
+            *columns,
+            numbers=len(columns),
+        )
         for label, part in parts.items():
             found = part.get(name, {"values": {}, "worst_value": None})
             for value, rates in found["values"].items():
@@ -273,12 +333,26 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
                 table.add_row(value, label, str(rates["n"]), *numbers, style=worst)
         yield table
     if parts:
-        compared = {f"{name}: {label}": found for label, part in parts.items() for name, found in part.items()}
-        table = _table("\nbetween values", "figure", *compared, numbers=len(compared), last="what it is")
+        compared = {
+            f"{name}: {label}": found
+            for label, part in parts.items()
+            for name, found in part.items()
+        }
+        table = _table(
+            "\nbetween values", "figure", *compared, numbers=len(compared), last="what it is"
+        )
         for figure, said in FIGURES.items():
-            table.add_row(figure, *(_number(found[figure]) for found in compared.values()), Text(said, style="dim"))
+            table.add_row(
+                figure,
+                *(_number(found[figure]) for found in compared.values()),
+                Text(said, style="dim"),
+            )
         said = "samples whose counts do not leave their client, because they are few"
-        table.add_row("withheld", *(str(found["withheld"]) for found in compared.values()), Text(said, style="dim"))
+        table.add_row(
+            "withheld",
+            *(str(found["withheld"]) for found in compared.values()),
+            Text(said, style="dim"),
+        )
         yield table
 
 
@@ -317,7 +391,8 @@ def method_documents() -> list[dict[str, Any]]:
                 "server_sees": method.sees.words,
                 "personal_models": method.personal,
                 "hyper_parameters": {
-                    key: to_plain(registry.describe_option(value)) for key, value in registry.options_of(name).items()
+                    key: to_plain(registry.describe_option(value))
+                    for key, value in registry.options_of(name).items()
                 },
             }
         )
@@ -333,23 +408,34 @@ def methods() -> None:
             document["paper"] or "–",
             ", ".join(document["parts"]),
             document["server_sees"],
-            ", ".join(f"{key}={value}" for key, value in document["hyper_parameters"].items()) or "–",
+            ", ".join(f"{key}={value}" for key, value in document["hyper_parameters"].items())
+            or "–",
         )
     console = _console()
     console.print(table)
-    console.print("\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine freely.")
+    console.print(
+        "\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine freely."
+    )
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def draw(federation: Federation, path: Path, *, asked: bool, index: ClientIndex | None = None) -> Path | None:
+def draw(
+    federation: Federation, path: Path, *, asked: bool, index: ClientIndex | None = None
+) -> Path | None:
     """Draw a federation or its index; only a picture that was asked for is missed when there is nothing to draw with."""
     try:
-        return draw_federation(federation, path) if index is None else draw_similarity(index, federation, path)
+        return (
+            draw_federation(federation, path)
+            if index is None
+            else draw_similarity(index, federation, path)
+        )
     except ModuleNotFoundError as error:
         if asked:
-            raise InputError(f"--picture needs {error.name}: pip install 'equipoise[report]'") from error
+            raise InputError(
+                f"--picture needs {error.name}: pip install 'equipoise[report]'"
+            ) from error
         return None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
@@ -365,7 +451,9 @@ def read_index(path: Path, federation: Federation) -> ClientIndex:
     return index
 
 
-def index_document(index: ClientIndex, federation: Federation, picture: Path | None) -> dict[str, Any]:
+def index_document(
+    index: ClientIndex, federation: Federation, picture: Path | None
+) -> dict[str, Any]:
     """Return what ``equipoise data --index FILE --json`` prints; there is null where there are no pairs of clients."""
     groups = federation.groups[index.ids]
 
@@ -383,7 +471,8 @@ def index_document(index: ClientIndex, federation: Federation, picture: Path | N
         "epsilon": index.epsilon,
         "group_names": [federation.group_names[group] for group in sorted(set(groups.tolist()))],
         "similarity": {
-            compare: {key: plain(value) for key, value in found.items()} for compare, found in compared.items()
+            compare: {key: plain(value) for key, value in found.items()}
+            for compare, found in compared.items()
         },
         "picture": str(picture) if picture else None,
     }
@@ -402,7 +491,9 @@ def index(index: ClientIndex, federation: Federation, picture: Path | None) -> N
         table.add_row(compare, _number(found["within"]), _number(found["between"]), share)
     console.print(table)
     names = document["group_names"]
-    between = _table("\nbetween groups, both parts of the index", "group", *names, numbers=len(names))
+    between = _table(
+        "\nbetween groups, both parts of the index", "group", *names, numbers=len(names)
+    )
     for name, row in zip(names, document["similarity"]["both"]["groups"], strict=True):
         between.add_row(name, *(_number(value) for value in row))
     console.print(between)
@@ -429,9 +520,17 @@ def _group_total(federation: Federation, group: int) -> dict[str, Any]:
     """Count the clients of a group, and the samples that they hold together."""
     own = federation.groups == group
     splits = {name: federation.split(name) for name in SPLITS}
-    held = {name: len(np.unique(split.indices[np.repeat(own, split.sizes)])) for name, split in splits.items()}
+    held = {
+        name: len(np.unique(split.indices[np.repeat(own, split.sizes)]))
+        for name, split in splits.items()
+    }
     unseen = int((own & federation.unseen).sum())
-    return {"name": federation.group_names[group], "clients": int(own.sum()), "unseen": unseen, **held}
+    return {
+        "name": federation.group_names[group],
+        "clients": int(own.sum()),
+        "unseen": unseen,
+        **held,
+    }
 
 
 def federation(federation: Federation, picture: Path | None) -> None:
@@ -443,7 +542,14 @@ def federation(federation: Federation, picture: Path | None) -> None:
     for row in document["clients"]:
         sizes = (str(row[split]) for split in ("train", "val", "test"))
         unseen = "unseen" if row["unseen"] else ""
-        table.add_row(str(row["id"]), row["name"], row["group"], unseen, *sizes, _histogram(row.get("labels", [])))
+        table.add_row(
+            str(row["id"]),
+            row["name"],
+            row["group"],
+            unseen,
+            *sizes,
+            _histogram(row.get("labels", [])),
+        )
     console.print(table)
     totals = _table("\ngroups", "group", "clients", "unseen", "train", "val", "test", numbers=5)
     for row in document["groups"]:
@@ -452,13 +558,18 @@ def federation(federation: Federation, picture: Path | None) -> None:
     if picture:
         console.print(f"\npicture: {picture}", soft_wrap=True)
     else:
-        console.print("\nno picture: matplotlib is not installed (pip install 'equipoise[report]')", soft_wrap=True)
+        console.print(
+            "\nno picture: matplotlib is not installed (pip install 'equipoise[report]')",
+            soft_wrap=True,
+        )
 
 
 def _histogram(counts: list[int]) -> str:
     """Draw counts as a row of blocks, the highest for the largest; a dot for none."""
     blocks, top = "▁▂▃▄▅▆▇█", max(counts, default=0)
-    return "".join("·" if not count else blocks[(count * len(blocks) - 1) // top] for count in counts)
+    return "".join(
+        "·" if not count else blocks[(count * len(blocks) - 1) // top] for count in counts
+    )
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -497,10 +608,18 @@ def results(results: Results, directory: Path) -> None:
 def _metrics(results: Results, setting: str) -> Table:
     metrics = results.study.metrics
     header, first = _methods(results, setting, metrics)
-    table = _table(f"\n{results.data(setting)}: mean ± {results.spread}", *header, *metrics, numbers=len(metrics))
+    table = _table(
+        f"\n{results.data(setting)}: mean ± {results.spread}",
+        *header,
+        *metrics,
+        numbers=len(metrics),
+    )
     rankings = {metric: results.ranking(setting, metric) for metric in metrics}
     for label in results.study.methods:
-        cells = (_ranked(results.cell(setting, label, metric), rankings[metric], label) for metric in metrics)
+        cells = (
+            _ranked(results.cell(setting, label, metric), rankings[metric], label)
+            for metric in metrics
+        )
         table.add_row(*first[label], *cells)
     return table
 
@@ -521,9 +640,13 @@ def _intervals(results: Results, cells: dict[str, list[str]]) -> Table:
 
 def _differences(results: Results, setting: str) -> Table:
     metrics = results.study.metrics
-    table = _table(f"\n{results.about_differences(setting)}", "method", *metrics, numbers=len(metrics))
+    table = _table(
+        f"\n{results.about_differences(setting)}", "method", *metrics, numbers=len(metrics)
+    )
     for label in results.study.others:
-        table.add_row(label, *(results.difference(setting, label, metric).cell for metric in metrics))
+        table.add_row(
+            label, *(results.difference(setting, label, metric).cell for metric in metrics)
+        )
     return table
 
 
@@ -535,15 +658,21 @@ def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
     for label in results.study.methods:
         worst = results.worst_group(setting, label)
         cells = {group: results.cell(setting, label, metric) for group, metric in metrics.items()}
-        marked = [Text(cell, style=LEFT_BEHIND if group == worst else "") for group, cell in cells.items()]
+        marked = [
+            Text(cell, style=LEFT_BEHIND if group == worst else "") for group, cell in cells.items()
+        ]
         table.add_row(*first[label], *marked, worst or "–")
     return table
 
 
-def _methods(results: Results, setting: str, metrics: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+def _methods(
+    results: Results, setting: str, metrics: Iterable[str]
+) -> tuple[list[str], dict[str, list[str]]]:
     """Return the first columns' headers and cells: each method and, unless it is the global one, whose model is meant."""
     if models := results.models(setting, metrics):
-        return ["method", "model"], {label: [label, models[label]] for label in results.study.methods}
+        return ["method", "model"], {
+            label: [label, models[label]] for label in results.study.methods
+        }
     return ["method"], {label: [label] for label in results.study.methods}
 
 
@@ -554,6 +683,9 @@ def settings(found: Sequence[Setting]) -> None:
         of = f" (with {setting.of})" if setting.of else ""
         usual = f"default {setting.default}" if setting.default else "no default"
         default = "needed" if setting.default is None else usual
-        console.print(Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"), soft_wrap=True)
+        console.print(
+            Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"),
+            soft_wrap=True,
+        )
         console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4), expand=False))
         console.print(f"    example: {setting.example}", soft_wrap=True)

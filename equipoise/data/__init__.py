@@ -249,6 +249,10 @@ def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
     for option in options:
         if option not in known:
             raise unknown("option", option, known, where=where)
-    if missing := [option for option, field in known.items() if field.default is field.empty and option not in options]:
+    if missing := [
+        option
+        for option, field in known.items()
+        if field.default is field.empty and option not in options
+    ]:
         raise InputError(f"{where} needs {' and '.join(missing)}")
     return function(**options)

@@ -107,7 +107,9 @@ def adult(
     paths = data_files("adult", (TRAIN, TEST), (TRAIN,), folders=FOLDERS, root=root)
     tables = [_table(path) for path in paths]
     rows = np.concatenate(tables)
-    test = np.repeat([number > 0 for number in range(len(tables))], [len(table) for table in tables])
+    test = np.repeat(
+        [number > 0 for number in range(len(tables))], [len(table) for table in tables]
+    )
     ids = np.array([", ".join(row[[COLUMNS.index(column) for column in clients]]) for row in rows])
     names, of_rows = np.unique(ids, return_inverse=True)
     trained = np.bincount(of_rows[~test], minlength=len(names))
@@ -128,7 +130,9 @@ def adult(
         groups=groups.reshape(-1),
         group_names=tuple(group_names.tolist()),
         test=test if len(tables) > 1 else None,
-        attributes={column: Attribute.of(rows[:, COLUMNS.index(column)], column) for column in attributes},
+        attributes={
+            column: Attribute.of(rows[:, COLUMNS.index(column)], column) for column in attributes
+        },
     )
 
 
@@ -161,7 +165,11 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'adult' in ...
     """
-    options = {"attributes": attributes, "use_attributes": use_attributes, "min_samples": min_samples}
+    options = {
+        "attributes": attributes,
+        "use_attributes": use_attributes,
+        "min_samples": min_samples,
+    }
     return adult(root=root, clients=clients, **options), Natural(1)  # type: ignore[arg-type]
 
 

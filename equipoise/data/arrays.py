@@ -129,9 +129,13 @@ def _read(path: str, option: str) -> NDArray[Any]:
         ) from error
     if not isinstance(array, np.ndarray):
         array.close()
-        raise InputError(f"{path} (data.{option}) holds several arrays; valid: a file of numpy.save")
+        raise InputError(
+            f"{path} (data.{option}) holds several arrays; valid: a file of numpy.save"
+        )
     if not array.ndim:
-        raise InputError(f"{path} (data.{option}) holds a single value; valid: a row for each sample")
+        raise InputError(
+            f"{path} (data.{option}) holds a single value; valid: a row for each sample"
+        )
     return array
 
 

@@ -160,7 +160,9 @@ def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
     return made
 
 
-def check_augmentations(augment: Iterable[Augmentation], shape: tuple[int, ...], task: Task) -> None:
+def check_augmentations(
+    augment: Iterable[Augmentation], shape: tuple[int, ...], task: Task
+) -> None:
     """Refuse samples that are no images, and augmentations that do not say whether masks move with images.
 
     Parameters

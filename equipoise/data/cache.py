@@ -98,7 +98,9 @@ class MappedArray:
         try:
             self._array, self.digest = _open(self.path)
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot read the array in {self.path}: {error}; write it again") from error
+            raise InputError(
+                f"cannot read the array in {self.path}: {error}; write it again"
+            ) from error
 
     @classmethod
     def write(
@@ -187,7 +189,9 @@ class MappedArray:
         return MappedArray, (self.path.absolute(),)
 
 
-def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]) -> MappedArray:
+def cached(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]
+) -> MappedArray:
     """Return an array from the cache directory, or make it and keep it there.
 
     An entry that is truncated or damaged, or that has another shape or type, is made again. Of several processes that want
@@ -227,7 +231,9 @@ def cached(key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callabl
     >>> del os.environ["EQUIPOISE_CACHE"]
     """
     if not re.fullmatch(r"[0-9a-f]{16,128}", key):
-        raise InputError(f"the key of a cached array must be a hash of 16 to 128 hexadecimal digits, got {key!r}")
+        raise InputError(
+            f"the key of a cached array must be a hash of 16 to 128 hexadecimal digits, got {key!r}"
+        )
     folder = cache_directory() / "arrays"
     path = folder / f"{key}.npy"
     if (found := _intact(path, shape, dtype)) is not None:
@@ -276,16 +282,22 @@ def _head(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     try:
         numpy_type = torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError as error:
-        raise InputError(f"an array on disk cannot hold {dtype}, which NumPy does not have") from error
+        raise InputError(
+            f"an array on disk cannot hold {dtype}, which NumPy does not have"
+        ) from error
     sizes = tuple(int(size) for size in shape)
     text = f"{{'descr': {numpy_type.str!r}, 'fortran_order': False, 'shape': {sizes!r}, }}"
     magic = b"\x93NUMPY\x02\x00"
     # Spaces fill it up to a multiple of 64 bytes, so that values are aligned.
     padding = -(len(magic) + 4 + len(text) + 1) % 64
-    return magic + struct.pack("<I", len(text) + padding + 1) + text.encode() + b" " * padding + b"\n"
+    return (
+        magic + struct.pack("<I", len(text) + padding + 1) + text.encode() + b" " * padding + b"\n"
+    )
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
+def _values(
+    shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]
+) -> Iterator[memoryview]:
     """Return the bytes of each block of rows."""
     found = 0
     for block in blocks:
@@ -297,7 +309,9 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]
         found += len(block)
         yield block.detach().cpu().contiguous().numpy().data
     if found != shape[0]:
-        raise InputError(f"the blocks have {found} rows in all, the array of shape {list(shape)} needs {shape[0]}")
+        raise InputError(
+            f"the blocks have {found} rows in all, the array of shape {list(shape)} needs {shape[0]}"
+        )
 
 
 @contextmanager
@@ -307,7 +321,11 @@ def _naming_failures(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         in_cache = path.is_relative_to(cache_directory())
-        hint = f"; the environment variable {VARIABLE} can name another cache directory" if in_cache else ""
+        hint = (
+            f"; the environment variable {VARIABLE} can name another cache directory"
+            if in_cache
+            else ""
+        )
         raise RunError(f"cannot write {path}: {error}{hint}") from error
 
 

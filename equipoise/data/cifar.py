@@ -33,11 +33,17 @@ ARCHIVES = {
         f"https://www.cs.toronto.edu/~kriz/{name}.tar.gz",
         sha256,
         FOLDERS[classes][0],
-        tuple(f"{FOLDERS[classes][0]}/{file}" for files in FILES[classes].values() for file in files),
+        tuple(
+            f"{FOLDERS[classes][0]}/{file}" for files in FILES[classes].values() for file in files
+        ),
     )
     for classes, name, sha256 in (
         (10, "cifar-10-python", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
-        (100, "cifar-100-python", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+        (
+            100,
+            "cifar-100-python",
+            "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+        ),
     )
 }
 LABELS = {10: b"labels", 100: b"fine_labels"}
@@ -48,7 +54,18 @@ COLOURS = {
     100: ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
-CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_NAMES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 """The classes of CIFAR-10, in the order of its labels."""
 
 
@@ -96,13 +113,17 @@ def cifar(
         raise unknown("portion", portion, ("all", *portions), where="data 'cifar'")
     names = portions["train"] + portions["test"] if portion == "all" else portions[portion]
     archives = [ARCHIVES[classes]]
-    paths = data_files("cifar", names, folders=FOLDERS[classes], root=root, archives=archives, download=download)
+    paths = data_files(
+        "cifar", names, folders=FOLDERS[classes], root=root, archives=archives, download=download
+    )
     batches = [_batch(path, classes) for path in paths]
     images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     trained_on = sum(len(batch[1]) for batch in batches[: len(portions["train"])])
     x = as_pixels(images)
     if standardize:
-        mean, deviation = (np.array(colour, np.float32).reshape(3, 1, 1) for colour in COLOURS[classes])
+        mean, deviation = (
+            np.array(colour, np.float32).reshape(3, 1, 1) for colour in COLOURS[classes]
+        )
         x -= mean
         x /= deviation
     return Source(
@@ -144,7 +165,9 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'cifar' in .../cifar-10-batches-py or ...
     """
-    source = cifar(classes=classes, root=root, portion=portion, standardize=standardize, download=download)
+    source = cifar(
+        classes=classes, root=root, portion=portion, standardize=standardize, download=download
+    )
     return source, Dirichlet(100, beta=0.1)
 
 
@@ -177,23 +200,41 @@ def read_pickle(path: Path) -> Any:
     except InputError as error:
         raise InputError(f"{path} is refused: {error}") from error
     except ValueError as error:
-        raise InputError(f"{path} is not a pickle or is damaged ({type(error).__name__}: {error})") from error
+        raise InputError(
+            f"{path} is not a pickle or is damaged ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Read the images [N, 3, 32, 32] and labels [N] of one file."""
     batch = read_pickle(path)
     if not isinstance(batch, dict) or not {b"data", LABELS[classes]} <= batch.keys():
-        raise InputError(f"{path} is not a file of CIFAR-{classes}: it must hold data and {LABELS[classes].decode()}")
+        raise InputError(
+            f"{path} is not a file of CIFAR-{classes}: it must hold data and {LABELS[classes].decode()}"
+        )
     images, labels = batch[b"data"], batch[LABELS[classes]]
     # Not before it is known that a list holds numbers: lists of lists may stand for more values than fit into memory.
     if isinstance(labels, list) and all(type(label) is int for label in labels):
         labels = np.array(labels, np.int64)
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (3072,):
-        raise InputError(f"data of {path} must be bytes of shape [N, 3072], three colours of 32 by 32 pixels")
-    if not isinstance(labels, np.ndarray) or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+    if (
+        not isinstance(images, np.ndarray)
+        or images.dtype != np.uint8
+        or images.shape[1:] != (3072,)
+    ):
+        raise InputError(
+            f"data of {path} must be bytes of shape [N, 3072], three colours of 32 by 32 pixels"
+        )
+    if (
+        not isinstance(labels, np.ndarray)
+        or labels.shape != images.shape[:1]
+        or labels.dtype.kind not in "iu"
+    ):
         given = f"{labels.size} labels" if isinstance(labels, np.ndarray) else "labels that are not"
-        raise InputError(f"{path} must hold one whole number a label: {len(images)} images, {given}")
+        raise InputError(
+            f"{path} must hold one whole number a label: {len(images)} images, {given}"
+        )
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
-        raise InputError(f"labels of {path} run from {labels.min()} to {labels.max()}; valid: 0 to {classes - 1}")
+        raise InputError(
+            f"labels of {path} run from {labels.min()} to {labels.max()}; valid: 0 to {classes - 1}"
+        )
     return images.reshape(-1, 3, 32, 32), labels.astype(np.int64)

@@ -171,7 +171,9 @@ def recipe(
     images = {"train_images": train_images, "test_images": test_images}
     source = digitfive(root=root, domains=domains, size=size, seed=seed, **images)
     if real(dif, "dif of data 'digitfive'", least=1) == 1:
-        return source, ByGroup(1, largest=count(largest, "largest of data 'digitfive'", least=2) // 2)
+        return source, ByGroup(
+            1, largest=count(largest, "largest of data 'digitfive'", least=2) // 2
+        )
     return source, ByGroup(dif, ratio=RATIOS.get((len(domains), int(dif))), largest=largest)
 
 
@@ -187,12 +189,16 @@ class _Wanted(NamedTuple):
 def _read_mnist(wanted: _Wanted) -> tuple[_Portion, _Portion]:
     names = mnist_files.FILES["train"] + mnist_files.FILES["test"]
     paths = data_files("digitfive mnist", names, folders=mnist_files.FOLDERS, root=wanted.root)
-    return _Portion(*read_idx_images(*paths[:2], classes=10)), _Portion(*read_idx_images(*paths[2:], classes=10))
+    return _Portion(*read_idx_images(*paths[:2], classes=10)), _Portion(
+        *read_idx_images(*paths[2:], classes=10)
+    )
 
 
 def _read_usps(wanted: _Wanted) -> tuple[_Portion, _Portion]:
     text = ("usps.bz2", "usps.t.bz2")
-    paths = data_files("digitfive usps", ["usps.h5"], text, folders=("usps", "USPS", "."), root=wanted.root)
+    paths = data_files(
+        "digitfive usps", ["usps.h5"], text, folders=("usps", "USPS", "."), root=wanted.root
+    )
     if len(paths) == 1:
         return _usps_hdf5(paths[0], "train"), _usps_hdf5(paths[0], "test")
     return _usps_text(paths[0]), _usps_text(paths[1])
@@ -223,7 +229,9 @@ def _usps_text(path: Path) -> _Portion:
     try:
         values, labels = load_svmlight_file(str(path), n_features=256)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}; it must be a file in LIBSVM's format") from error
+        raise InputError(
+            f"cannot read {path}: {error}; it must be a file in LIBSVM's format"
+        ) from error
     return _checked(_bytes((values.toarray().reshape(-1, 16, 16) + 1) / 2), labels - 1, path)
 
 
@@ -236,7 +244,9 @@ def _read_synth(wanted: _Wanted) -> tuple[_Portion, _Portion]:
 
 def _read_svhn(wanted: _Wanted) -> tuple[_Portion, _Portion]:
     names = ("train_32x32.mat", "test_32x32.mat")
-    train, test = data_files("digitfive svhn", names, folders=("svhn", "SVHN", "."), root=wanted.root)
+    train, test = data_files(
+        "digitfive svhn", names, folders=("svhn", "SVHN", "."), root=wanted.root
+    )
     return _matlab(train), _matlab(test)
 
 
@@ -248,7 +258,9 @@ def _matlab(path: Path) -> _Portion:
         arrays: dict[str, Any] = loadmat(path, variable_names=("X", "y"))
         images, labels = arrays["X"], arrays["y"].reshape(-1)
     except (OSError, KeyError, ValueError, NotImplementedError, TypeError) as error:
-        raise InputError(f"cannot read {path}: {error}; it must hold X [32, 32, 3, N] and y") from error
+        raise InputError(
+            f"cannot read {path}: {error}; it must hold X [32, 32, 3, N] and y"
+        ) from error
     if images.ndim != 4:
         raise InputError(f"{path} holds X of shape {images.shape}; it must be [32, 32, 3, N]")
     return _checked(np.moveaxis(images, 3, 0), np.where(labels == 10, 0, labels), path)
@@ -268,7 +280,9 @@ def _arrays(path: Path) -> _Portion:
 
 def _read_fonts(wanted: _Wanted) -> tuple[_Portion, _Portion]:
     if wanted.train is None or wanted.test is None:
-        raise InputError("domain 'fonts' of data 'digitfive' has no end; say train_images and test_images")
+        raise InputError(
+            "domain 'fonts' of data 'digitfive' has no end; say train_images and test_images"
+        )
     images, labels = font_digits(wanted.train + wanted.test, seed=wanted.seed)
     return _Portion(images[: wanted.train], labels[: wanted.train]), _Portion(
         images[wanted.train :], labels[wanted.train :]
@@ -297,7 +311,9 @@ _READERS: dict[str, Callable[[_Wanted], tuple[_Portion, _Portion]]] = {
 
 def _chosen(domains: Sequence[str]) -> tuple[str, ...]:
     if isinstance(domains, str) or not domains or len(set(domains)) < len(domains):
-        raise InputError(f"domains of data 'digitfive' must be a list of different names, got {domains!r}")
+        raise InputError(
+            f"domains of data 'digitfive' must be a list of different names, got {domains!r}"
+        )
     for domain in domains:
         if domain not in _READERS:
             raise unknown("domain", domain, _READERS, where="data 'digitfive'")
@@ -311,10 +327,16 @@ def _bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _checked(images: NDArray[Any], labels: NDArray[Any], path: Path) -> _Portion:
     """Refuse files that hold anything but digits."""
-    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
-        raise InputError(f"{path} holds images of {images.dtype} and shape {images.shape}; they must be bytes of RGB")
+    if images.dtype != np.uint8 or not (
+        images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+    ):
+        raise InputError(
+            f"{path} holds images of {images.dtype} and shape {images.shape}; they must be bytes of RGB"
+        )
     if labels.shape != images.shape[:1] or not np.isin(labels, range(10)).all():
-        raise InputError(f"{path} must hold a label from 0 to 9 for each of its {len(images)} images")
+        raise InputError(
+            f"{path} must hold a label from 0 to 9 for each of its {len(images)} images"
+        )
     return _Portion(images, labels.astype(np.int64))
 
 
@@ -324,7 +346,9 @@ def _resized(images: NDArray[np.uint8], size: int) -> Tensor:
     whole = whole.unsqueeze(1) if whole.dim() == 3 else whole.permute(0, 3, 1, 2)
     if whole.shape[-2:] != (size, size):
         blocks = [
-            F.interpolate(block.float(), (size, size), mode="bilinear", antialias=True).round().clamp(0, 255)
+            F.interpolate(block.float(), (size, size), mode="bilinear", antialias=True)
+            .round()
+            .clamp(0, 255)
             for block in whole.split(_IMAGES_A_BLOCK)
         ]
         whole = torch.cat([block.to(torch.uint8) for block in blocks])

@@ -77,9 +77,13 @@ def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
 
     raw = load_digits()
     draws = generator(seed, "digits")
-    shares = (1.0 if imbalance is None else real(imbalance, "imbalance", least=1)) ** -np.linspace(0, 1, len(STYLES))
+    shares = (1.0 if imbalance is None else real(imbalance, "imbalance", least=1)) ** -np.linspace(
+        0, 1, len(STYLES)
+    )
     ends = np.round(np.cumsum(shares / shares.sum()) * len(raw.images)).astype(np.int64)
-    style_of = np.searchsorted(ends, np.arange(len(raw.images)), side="right")[draws.permutation(len(raw.images))]
+    style_of = np.searchsorted(ends, np.arange(len(raw.images)), side="right")[
+        draws.permutation(len(raw.images))
+    ]
     images = raw.images / 16
     for style, change in enumerate(STYLES.values()):
         images[style_of == style] = change(images[style_of == style], draws)

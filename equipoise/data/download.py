@@ -94,11 +94,20 @@ def fetch(archive: Archive, home: Path) -> None:
         with TemporaryDirectory(prefix=f".{archive.name}.", dir=nearest) as beside:
             arrived = Path(beside, archive.name)
             _receive(archive, arrived)
-            wanted = _unpack(archive, arrived, Path(beside, "members")) if archive.members else [arrived]
+            wanted = (
+                _unpack(archive, arrived, Path(beside, "members")) if archive.members else [arrived]
+            )
             folder.mkdir(parents=True, exist_ok=True)
             for path in wanted:
                 os.replace(path, folder / path.name)
-    except (OSError, EOFError, HTTPException, KeyError, tarfile.TarError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        EOFError,
+        HTTPException,
+        KeyError,
+        tarfile.TarError,
+        zipfile.BadZipFile,
+    ) as error:
         raise RunError(f"cannot get {archive.url}: {type(error).__name__}: {error}") from error
 
 

@@ -12,7 +12,9 @@ from equipoise.data.source import Source
 from equipoise.errors import InputError
 
 
-def ellipses(*, sites: int = 4, images: int = 60, size: int = 32, empty: float = 0.0, seed: int = 0) -> Source:
+def ellipses(
+    *, sites: int = 4, images: int = 60, size: int = 32, empty: float = 0.0, seed: int = 0
+) -> Source:
     """Draw images of one ellipse each, which is what must be found.
 
     An ellipse has a random place, angle and half axes of an eighth to a third of the image's size.
@@ -45,7 +47,10 @@ def ellipses(*, sites: int = 4, images: int = 60, size: int = 32, empty: float =
     >>> source.x.shape, source.y.shape, source.classes
     (torch.Size([6, 1, 16, 16]), torch.Size([6, 16, 16]), 2)
     """
-    sites, images = count(sites, "sites of data 'ellipses'"), count(images, "images of data 'ellipses'")
+    sites, images = (
+        count(sites, "sites of data 'ellipses'"),
+        count(images, "images of data 'ellipses'"),
+    )
     size = count(size, "size of data 'ellipses'", least=8)
     if real(empty, "empty of data 'ellipses'", least=0) > 1:
         raise InputError(f"empty of data 'ellipses' must be a share from 0 to 1, got {empty!r}")
@@ -54,7 +59,9 @@ def ellipses(*, sites: int = 4, images: int = 60, size: int = 32, empty: float =
     down, across = np.indices((size, size)) / size
     # One number an image, to be combined with every pixel.
     ranges = ((0.3, 0.7), (0.3, 0.7), (0, np.pi), (1 / 8, 1 / 3), (1 / 8, 1 / 3), (0, 1))
-    top, left, angle, long, short, chance = (draws.uniform(low, high, (total, 1, 1)) for low, high in ranges)
+    top, left, angle, long, short, chance = (
+        draws.uniform(low, high, (total, 1, 1)) for low, high in ranges
+    )
     along = (down - top) * np.cos(angle) + (across - left) * np.sin(angle)
     beside = (across - left) * np.cos(angle) - (down - top) * np.sin(angle)
     masks = ((along / long) ** 2 + (beside / short) ** 2 <= 1) & (chance >= empty)

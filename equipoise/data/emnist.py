@@ -67,8 +67,18 @@ def emnist(
     equipoise.errors.InputError: characters='ab!' of data 'emnist' must be different ones of 0-9A-Za-z
     """
     kept = _classes(characters)
-    paths = data_files("emnist", RELEASE, UPRIGHT, folders=FOLDERS, root=root, archives=[ARCHIVE], download=download)
-    read = [read_idx_images(*paths[i : i + 2], classes=len(CHARACTERS)) for i in range(0, len(paths), 2)]
+    paths = data_files(
+        "emnist",
+        RELEASE,
+        UPRIGHT,
+        folders=FOLDERS,
+        root=root,
+        archives=[ARCHIVE],
+        download=download,
+    )
+    read = [
+        read_idx_images(*paths[i : i + 2], classes=len(CHARACTERS)) for i in range(0, len(paths), 2)
+    ]
     images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     chosen = np.isin(labels, kept)
     images, labels = images[chosen], labels[chosen]
@@ -120,7 +130,12 @@ def recipe(
 
 
 def _classes(characters: str | None) -> list[int]:
-    kept = [CHARACTERS.find(character) for character in (CHARACTERS if characters is None else characters)]
+    kept = [
+        CHARACTERS.find(character)
+        for character in (CHARACTERS if characters is None else characters)
+    ]
     if not kept or -1 in kept or len(set(kept)) < len(kept):
-        raise InputError(f"characters={characters!r} of data 'emnist' must be different ones of 0-9A-Za-z")
+        raise InputError(
+            f"characters={characters!r} of data 'emnist' must be different ones of 0-9A-Za-z"
+        )
     return kept

@@ -68,7 +68,12 @@ def encoded_samples(
         for start in range(0, len(x), rows):
             yield encode(x[start : start + rows]).cpu()
 
-    array = cached(hashlib.sha256(repr(known).encode()).hexdigest(), (len(x), *like.shape[1:]), like.dtype, blocks)
+    array = cached(
+        hashlib.sha256(repr(known).encode()).hexdigest(),
+        (len(x), *like.shape[1:]),
+        like.dtype,
+        blocks,
+    )
     return array[:] if len(array) * like[0].nbytes <= _IN_MEMORY else array
 
 

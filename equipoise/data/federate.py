@@ -78,14 +78,20 @@ def federate(
     server = _held_by_server(source, whose, server_val, seed)
     tests = tests_of_groups(source, splits, seed) if whose == "group" else None
     if server and tests is not None:
-        raise InputError("server_val has no meaning with test='group'; valid: test='client' or 'server'")
+        raise InputError(
+            "server_val has no meaning with test='group'; valid: test='client' or 'server'"
+        )
     if whose == "server":
         source = replace(source, test=None)
     if server:
         others = np.setdiff1d(np.arange(len(source.x)), np.concatenate(list(server.values())))
         assignment = assign_some(partition, source, others, seed)
     else:
-        assignment = partition.assign(source, seed) if tests is None else assign_others(partition, source, tests, seed)
+        assignment = (
+            partition.assign(source, seed)
+            if tests is None
+            else assign_others(partition, source, tests, seed)
+        )
     left_out = _left_out(assignment, leave_out)
     keys = assignment.names or [str(client) for client in range(len(assignment.clients))]
     held = Split.from_lists(assignment.clients)
@@ -107,10 +113,16 @@ def federate(
     )
 
 
-def _held_by_server(source: Source, whose: str, share: float, seed: int) -> dict[str, NDArray[np.int64]]:
+def _held_by_server(
+    source: Source, whose: str, share: float, seed: int
+) -> dict[str, NDArray[np.int64]]:
     """Return the samples that the server holds for validation and for testing."""
     held = {}
-    official = source.official_test if whose == "server" and source.official_test is not None else source.test
+    official = (
+        source.official_test
+        if whose == "server" and source.official_test is not None
+        else source.test
+    )
     for_testing = np.zeros(len(source.x), bool) if official is None else official
     if share:
         if not 0 < share < 1:
@@ -120,7 +132,9 @@ def _held_by_server(source: Source, whose: str, share: float, seed: int) -> dict
         held["val"] = np.sort(generator(seed, "server").permutation(candidates)[:count])
     if whose == "server":
         if not for_testing.any():
-            raise InputError(f"test='server': source {source.name!r} does not say which samples are for testing")
+            raise InputError(
+                f"test='server': source {source.name!r} does not say which samples are for testing"
+            )
         held["test"] = np.flatnonzero(for_testing)
     return held
 
@@ -138,28 +152,41 @@ def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool
     nothing = Split.from_lists([[]] * held.clients)
     # Clients that share the test samples of their group hold these too.
     everything = Split.from_lists(
-        [np.concatenate([held.of(k), np.setdiff1d(divided.test.of(k), held.of(k))]) for k in range(held.clients)]
+        [
+            np.concatenate([held.of(k), np.setdiff1d(divided.test.of(k), held.of(k))])
+            for k in range(held.clients)
+        ]
     )
 
     def replaced(split: Split, instead: Split) -> Split:
-        return Split.from_lists([(instead if left_out[k] else split).of(k) for k in range(held.clients)])
+        return Split.from_lists(
+            [(instead if left_out[k] else split).of(k) for k in range(held.clients)]
+        )
 
     return ThreeSplits(
-        replaced(divided.train, nothing), replaced(divided.val, nothing), replaced(divided.test, everything)
+        replaced(divided.train, nothing),
+        replaced(divided.val, nothing),
+        replaced(divided.test, everything),
     )
 
 
-def _unseen(wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
+def _unseen(
+    wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int
+) -> NDArray[np.bool_]:
     """Choose unseen clients among those that are not left out already."""
     chosen = np.zeros(len(left_out), bool)
     candidates = np.flatnonzero(~left_out)
     if not isinstance(wanted, int | float | np.number):
         for client in wanted:
             if client not in range(len(left_out)):
-                raise InputError(f"unseen client {client!r} does not exist; valid: 0 to {len(left_out) - 1}")
+                raise InputError(
+                    f"unseen client {client!r} does not exist; valid: 0 to {len(left_out) - 1}"
+                )
         chosen[list(wanted)] = True
         return chosen
-    count = round(wanted * len(left_out)) if isinstance(wanted, float) and 0 <= wanted < 1 else wanted
+    count = (
+        round(wanted * len(left_out)) if isinstance(wanted, float) and 0 <= wanted < 1 else wanted
+    )
     if count not in range(len(left_out)) or not 0 <= count < max(1, len(candidates)):
         raise InputError(
             f"unseen={wanted} must leave a client to train: a count from 0 to {max(0, len(candidates) - 1)}, "

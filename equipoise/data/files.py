@@ -176,7 +176,9 @@ def read_idx(path: Path) -> NDArray[Any]:
     """
     content = read(path)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_TYPES:
-        raise InputError(f"{path} is not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
+        raise InputError(
+            f"{path} is not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}"
+        )
     kind, axes = np.dtype(_IDX_TYPES[content[2]]), content[3]
     begin = 4 + 4 * axes
     if len(content) < begin:
@@ -184,11 +186,15 @@ def read_idx(path: Path) -> NDArray[Any]:
     shape = tuple(np.frombuffer(content, ">u4", count=axes, offset=4).tolist())
     wanted = prod(shape) * kind.itemsize
     if len(content) - begin != wanted:
-        raise InputError(f"{path} holds {len(content) - begin} bytes of values, its shape {shape} needs {wanted}")
+        raise InputError(
+            f"{path} holds {len(content) - begin} bytes of values, its shape {shape} needs {wanted}"
+        )
     return np.frombuffer(content, kind, offset=begin).reshape(shape).astype(kind.newbyteorder("="))
 
 
-def read_idx_images(images: Path, labels: Path, *, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def read_idx_images(
+    images: Path, labels: Path, *, classes: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Read a pair of idx files: grey images and their labels.
 
     Parameters
@@ -215,9 +221,13 @@ def read_idx_images(images: Path, labels: Path, *, classes: int) -> tuple[NDArra
     """
     x, y = read_idx(images), read_idx(labels)
     if x.ndim != 3 or x.dtype != np.uint8:
-        raise InputError(f"{images} holds {x.dtype} of shape {x.shape}; images must be uint8 [N, height, width]")
+        raise InputError(
+            f"{images} holds {x.dtype} of shape {x.shape}; images must be uint8 [N, height, width]"
+        )
     if y.shape != x.shape[:1] or y.dtype != np.uint8:
-        raise InputError(f"{labels} holds {y.dtype} of shape {y.shape}, but {images} has {len(x)} images")
+        raise InputError(
+            f"{labels} holds {y.dtype} of shape {y.shape}, but {images} has {len(x)} images"
+        )
     if y.size and y.max() >= classes:
         raise InputError(f"{labels} has label {y.max()}; valid: 0 to {classes - 1}")
     return x, y.astype(np.int64)

@@ -46,7 +46,13 @@ def find_folder(root: str, source: str) -> Path:
 
 
 def choose(
-    wanted: Sequence[str] | None, what: str, found: Sequence[str], *, option: str, kind: str, where: Path
+    wanted: Sequence[str] | None,
+    what: str,
+    found: Sequence[str],
+    *,
+    option: str,
+    kind: str,
+    where: Path,
 ) -> tuple[str, ...]:
     """Return the names asked for, each of which must exist, or all there are.
 
@@ -80,7 +86,9 @@ def choose(
         if name not in found:
             raise unknown(kind, name, found, where=str(where))
     if not names or len(set(names)) < len(names):
-        raise InputError(f"{option} of data {what!r} must be different names, at least one, got {list(names)}")
+        raise InputError(
+            f"{option} of data {what!r} must be different names, at least one, got {list(names)}"
+        )
     return names
 
 
@@ -116,7 +124,9 @@ def subfolders(folder: Path) -> list[str]:
     ['photo']
     """
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[str]:
@@ -131,7 +141,9 @@ def files_in(folder: Path, endings: tuple[str, ...]) -> list[str]:
     ['1.PNG']
     """
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
+        names = [
+            entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")
+        ]
     return sorted(name for name in names if name.lower().endswith(endings))
 
 

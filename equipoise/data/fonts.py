@@ -80,7 +80,9 @@ def font_digits(number: int, *, seed: int = 0) -> tuple[NDArray[np.uint8], NDArr
     """
     for package in ("PIL", "matplotlib"):
         if find_spec(package) is None:
-            raise InputError("digits of fonts need Pillow and Matplotlib: pip install 'equipoise[digitfive]'")
+            raise InputError(
+                "digits of fonts need Pillow and Matplotlib: pip install 'equipoise[digitfive]'"
+            )
     shape = (count(number, "number of digits"), SIDE, SIDE, 3)
     stored = cached(_key(number, seed), shape, torch.uint8, lambda: _drawn(number, seed))
     return stored[:].numpy(), np.arange(number) % 10
@@ -92,7 +94,9 @@ def _key(number: int, seed: int) -> str:
     from PIL import features
 
     versions = PIL.__version__, features.version("freetype2"), matplotlib.__version__
-    return hashlib.sha256(repr(("font digits", _VERSION, versions, number, seed)).encode()).hexdigest()
+    return hashlib.sha256(
+        repr(("font digits", _VERSION, versions, number, seed)).encode()
+    ).hexdigest()
 
 
 def _drawn(number: int, seed: int) -> Iterator[Tensor]:
@@ -114,10 +118,14 @@ def _fonts() -> list[list[Any]]:
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
     sizes = range(_SIZES[0], _SIZES[1] + 1, 2)
     try:
-        fonts: list[list[Any]] = [[ImageFont.truetype(folder / f"{n}.ttf", size) for size in sizes] for n in FONTS]
+        fonts: list[list[Any]] = [
+            [ImageFont.truetype(folder / f"{n}.ttf", size) for size in sizes] for n in FONTS
+        ]
         return [*fonts, [ImageFont.load_default(size) for size in sizes]]
     except (ImportError, OSError) as error:
-        raise InputError(f"cannot read the fonts of Matplotlib in {folder} and of Pillow: {error}") from error
+        raise InputError(
+            f"cannot read the fonts of Matplotlib in {folder} and of Pillow: {error}"
+        ) from error
 
 
 def _draw(label: int, fonts: list[list[Any]], draws: np.random.Generator) -> NDArray[np.uint8]:
@@ -150,7 +158,9 @@ def _glyph(label: int, font: Any, centre: NDArray[np.float64], angle: float) -> 
     from PIL import Image, ImageDraw
 
     canvas = Image.new("L", (_CANVAS, _CANVAS))
-    ImageDraw.Draw(canvas).text(tuple(centre.tolist()), str(label), fill=255, font=font, anchor="mm")
+    ImageDraw.Draw(canvas).text(
+        tuple(centre.tolist()), str(label), fill=255, font=font, anchor="mm"
+    )
     turned = canvas.rotate(angle, Image.Resampling.BILINEAR, center=tuple(centre.tolist()))
     return np.asarray(turned, np.float64)
 

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from equipoise.checks import count, flag
 from equipoise.data.cache import MappedArray, cached
-from equipoise.data.folders import LARGEST_IN_MEMORY, choose, cores, files_in, find_folder, refuse, subfolders
+from equipoise.data.folders import (
+    LARGEST_IN_MEMORY,
+    choose,
+    cores,
+    files_in,
+    find_folder,
+    refuse,
+    subfolders,
+)
 from equipoise.data.partition import Natural
 from equipoise.data.progress import progress
 from equipoise.data.source import Source
@@ -99,7 +107,9 @@ def imagefolder(
     folder = find_folder(root, "imagefolder")
     group_names, class_names, images = _listed(folder, domains, classes)
     shape = (len(images), 3, size, size)
-    stored = cached(_key(folder, images, size), shape, torch.uint8, lambda: _decoded(folder, images, size))
+    stored = cached(
+        _key(folder, images, size), shape, torch.uint8, lambda: _decoded(folder, images, size)
+    )
     stays_on_disk = prod(shape) >= LARGEST_IN_MEMORY if mapped is None else mapped
     x: Tensor | MappedArray = stored if stays_on_disk else stored[:]
     groups = np.array([image.domain for image in images], np.int64)
@@ -144,7 +154,9 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: root='nowhere' of data 'imagefolder' is no folder; looked for .../nowhere and ...
     """
-    return imagefolder(root=root, size=size, classes=classes, domains=domains, mapped=mapped), Natural()
+    return imagefolder(
+        root=root, size=size, classes=classes, domains=domains, mapped=mapped
+    ), Natural()
 
 
 def _listed(
@@ -153,15 +165,21 @@ def _listed(
     """Return the domains, the classes and the images, having checked that every domain has images of every class."""
     found_domains = subfolders(folder)
     if not found_domains:
-        raise InputError(f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in each")
-    chosen_domains = choose(domains, "imagefolder", found_domains, option="domains", kind="domain", where=folder)
+        raise InputError(
+            f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in each"
+        )
+    chosen_domains = choose(
+        domains, "imagefolder", found_domains, option="domains", kind="domain", where=folder
+    )
     classes_of = {domain: subfolders(folder / domain) for domain in chosen_domains}
     refuse(
         [f"domain {domain!r}" for domain, found in classes_of.items() if not found],
         f"in {folder} each domain needs one folder a class; there is none in ",
     )
     every_class = sorted(set().union(*classes_of.values()))
-    chosen_classes = choose(classes, "imagefolder", every_class, option="classes", kind="class", where=folder)
+    chosen_classes = choose(
+        classes, "imagefolder", every_class, option="classes", kind="class", where=folder
+    )
     refuse(
         [
             f"{name!r} is missing in {d!r}"
@@ -176,9 +194,13 @@ def _listed(
     for domain, domain_name in enumerate(chosen_domains):
         for label, class_name in enumerate(chosen_classes):
             names = files_in(folder / domain_name / class_name, ENDINGS)
-            images += [_Image(f"{domain_name}/{class_name}/{name}", domain, label) for name in names]
+            images += [
+                _Image(f"{domain_name}/{class_name}/{name}", domain, label) for name in names
+            ]
             empty += [] if names else [f"{domain_name}/{class_name}"]
-    refuse(empty, f"no images (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: ")
+    refuse(
+        empty, f"no images (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: "
+    )
     return chosen_domains, chosen_classes, images
 
 
@@ -187,7 +209,10 @@ def _key(folder: Path, images: Sequence[_Image], size: int) -> str:
     import PIL
     from PIL import features
 
-    decoders = (PIL.__version__, *(features.version(codec) for codec in ("jpg", "zlib", "libtiff", "webp")))
+    decoders = (
+        PIL.__version__,
+        *(features.version(codec) for codec in ("jpg", "zlib", "libtiff", "webp")),
+    )
     key = hashlib.sha256(repr(("imagefolder", _VERSION, decoders, size)).encode())
     for image in images:
         status = os.stat(folder / image.name)
@@ -205,16 +230,25 @@ def _decoded(folder: Path, images: Sequence[_Image], size: int) -> Iterator[Tens
         try:
             return _decode(folder / image.name, size)
         except Exception as error:  # decoders raise all kinds of errors when a file is broken
-            reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
+            reason = (
+                "not an image"
+                if isinstance(error, UnidentifiedImageError)
+                else str(error) or type(error).__name__
+            )
             broken.append(f"{image.name} ({reason})")
             return np.zeros((3, size, size), np.uint8)
 
-    with ThreadPoolExecutor(cores()) as pool, progress(f"decoding {folder.name}", len(images)) as advance:
+    with (
+        ThreadPoolExecutor(cores()) as pool,
+        progress(f"decoding {folder.name}", len(images)) as advance,
+    ):
         for first in range(0, len(images), _IMAGES_A_BLOCK):
             block = np.stack(list(pool.map(decode, images[first : first + _IMAGES_A_BLOCK])))
             advance(len(block))
             yield torch.from_numpy(block)
-    refuse(sorted(broken), f"{len(broken)} of the {len(images)} images in {folder} cannot be read: ")
+    refuse(
+        sorted(broken), f"{len(broken)} of the {len(images)} images in {folder} cannot be read: "
+    )
 
 
 def _decode(path: Path, size: int) -> NDArray[np.uint8]:

@@ -30,10 +30,30 @@ from equipoise.data.partition import Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError, unknown
 
-CHARACTERS = "\n !\"&'(),-." + string.digits + ":;>?" + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
+CHARACTERS = (
+    "\n !\"&'(),-."
+    + string.digits
+    + ":;>?"
+    + string.ascii_uppercase
+    + "[]"
+    + string.ascii_lowercase
+    + "}"
+)
 DATASETS = ("femnist", "shakespeare")
 
-_PLAIN = {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "æ": "a", "Æ": "A", "œ": "o", "Œ": "O", "ß": "s"}
+_PLAIN = {
+    "‘": "'",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "–": "-",
+    "—": "-",
+    "æ": "a",
+    "Æ": "A",
+    "œ": "o",
+    "Œ": "O",
+    "ß": "s",
+}
 
 Read = tuple[list[Any], list[Any]]
 T = TypeVar("T")
@@ -62,7 +82,9 @@ def encode(text: str) -> NDArray[np.int64]:
     return np.array([_number(chr(point)) for point in found], np.int64)[places]
 
 
-def draw_clients(candidates: Sequence[T], wanted: int | None, draws: np.random.Generator, what: str) -> list[T]:
+def draw_clients(
+    candidates: Sequence[T], wanted: int | None, draws: np.random.Generator, what: str
+) -> list[T]:
     """Draw some of many clients at random, leaving them in their order.
 
     Parameters
@@ -130,14 +152,18 @@ def read_leaf(paths: Iterable[Path]) -> dict[str, Read]:
             ) from error
         for user, (x, y) in samples.items():
             if len(x) != len(y):
-                raise InputError(f"client {user!r} of {path} has {len(x)} samples in x and {len(y)} in y")
+                raise InputError(
+                    f"client {user!r} of {path} has {len(x)} samples in x and {len(y)} in y"
+                )
             known = clients.setdefault(user, ([], []))
             known[0].extend(x)
             known[1].extend(y)
     return clients
 
 
-def leaf(*, dataset: str = "femnist", root: str | None = None, clients: int | None = None, seed: int = 0) -> Source:
+def leaf(
+    *, dataset: str = "femnist", root: str | None = None, clients: int | None = None, seed: int = 0
+) -> Source:
     """Read a dataset prepared by LEAF, with every sample's client.
 
     Parameters
@@ -233,10 +259,14 @@ def _images(names: list[str], held: dict[str, Read]) -> tuple[Tensor, Tensor]:
         try:
             pixels.append(np.array(x, np.float32).reshape(len(x), 1, 28, 28))
         except (ValueError, TypeError) as error:
-            raise InputError(f"client {name!r} of LEAF's femnist has images that are not 784 numbers each") from error
+            raise InputError(
+                f"client {name!r} of LEAF's femnist has images that are not 784 numbers each"
+            ) from error
         mine = np.array(y)
         if mine.dtype.kind not in "iu" or not 0 <= mine.min() <= mine.max() < 62:
-            raise InputError(f"client {name!r} of LEAF's femnist has labels that are not whole numbers from 0 to 61")
+            raise InputError(
+                f"client {name!r} of LEAF's femnist has labels that are not whole numbers from 0 to 61"
+            )
         labels.append(mine.astype(np.int64))
     return torch.from_numpy(np.concatenate(pixels)), torch.from_numpy(np.concatenate(labels))
 
@@ -253,6 +283,10 @@ def _text(names: list[str], held: dict[str, Read]) -> tuple[Tensor, Tensor]:
                 f"has {length}; they must be equal"
             )
         if any(len(text) != 1 for text in y):
-            raise InputError(f"client {name!r} of LEAF's shakespeare has a next character that is not one character")
-    before, after = (encode("".join("".join(held[name][part]) for name in names)) for part in (0, 1))
+            raise InputError(
+                f"client {name!r} of LEAF's shakespeare has a next character that is not one character"
+            )
+    before, after = (
+        encode("".join("".join(held[name][part]) for name in names)) for part in (0, 1)
+    )
     return torch.from_numpy(before.reshape(len(after), length)), torch.from_numpy(after)

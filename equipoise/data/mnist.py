@@ -55,7 +55,9 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
         raise unknown("portion", portion, ("all", *FILES), where="data 'mnist'")
     names = FILES["train"] + FILES["test"] if portion == "all" else FILES[portion]
     archives = [ARCHIVES[name] for name in names]
-    paths = data_files("mnist", names, folders=FOLDERS, root=root, archives=archives, download=download)
+    paths = data_files(
+        "mnist", names, folders=FOLDERS, root=root, archives=archives, download=download
+    )
     read = [read_idx_images(*paths[i : i + 2], classes=10) for i in range(0, len(paths), 2)]
     images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
     return Source(

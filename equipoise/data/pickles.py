@@ -24,7 +24,11 @@ _FROM_BUFFER = {(f"{home}.numeric", "_frombuffer") for home in ("numpy.core", "n
 _ARRAY, _TYPE, _ENCODE = ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")
 _KNOWN = {*_RECONSTRUCT, *_FROM_BUFFER, _ARRAY, _TYPE, _ENCODE}
 # Whole numbers, floating point numbers and truth values, by the codes that NumPy writes.
-_TYPES = {f"{kind}{size}" for kind, sizes in (("u", "1248"), ("i", "1248"), ("f", "248"), ("b", "1")) for size in sizes}
+_TYPES = {
+    f"{kind}{size}"
+    for kind, sizes in (("u", "1248"), ("i", "1248"), ("f", "248"), ("b", "1"))
+    for size in sizes
+}
 _LONGEST_WHOLE_NUMBER = 8
 _MOST_AXES = 32
 
@@ -98,7 +102,9 @@ class _Machine:
         return self.stack.pop()
 
     def top(self, kind: type) -> Any:
-        if len(self.stack) <= (self.marks[-1] if self.marks else 0) or not isinstance(self.stack[-1], kind):
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0) or not isinstance(
+            self.stack[-1], kind
+        ):
             raise ValueError(f"an instruction finds no {kind.__name__} to work on")
         return self.stack[-1]
 
@@ -277,13 +283,19 @@ def _order(state: tuple[Any, ...]) -> str:
 def _values(content: bytes, kind: Any, shape: Any, by_columns: bool) -> NDArray[Any]:
     """Make an array from its bytes, of which there must be as many as its type and shape need."""
     axes = (shape,) if isinstance(shape, int) else shape
-    if not isinstance(axes, tuple) or len(axes) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in axes):
+    if (
+        not isinstance(axes, tuple)
+        or len(axes) > _MOST_AXES
+        or not all(type(n) is int and n >= 0 for n in axes)
+    ):
         raise ValueError("the shape of an array is no shape")
     if not isinstance(kind, _Type):
         raise ValueError("an array has no type")
     dtype = kind.dtype()
     if prod(axes) * dtype.itemsize != len(content):
-        raise ValueError(f"an array has {len(content)} bytes, its shape {axes} needs {prod(axes) * dtype.itemsize}")
+        raise ValueError(
+            f"an array has {len(content)} bytes, its shape {axes} needs {prod(axes) * dtype.itemsize}"
+        )
     return np.frombuffer(content, dtype).reshape(axes, order="F" if by_columns else "C").copy()
 
 

@@ -53,7 +53,10 @@ def draw(federation: Federation, path: str | Path) -> Path:
     order = np.lexsort((sizes, federation.groups))
     rows = (federation.classes or 0) if federation.labelled else 0
     label_height = min(6.0, 0.7 + 0.24 * rows) if rows else 0.0
-    figure = Figure(figsize=(min(20.0, max(7.5, 3.0 + 0.16 * len(order))), 3.4 + label_height), layout="constrained")
+    figure = Figure(
+        figsize=(min(20.0, max(7.5, 3.0 + 0.16 * len(order))), 3.4 + label_height),
+        layout="constrained",
+    )
     if rows:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, label_height))
         _draw_labels(below, federation, order)
@@ -99,12 +102,18 @@ def draw_similarity(index: ClientIndex, federation: Federation, path: str | Path
     groups = federation.groups[index.ids]
     order = np.argsort(groups, kind="stable")
     figure = Figure(figsize=(13.0, 4.6), layout="constrained")
-    for axes, (compare, title) in zip(figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True):
-        shown = axes.imshow(index.similarity(compare).numpy()[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r")
+    for axes, (compare, title) in zip(
+        figure.subplots(1, len(_TITLES)), _TITLES.items(), strict=True
+    ):
+        shown = axes.imshow(
+            index.similarity(compare).numpy()[np.ix_(order, order)], vmin=-1, vmax=1, cmap="RdBu_r"
+        )
         for edge in np.flatnonzero(np.diff(groups[order])) + 0.5:
             axes.axhline(edge, color=INK, linewidth=0.8)
             axes.axvline(edge, color=INK, linewidth=0.8)
-        middles = [float(np.flatnonzero(groups[order] == group).mean()) for group in np.unique(groups)]
+        middles = [
+            float(np.flatnonzero(groups[order] == group).mean()) for group in np.unique(groups)
+        ]
         axes.set_yticks(middles, [federation.group_names[group] for group in np.unique(groups)])
         axes.set_xticks([])
         axes.set_title(title, color=INK, fontsize=10)
@@ -135,15 +144,26 @@ def save(figure: Any, path: Path) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "equipoise"}):
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        figure.savefig(
+            path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None
+        )
     return path
 
 
-def _draw_sizes(axes: Any, federation: Federation, order: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+def _draw_sizes(
+    axes: Any, federation: Federation, order: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> None:
     for column, client in enumerate(order):
         hue, unseen = _hue(federation.groups[client]), federation.unseen[client]
         style = {"facecolor": "white", "hatch": "//////"} if unseen else {"facecolor": hue}
-        axes.bar(column, sizes[client], width=0.84, edgecolor=hue, linewidth=0.8 if unseen else 0, **style)
+        axes.bar(
+            column,
+            sizes[client],
+            width=0.84,
+            edgecolor=hue,
+            linewidth=0.8 if unseen else 0,
+            **style,
+        )
     axes.set_ylabel("samples", color=INK)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -158,7 +178,9 @@ def _draw_labels(axes: Any, federation: Federation, order: NDArray[np.int64]) ->
     hues = np.array([to_rgb(_hue(group)) for group in federation.groups[order]])
     strength = (shares / shares.max())[..., None] ** 0.7  # lifts small shares into view
     paper = np.array(to_rgb(PAPER))
-    axes.imshow(paper + strength * (hues - paper), aspect="auto", interpolation="nearest", origin="lower")
+    axes.imshow(
+        paper + strength * (hues - paper), aspect="auto", interpolation="nearest", origin="lower"
+    )
     step = -(-len(shares) // 16)
     axes.set_yticks(range(0, len(shares), step))
     axes.set_ylabel("label", color=INK)
@@ -176,10 +198,14 @@ def _title_and_groups(figure: Any, federation: Federation, sizes: NDArray[np.int
     for group, name in enumerate(federation.group_names):
         mine = federation.groups == group
         clients = "1 client" if mine.sum() == 1 else f"{mine.sum()} clients"
-        handles.append(Patch(color=_hue(group), label=f"{name}\n{clients}, {sizes[mine].sum():,} samples"))
+        handles.append(
+            Patch(color=_hue(group), label=f"{name}\n{clients}, {sizes[mine].sum():,} samples")
+        )
     if federation.unseen.any():
         label = f"unseen\n{federation.unseen.sum()} of {federation.clients} clients"
-        handles.append(Patch(facecolor="white", edgecolor=INK, hatch="//////", linewidth=0.8, label=label))
+        handles.append(
+            Patch(facecolor="white", edgecolor=INK, hatch="//////", linewidth=0.8, label=label)
+        )
     columns = max(1, int(figure.get_figwidth() / 1.8))
     title = f"{federation.name}: {federation.clients} clients, {sizes.sum():,} samples"
     legend = figure.legend(

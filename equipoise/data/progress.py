@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(name: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], object]]:
+def progress(
+    name: str, total: int | None, *, in_bytes: bool = False
+) -> Iterator[Callable[[int], object]]:
     """Show how much of something is done; nothing is shown if the output is not a terminal.
 
     Parameters
@@ -32,11 +34,20 @@ def progress(name: str, total: int | None, *, in_bytes: bool = False) -> Iterato
     ...         _ = advance(1)
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TransferSpeedColumn,
+    )
 
     counted = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     console = Console(stderr=True)
     shown = sys.stderr.isatty()
-    with Progress(TextColumn(name), BarColumn(), *counted, console=console, transient=True, disable=not shown) as bar:
+    with Progress(
+        TextColumn(name), BarColumn(), *counted, console=console, transient=True, disable=not shown
+    ) as bar:
         task = bar.add_task(name, total=total)
         yield lambda done: bar.advance(task, done)

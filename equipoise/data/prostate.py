@@ -27,7 +27,15 @@ from torch import Tensor
 
 from equipoise.checks import count, flag, real
 from equipoise.data.cache import MappedArray, cached
-from equipoise.data.folders import LARGEST_IN_MEMORY, choose, cores, files_in, find_folder, refuse, subfolders
+from equipoise.data.folders import (
+    LARGEST_IN_MEMORY,
+    choose,
+    cores,
+    files_in,
+    find_folder,
+    refuse,
+    subfolders,
+)
 from equipoise.data.partition import Natural
 from equipoise.data.progress import progress
 from equipoise.data.source import Source
@@ -112,7 +120,10 @@ def prostate(
     """
     if find_spec("nibabel") is None:
         raise InputError("data 'prostate' needs nibabel: pip install 'equipoise[medical]'")
-    size, channels = count(size, "size of data 'prostate'"), count(channels, "channels of data 'prostate'")
+    size, channels = (
+        count(size, "size of data 'prostate'"),
+        count(channels, "channels of data 'prostate'"),
+    )
     if channels % 2 == 0:
         raise InputError(
             f"channels of data 'prostate' must be odd, got {channels}: a slice has as many after it as before"
@@ -128,7 +139,10 @@ def prostate(
     name = f"reading {folder.name}"
     # How many slices are kept is known only when all masks have been read.
     sizes = cached(
-        key("sizes", empty), (len(volumes),), torch.int64, lambda: _prepared(volumes, partial(_kept, empty=empty), name)
+        key("sizes", empty),
+        (len(volumes),),
+        torch.int64,
+        lambda: _prepared(volumes, partial(_kept, empty=empty), name),
     )[:]
     total = int(sizes.sum())
     if not total:
@@ -145,7 +159,9 @@ def prostate(
         shape,
         torch.float32,
         lambda: _prepared(
-            volumes, partial(_slices, size=size, empty=empty, channels=channels, quantile=quantile), name
+            volumes,
+            partial(_slices, size=size, empty=empty, channels=channels, quantile=quantile),
+            name,
         ),
     )
     stays_on_disk = 4 * prod(shape) >= LARGEST_IN_MEMORY if mapped is None else mapped
@@ -196,7 +212,13 @@ def recipe(
     equipoise.errors.InputError: root='nowhere' of data 'prostate' is no folder; looked for .../nowhere and ...
     """
     source = prostate(
-        root=root, size=size, sites=sites, channels=channels, quantile=quantile, empty=empty, mapped=mapped
+        root=root,
+        size=size,
+        sites=sites,
+        channels=channels,
+        quantile=quantile,
+        empty=empty,
+        mapped=mapped,
     )
     return source, Natural()
 
@@ -205,20 +227,33 @@ def _listed(folder: Path, sites: Sequence[str] | None) -> tuple[tuple[str, ...],
     """Return the sites and their volumes, having checked that each volume has a mask."""
     found = subfolders(folder)
     if not found:
-        raise InputError(f"{folder} has no folders; data 'prostate' needs one a site, with NIfTI volumes in each")
+        raise InputError(
+            f"{folder} has no folders; data 'prostate' needs one a site, with NIfTI volumes in each"
+        )
     chosen = choose(sites, "prostate", found, option="sites", kind="site", where=folder)
     volumes: list[_Volume] = []
     empty, alone = [], []
     for site, name in enumerate(chosen):
         files = {_stem(file): file for file in files_in(folder / name, ENDINGS)}
-        masks = {stem[: -len(MASK)]: file for stem, file in files.items() if stem.lower().endswith(MASK)}
+        masks = {
+            stem[: -len(MASK)]: file for stem, file in files.items() if stem.lower().endswith(MASK)
+        }
         images = {stem: file for stem, file in files.items() if not stem.lower().endswith(MASK)}
-        alone += [f"{name}/{file} has no mask" for stem, file in images.items() if stem not in masks]
-        alone += [f"{name}/{file} has no volume" for stem, file in masks.items() if stem not in images]
+        alone += [
+            f"{name}/{file} has no mask" for stem, file in images.items() if stem not in masks
+        ]
+        alone += [
+            f"{name}/{file} has no volume" for stem, file in masks.items() if stem not in images
+        ]
         empty += [] if files else [name]
         both = [stem for stem in sorted(images) if stem in masks]
-        volumes += [_Volume(folder / name / images[stem], folder / name / masks[stem], site) for stem in both]
-    refuse(empty, f"no volumes (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: ")
+        volumes += [
+            _Volume(folder / name / images[stem], folder / name / masks[stem], site)
+            for stem in both
+        ]
+    refuse(
+        empty, f"no volumes (files that end in {', '.join(ENDINGS)}) in these folders of {folder}: "
+    )
     refuse(alone, f"in {folder} each volume NAME.nii.gz needs a mask NAME{MASK}.nii.gz: ")
     return chosen, volumes
 
@@ -232,7 +267,9 @@ def _key(folder: Path, volumes: Sequence[_Volume], *what: object) -> str:
     """Hash what prepared arrays depend on; see the module's description."""
     import nibabel
 
-    key = hashlib.sha256(repr(("prostate", _VERSION, nibabel.__version__, torch.__version__, what)).encode())
+    key = hashlib.sha256(
+        repr(("prostate", _VERSION, nibabel.__version__, torch.__version__, what)).encode()
+    )
     for volume in volumes:
         for path in (volume.image, volume.mask):
             status = os.stat(path)
@@ -241,7 +278,9 @@ def _key(folder: Path, volumes: Sequence[_Volume], *what: object) -> str:
     return key.hexdigest()
 
 
-def _prepared(volumes: Sequence[_Volume], prepare: Callable[[_Volume], Tensor], name: str) -> Iterator[Tensor]:
+def _prepared(
+    volumes: Sequence[_Volume], prepare: Callable[[_Volume], Tensor], name: str
+) -> Iterator[Tensor]:
     """Prepare all volumes in parallel; those that cannot be read are named when all have been tried."""
     broken: list[str] = []
 
@@ -249,7 +288,9 @@ def _prepared(volumes: Sequence[_Volume], prepare: Callable[[_Volume], Tensor], 
         try:
             return prepare(volume)
         except Exception as error:  # readers raise all kinds of errors when a file is broken
-            broken.append(f"{volume.image.parent.name}/{volume.image.name} ({error or type(error).__name__})")
+            broken.append(
+                f"{volume.image.parent.name}/{volume.image.name} ({error or type(error).__name__})"
+            )
             return None
 
     with ThreadPoolExecutor(cores()) as pool, progress(name, len(volumes)) as advance:
@@ -291,7 +332,9 @@ def _masks(volume: _Volume, *, size: int, empty: bool) -> Tensor:
     mask, kept = _read_mask(volume, empty)
     slices = torch.from_numpy(mask[kept].astype(np.uint8))
     return (
-        slices if slices.shape[1:] == (size, size) else _resized(slices.unsqueeze(1), size, "nearest-exact").squeeze(1)
+        slices
+        if slices.shape[1:] == (size, size)
+        else _resized(slices.unsqueeze(1), size, "nearest-exact").squeeze(1)
     )
 
 
@@ -299,9 +342,13 @@ def _slices(volume: _Volume, *, size: int, empty: bool, channels: int, quantile:
     mask, kept = _read_mask(volume, empty)
     values = _read(volume.image)
     if values.shape != mask.shape:
-        raise InputError(f"its shape is {values.shape[::-1]}, but that of its mask {mask.shape[::-1]}")
+        raise InputError(
+            f"its shape is {values.shape[::-1]}, but that of its mask {mask.shape[::-1]}"
+        )
     lowest, highest = values.min(), np.quantile(values, quantile)
-    scaled = (np.minimum(values, highest) - lowest) / max(highest - lowest, np.finfo(np.float32).tiny) * 2 - 1
+    scaled = (np.minimum(values, highest) - lowest) / max(
+        highest - lowest, np.finfo(np.float32).tiny
+    ) * 2 - 1
     reach = channels // 2
     around = (kept[:, None] + np.arange(-reach, reach + 1)).clip(0, len(values) - 1)
     slices = torch.from_numpy(scaled.astype(np.float32)[around])

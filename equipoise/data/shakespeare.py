@@ -80,7 +80,9 @@ def read_roles(path: Path) -> list[Role]:
     return roles
 
 
-def windows(text: str, *, length: int = 80, stride: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def windows(
+    text: str, *, length: int = 80, stride: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut a text into samples: some characters, and the one that follows.
 
     Parameters
@@ -150,14 +152,20 @@ def shakespeare(
     equipoise.errors.InputError: no files of data 'shakespeare' in .../nowhere/shakespeare or .../nowhere ...
     """
     if real(scale, "scale") > 1:
-        raise InputError(f"scale={scale} of data 'shakespeare' must be a share of each text, above 0 up to 1")
+        raise InputError(
+            f"scale={scale} of data 'shakespeare' must be a share of each text, above 0 up to 1"
+        )
     length, stride = count(length, "length"), count(stride, "stride")
     (path,) = data_files("shakespeare", ["roles.jsonl"], folders=["shakespeare", "."], root=root)
     shortest = length + 1 + (_FEWEST_SAMPLES - 1) * stride
-    cut = [role._replace(text=role.text[: round(scale * len(role.text))]) for role in read_roles(path)]
+    cut = [
+        role._replace(text=role.text[: round(scale * len(role.text))]) for role in read_roles(path)
+    ]
     chosen = _draw([role for role in cut if len(role.text) >= shortest], roles, seed)
     if not chosen:
-        raise InputError(f"no role of {path} has the {shortest} characters that three samples need at scale={scale}")
+        raise InputError(
+            f"no role of {path} has the {shortest} characters that three samples need at scale={scale}"
+        )
     samples = [windows(role.text, length=length, stride=stride) for role in chosen]
     sizes = [len(y) for _, y in samples]
     genders = tuple(gender for gender in GENDERS if any(role.gender == gender for role in chosen))
@@ -202,7 +210,9 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'shakespeare' in ...
     """
-    source = shakespeare(roles=roles, scale=scale, length=length, stride=stride, root=root, seed=seed)
+    source = shakespeare(
+        roles=roles, scale=scale, length=length, stride=stride, root=root, seed=seed
+    )
     return source, Natural()
 
 

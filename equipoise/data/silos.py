@@ -36,7 +36,9 @@ ARRAYS, TESTS, ABOUT = "data.npz", "test.npz", "client.yaml"
 ATTRIBUTE = "attribute."
 
 
-def silos(*, root: str | None = None, classes: int | None = None, task: str = "classification") -> Source:
+def silos(
+    *, root: str | None = None, classes: int | None = None, task: str = "classification"
+) -> Source:
     """Read all clients' directories.
 
     Parameters
@@ -93,7 +95,9 @@ def silo_federation(
     array([7])
     """
     first, second, third = splits
-    return federate(_source([directory], classes, task), Natural(1), splits=(first, second, third), seed=seed)
+    return federate(
+        _source([directory], classes, task), Natural(1), splits=(first, second, third), seed=seed
+    )
 
 
 def recipe(
@@ -128,16 +132,26 @@ def _in_order(directory: Path) -> tuple[int, str]:
 
 
 def _source(directories: Sequence[Path], classes: int | None, task: str) -> Source:
-    files = [(d, name) for d in directories for name in (ARRAYS, TESTS) if name == ARRAYS or (d / name).exists()]
+    files = [
+        (d, name)
+        for d in directories
+        for name in (ARRAYS, TESTS)
+        if name == ARRAYS or (d / name).exists()
+    ]
     if 0 < (tested := len(files) - len(directories)) < len(directories):
-        raise InputError(f"{tested} of {len(directories)} silos have {TESTS}; either all of them must have it, or none")
+        raise InputError(
+            f"{tested} of {len(directories)} silos have {TESTS}; either all of them must have it, or none"
+        )
     read = [_read(directory / name, task) for directory, name in files]
     groups = [_group(directory) for directory, _ in files]
     names = tuple(dict.fromkeys(groups))
     number = {name: position for position, name in enumerate(names)}
     sizes = [len(x) for x, _, _ in read]
     if len({x.shape[1:] for x, _, _ in read}) > 1:
-        shapes = ", ".join(f"{x.shape[1:]} in {path}" for (x, _, _), (path, _) in zip(read[:8], files, strict=False))
+        shapes = ", ".join(
+            f"{x.shape[1:]} in {path}"
+            for (x, _, _), (path, _) in zip(read[:8], files, strict=False)
+        )
         raise InputError(f"samples of all silos must have one shape, got {shapes}")
     return Source(
         x=torch.from_numpy(np.concatenate([x for x, _, _ in read])),
@@ -153,7 +167,9 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
     )
 
 
-def _attributes(read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[Path, str]]) -> dict[str, Attribute]:
+def _attributes(
+    read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[Path, str]]
+) -> dict[str, Attribute]:
     """Put the attributes of all files together; each file must have the same ones."""
     for found, (directory, name) in zip(read, files, strict=True):
         if set(found) != set(read[0]):
@@ -162,7 +178,10 @@ def _attributes(read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[P
                 f"{directory / name} has the attributes {here}, {files[0][0] / files[0][1]} has {there}; all silos must "
                 "have the same"
             )
-    together = {name: np.concatenate([found[name].astype(str) for found in read]) for name in sorted(read[0])}
+    together = {
+        name: np.concatenate([found[name].astype(str) for found in read])
+        for name in sorted(read[0])
+    }
     return {name: Attribute.of(values, name) for name, values in together.items()}
 
 
@@ -170,11 +189,17 @@ def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, 
     of = tasks.build(task)
     described = [name for name in names_in(path) if name.startswith(ATTRIBUTE)]
     x, y, *values_of = read_npz(path, ["x", "y"], described)
-    attributes = {name.removeprefix(ATTRIBUTE): own for name, own in zip(described, values_of, strict=True)}
+    attributes = {
+        name.removeprefix(ATTRIBUTE): own for name, own in zip(described, values_of, strict=True)
+    }
     if not x.ndim or not y.ndim:
-        raise InputError(f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a sample")
+        raise InputError(
+            f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a sample"
+        )
     if len(x) != len(y) or not len(x):
-        raise InputError(f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one")
+        raise InputError(
+            f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one"
+        )
     for name, values in attributes.items():
         if values.shape != (len(x),):
             raise InputError(
@@ -199,7 +224,9 @@ def _group(directory: Path) -> str:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if not isinstance(about, dict):
-        raise InputError(f"{path} must hold keys with values, such as 'group: rural', got {about!r}")
+        raise InputError(
+            f"{path} must hold keys with values, such as 'group: rural', got {about!r}"
+        )
     for key in about:
         if key != "group":
             raise unknown("key", key, ["group"], where=str(path))

@@ -81,12 +81,16 @@ class Source:
         for part in ("y", "groups", "ids", "units", "test", "official_test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):
-                raise InputError(f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}")
+                raise InputError(
+                    f"{part} of source {self.name!r} has {len(values)} rows, x has {len(self.x)}"
+                )
         if self.test is not None:
             object.__setattr__(self, "test", np.asarray(self.test, bool))
         if not len(self.x):
             raise InputError(f"source {self.name!r} is empty; it needs samples")
-        if self.groups is not None and not 0 <= self.groups.min() <= self.groups.max() < len(self.group_names):
+        if self.groups is not None and not 0 <= self.groups.min() <= self.groups.max() < len(
+            self.group_names
+        ):
             raise InputError(
                 f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
                 f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"

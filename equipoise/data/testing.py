@@ -43,15 +43,26 @@ def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[
         tests = [samples[source.test[samples]] for samples in members_by_group(source)]
     else:
         draws = generator(seed, "tests of groups")
-        tests = [np.sort(draws.permutation(own)[: round(splits[2] * len(own))]) for own in members_by_group(source)]
+        tests = [
+            np.sort(draws.permutation(own)[: round(splits[2] * len(own))])
+            for own in members_by_group(source)
+        ]
     for name, samples in zip(groups_of(source)[1], tests, strict=True):
         if not samples.size:
-            share = "" if source.test is not None else f"; splits={tuple(splits)} draws a share of {splits[2]:g}"
-            raise InputError(f"test='group': group {name!r} of source {source.name!r} has no test samples{share}")
+            share = (
+                ""
+                if source.test is not None
+                else f"; splits={tuple(splits)} draws a share of {splits[2]:g}"
+            )
+            raise InputError(
+                f"test='group': group {name!r} of source {source.name!r} has no test samples{share}"
+            )
     return tests
 
 
-def assign_others(partition: Partition, source: Source, tests: Sequence[Ints], seed: int) -> Assignment:
+def assign_others(
+    partition: Partition, source: Source, tests: Sequence[Ints], seed: int
+) -> Assignment:
     """Divide the samples that are not test samples of a group among clients.
 
     Parameters
@@ -181,4 +192,6 @@ def divide(
         return split_samples(Split.from_lists(held), keys, splits, seed, source.units)
     learned = splits[0] + splits[1]
     shares = (splits[0] / learned, splits[1] / learned, 0.0) if learned > 0 else splits
-    return split_samples(Split.from_lists(held), keys, shares, seed, source.units)._replace(test=Split.from_lists(own))
+    return split_samples(Split.from_lists(held), keys, shares, seed, source.units)._replace(
+        test=Split.from_lists(own)
+    )

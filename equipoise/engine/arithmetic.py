@@ -17,7 +17,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @contextmanager
 def exact_arithmetic(machine: Machine) -> Iterator[None]:
     """Ask PyTorch for deterministic kernels, and for TF32 only if the machine settings say so, while the block runs."""
-    cudnn, matmul, deterministic = torch.backends.cudnn, torch.backends.cuda.matmul, torch.utils.deterministic
+    cudnn, matmul, deterministic = (
+        torch.backends.cudnn,
+        torch.backends.cuda.matmul,
+        torch.utils.deterministic,
+    )
     # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to code that reads it.
     wanted = (
         (cudnn, "benchmark", False),

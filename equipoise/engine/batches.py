@@ -159,7 +159,13 @@ def draw_batches(
     first = np.cumsum(sizes) - sizes
     of_clients = np.arange(sizes.sum()) + np.repeat(split.offsets[clients] - first, sizes)
 
-    on_device = {"sizes": sizes, "epoch": epoch, "begin": begin, "first": first, "of_clients": of_clients}
+    on_device = {
+        "sizes": sizes,
+        "epoch": epoch,
+        "begin": begin,
+        "first": first,
+        "of_clients": of_clients,
+    }
     moved = {name: torch.from_numpy(array).to(device) for name, array in on_device.items()}
     slot = moved["begin"].unsqueeze(-1) + torch.arange(batch_size, device=device)
     slot = torch.where(slot < moved["sizes"].view(-1, 1, 1), slot, 0)
@@ -170,6 +176,8 @@ def draw_batches(
         rows = torch.arange(len(clients), device=device).view(-1, 1, 1)
         slot = order[rows, moved["epoch"].unsqueeze(-1), slot]
     index = moved["first"].view(-1, 1, 1) + slot
-    batch_keys = fold_tensor(keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device))
+    batch_keys = fold_tensor(
+        keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device)
+    )
     held = indices[moved["of_clients"]]
     return Batches(held[index], held, index, sizes, counts, steps, batch_keys, a_step)

@@ -59,7 +59,10 @@ class StackedCohort:
         self.purpose = purpose
         self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
+        self.score, self.higher_is_better = (
+            engine.network.task.score,
+            engine.network.task.higher_is_better,
+        )
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
         self.local_metrics: dict[str, Measured] = {}
@@ -86,7 +89,9 @@ class StackedCohort:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+    def train(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
@@ -104,12 +109,18 @@ class StackedCohort:
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
         stack = {name: repeated(model[name], len(self.ids)) for name in layout.shared}
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
-        size = 1 if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases()) else engine.chunk
+        size = (
+            1
+            if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases())
+            else engine.chunk
+        )
         start = 0
         for members in chunks(order, work, size):
             own = {name: rows[start : start + len(members)] for name, rows in stack.items()}
             steps = [of_phase[members] for of_phase in work]
-            collected.append(self._train_members(members, own, shared, each, local, layout, memory, seen, steps))
+            collected.append(
+                self._train_members(members, own, shared, each, local, layout, memory, seen, steps)
+            )
             start += len(members)
 
         back = torch.from_numpy(np.argsort(order))
@@ -137,7 +148,9 @@ class StackedCohort:
             uploads=gather_trees(list(uploads)),
             reports=gather_tree(list(reports)),
         )
-        self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads, updates.reports])
+        self.bytes_up += size_in_bytes(
+            [updates.params, updates.buffers, updates.uploads, updates.reports]
+        )
         return self._usable(updates, model)
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
@@ -152,7 +165,9 @@ class StackedCohort:
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
         log.warning(
-            "round %d goes on without %s", self.round + 1, ", ".join(f"client {c}: {why}" for c, why in named.items())
+            "round %d goes on without %s",
+            self.round + 1,
+            ", ".join(f"client {c}: {why}" for c, why in named.items()),
         )
         kept = ~np.isin(self.ids, list(named))
         self._leave_out(named)
@@ -177,7 +192,9 @@ class StackedCohort:
         where = torch.from_numpy(members).to(device)
 
         def of_members(tree: Mapping[str, Tensor]) -> Tree:
-            return {name: t.to(device) if everyone else t.to(device)[where] for name, t in tree.items()}
+            return {
+                name: t.to(device) if everyone else t.to(device)[where] for name, t in tree.items()
+            }
 
         own_memory = {name: of_members(tree) for name, tree in memory.items()}
         kept = own_memory.pop(KEPT, {})
@@ -205,7 +222,9 @@ class StackedCohort:
                 facts[name] = self._worked_out(name, fact, chunk, members)
         reports |= trained | self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
-            reports["lr"] = torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
+            reports["lr"] = (
+                torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
+            )
         if "gradient_weight" in self.wanted_reports:
             reports["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
         if layout.kept:
@@ -219,11 +238,17 @@ class StackedCohort:
         work: list[NDArray[np.int64]] = []
         for phase in local.phases():
             same = phase.batch == "same" and work
-            work.append(work[-1] if same else steps_of(phase, training, self.sizes, keys, adapting=adapting))
+            work.append(
+                work[-1] if same else steps_of(phase, training, self.sizes, keys, adapting=adapting)
+            )
         return work
 
     def _plan(
-        self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64], work: list[NDArray[np.int64]]
+        self,
+        local: LocalRule,
+        chunk: Chunk,
+        members: NDArray[np.int64],
+        work: list[NDArray[np.int64]],
     ) -> tuple[list[Batches], list[Pace]]:
         """Return the batches and the pace of every phase."""
         training = self.engine.training
@@ -241,9 +266,13 @@ class StackedCohort:
                     shuffle=training.shuffle,
                     a_step=batches_a_step(phase),
                 )
-                batches.append(drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn)
+                batches.append(
+                    drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn
+                )
             optimizer = self._optimizer(phase)
-            factor = training.schedule.factor(self.round, training.rounds) if phase.scheduled else 1.0
+            factor = (
+                training.schedule.factor(self.round, training.rounds) if phase.scheduled else 1.0
+            )
             lr: Column = optimizer.lr * factor
             if "step_factor" in chunk.each:
                 lr = lr * chunk.each["step_factor"]
@@ -253,14 +282,18 @@ class StackedCohort:
     def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
         engine = self.engine
         keys = self._keys(clients)
-        return draw_batches(engine.view.train, engine.train_indices, clients, keys, phase=phase, **how)
+        return draw_batches(
+            engine.view.train, engine.train_indices, clients, keys, phase=phase, **how
+        )
 
     def _optimizer(self, phase: Phase) -> Any:
         return phase.optimizer or self.engine.training.optimizer
 
     def _keys(self, clients: NDArray[np.int64]) -> Tensor:
         device = self.engine.network.device
-        return fold_tensor(fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device))
+        return fold_tensor(
+            fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device)
+        )
 
     def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
         first = self.engine.first_memory(local, model)
@@ -276,44 +309,66 @@ class StackedCohort:
             if fact.model == "received":
                 facts[name] = self._worked_out(name, fact, chunk, members)
             elif fact.model == "trained":
-                facts[name] = self._nothing_known(name, fact, chunk, members) if known is None else known
+                facts[name] = (
+                    self._nothing_known(name, fact, chunk, members) if known is None else known
+                )
             elif known is None:
                 facts[name] = self._worked_out(name, fact, chunk, members)
             elif len(strangers := np.flatnonzero(~chunk.seen.cpu().numpy())):
                 where = torch.from_numpy(strangers).to(chunk.seen.device)
                 made = self._worked_out(name, fact, _part_of(chunk, where), members[strangers])
-                facts[name] = {leaf: known[leaf].index_copy(0, where, rows) for leaf, rows in made.items()}
+                facts[name] = {
+                    leaf: known[leaf].index_copy(0, where, rows) for leaf, rows in made.items()
+                }
         return facts
 
     def _worked_out(
-        self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64], split: Split | None = None
+        self,
+        name: str,
+        fact: Fact,
+        chunk: Chunk,
+        members: NDArray[np.int64],
+        split: Split | None = None,
     ) -> Tree:
         """Go through the samples of a chunk's clients, and return the fact of each, stacked."""
-        own, still = ({}, self.engine.network.initial()) if fact.model == "first" else (chunk.params, chunk.still)
+        own, still = (
+            ({}, self.engine.network.initial())
+            if fact.model == "first"
+            else (chunk.params, chunk.still)
+        )
         asked = self._asked(split or self.engine.view.train, self.ids[members], own, still, chunk)
         sums = sums_over_samples(asked, fact.sums, f"the fact {name!r}")
         made: Tree = sums if fact.then is None else vmap(fact.then)(sums)
         if not isinstance(made, dict):
-            raise InputError(f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}")
+            raise InputError(
+                f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}"
+            )
         if strays := [leaf for leaf, rows in made.items() if not isinstance(rows, Tensor)]:
             raise InputError(
                 f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a {type(made[strays[0]]).__name__}"
             )
         return made
 
-    def _nothing_known(self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]) -> Tree:
+    def _nothing_known(
+        self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]
+    ) -> Tree:
         """Return zeros in the form of a fact that nobody has worked out yet."""
         train = self.engine.view.train
         clients = np.arange(train.clients) == self.ids[members[0]]
-        one_sample = Split(train.of(int(self.ids[members[0]]))[:1], np.concatenate([[0], np.cumsum(clients)]))
+        one_sample = Split(
+            train.of(int(self.ids[members[0]]))[:1], np.concatenate([[0], np.cumsum(clients)])
+        )
         first = self._worked_out(
             name, fact, _part_of(chunk, torch.zeros(1, dtype=torch.int64)), members[:1], one_sample
         )
         return {
-            leaf: torch.zeros_like(rows).expand(len(members), *rows.shape[1:]).clone() for leaf, rows in first.items()
+            leaf: torch.zeros_like(rows).expand(len(members), *rows.shape[1:]).clone()
+            for leaf, rows in first.items()
         }
 
-    def _asked(self, split: Split, clients: NDArray[np.int64], own: Tree, still: Tree, chunk: Chunk) -> Asked:
+    def _asked(
+        self, split: Split, clients: NDArray[np.int64], own: Tree, still: Tree, chunk: Chunk
+    ) -> Asked:
         return Asked(
             network=self.engine.network,
             data=self.engine.data,
@@ -334,8 +389,12 @@ class StackedCohort:
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
         engine = self.engine
-        measured = evaluate_shared(engine.network, engine.data, params, engine.view.split(split), self.ids)
-        self.bytes_down += len(self.ids) * self._size_sent(params, Layout(self.method.local, params))
+        measured = evaluate_shared(
+            engine.network, engine.data, params, engine.view.split(split), self.ids
+        )
+        self.bytes_down += len(self.ids) * self._size_sent(
+            params, Layout(self.method.local, params)
+        )
         self.messages += len(self.ids)
         self.evaluations += len(self.ids)
         answer = {name: torch.from_numpy(values) for name, values in measured.items()}
@@ -353,7 +412,9 @@ class StackedCohort:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
-        finish = getattr(answer.__self__, answer.finished_by) if hasattr(answer, "finished_by") else None  # type: ignore[attr-defined]
+        finish = (
+            getattr(answer.__self__, answer.finished_by) if hasattr(answer, "finished_by") else None
+        )  # type: ignore[attr-defined]
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -375,8 +436,12 @@ class StackedCohort:
                 round=torch.tensor(self.round, device=seen.device),
             )
             part = _part_of(chunk, here)
-            asked = self._asked(samples, self.ids[here.cpu().numpy()], part.params, part.still, part)
-            sums = sums_over_samples(asked, lambda client: answer(client, *args), f"the question {question!r}")
+            asked = self._asked(
+                samples, self.ids[here.cpu().numpy()], part.params, part.still, part
+            )
+            sums = sums_over_samples(
+                asked, lambda client: answer(client, *args), f"the question {question!r}"
+            )
             answers.append(vmap(finish)(sums) if finish else sums)
         self.messages += len(self.ids)
         sent = 0 if model is None else self._size_sent(model, Layout(local, model))
@@ -411,20 +476,27 @@ class StackedCohort:
             evaluated = self._evaluate_local(chunk, members)
         for split, prefix in (("train", ""), ("val", "val_")):
             metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": self.score}
-            wanted = {name: metric for name, metric in metrics.items() if name in self.wanted_reports}
+            wanted = {
+                name: metric for name, metric in metrics.items() if name in self.wanted_reports
+            }
             if wanted:
                 samples, clients = self._reported(self.engine.view.split(split), self.ids[members])
                 whole = self.engine.training.report_samples is None
                 known = evaluated.get(split) if whole else None
                 measured = known or self._measure(chunk, samples, clients)
                 nothing = np.full(len(members), np.nan)
-                reports |= {name: torch.from_numpy(measured.get(metric, nothing)) for name, metric in wanted.items()}
+                reports |= {
+                    name: torch.from_numpy(measured.get(metric, nothing))
+                    for name, metric in wanted.items()
+                }
         return reports
 
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
         """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
         evaluated = {
-            split: self._measure(chunk, self.engine.view.split(split), self.ids[members], evaluation=True)
+            split: self._measure(
+                chunk, self.engine.view.split(split), self.ids[members], evaluation=True
+            )
             for split in ("val", "test")
         }
         for split, measured in evaluated.items():
@@ -443,26 +515,41 @@ class StackedCohort:
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
         more = (self.engine.metrics, self.engine.counting) if evaluation else ((), None)
-        return evaluate_stacked(network, data, own, chunk.still, samples, clients, len(clients), *more)
+        return evaluate_stacked(
+            network, data, own, chunk.still, samples, clients, len(clients), *more
+        )
 
-    def _reported(self, split: Split, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
+    def _reported(
+        self, split: Split, clients: NDArray[np.int64]
+    ) -> tuple[Split, NDArray[np.int64]]:
         """Return the samples that clients' reports look at, and the clients' numbers in that split."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
         own = [split.of(int(client)) for client in clients]
-        keys = [fold(self.engine.seed, self.round, int(client), Purpose.REPORT) for client in clients]
-        drawn = [held[choose(key, len(held), min(limit, len(held)))] for key, held in zip(keys, own, strict=True)]
+        keys = [
+            fold(self.engine.seed, self.round, int(client), Purpose.REPORT) for client in clients
+        ]
+        drawn = [
+            held[choose(key, len(held), min(limit, len(held)))]
+            for key, held in zip(keys, own, strict=True)
+        ]
         return Split.from_lists(drawn), np.arange(len(clients))
 
-    def _count_down(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout) -> None:
+    def _count_down(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout
+    ) -> None:
         clients, delivered = len(self.ids), self.engine.delivered
-        self.bytes_down += clients * self._size_sent(shared["model"], layout) + size_in_bytes(dict(each))
+        self.bytes_down += clients * self._size_sent(shared["model"], layout) + size_in_bytes(
+            dict(each)
+        )
         for name, tree in shared.items():
             if name in self.method.aggregation.sends_once:
                 digest = delivered.digest_of(tree)
                 self.delivers.add(digest)
-                self.bytes_down += len(delivered.missing(digest, self.ids.tolist())) * size_in_bytes(tree)
+                self.bytes_down += len(
+                    delivered.missing(digest, self.ids.tolist())
+                ) * size_in_bytes(tree)
             elif name != "model":
                 self.bytes_down += clients * size_in_bytes(tree)
 
@@ -479,10 +566,14 @@ def evaluations_for(reports: Iterable[str]) -> int:
     >>> evaluations_for(["val_loss_before", "val_loss_after", "val_score_after", "lr"])
     2
     """
-    return len({name.replace("score", "loss") for name in reports if name not in ("lr", "gradient_weight")})
+    return len(
+        {name.replace("score", "loss") for name in reports if name not in ("lr", "gradient_weight")}
+    )
 
 
-def _gradient_weight(paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float) -> Tensor:
+def _gradient_weight(
+    paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float
+) -> Tensor:
     """Return the sum of the weights with which gradients enter each client's update, over all phases."""
     weights = []
     for pace, steps in zip(paces, work, strict=True):
@@ -511,7 +602,9 @@ def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
     """
     for name, rows in each.items():
         if len(rows) != clients:
-            raise InputError(f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client")
+            raise InputError(
+                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client"
+            )
 
 
 def question_of(method: Method, question: str) -> Callable[..., Any]:
@@ -531,7 +624,11 @@ def question_of(method: Method, question: str) -> Callable[..., Any]:
         if callable(answer) and not hasattr(kind, question):
             return answer
     local = method.local
-    own = {name for name in dir(type(local)) if not name.startswith("_") and not hasattr(LocalRule, name)}
+    own = {
+        name
+        for name in dir(type(local))
+        if not name.startswith("_") and not hasattr(LocalRule, name)
+    }
     raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
 
 

@@ -169,7 +169,9 @@ class Engine(Protocol):
     def refuse_keeping_local(self, method: Method) -> None:
         """Raise an error that gives the reason if the server cannot save the local models of clients."""
 
-    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+    def personal_models(
+        self, model: Tree, personal: Personal, clients: NDArray[np.int64]
+    ) -> tuple[Tree, Tree]:
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
 
     @property

@@ -53,13 +53,19 @@ class DeviceData:
     """
 
     def __init__(
-        self, federation: Federation, device: torch.device, dtype: torch.dtype, x: Tensor | Samples | None = None
+        self,
+        federation: Federation,
+        device: torch.device,
+        dtype: torch.dtype,
+        x: Tensor | Samples | None = None,
     ) -> None:
         self.device = device
         self.x = federation.x if x is None else x
         self.y = federation.y.to(device, _target_type(federation.y.dtype, dtype))
         self._dtype = _target_type(self.x.dtype, dtype)
-        self._resident = isinstance(self.x, Tensor) and _fits(self.x.numel() * self._dtype.itemsize, device)
+        self._resident = isinstance(self.x, Tensor) and _fits(
+            self.x.numel() * self._dtype.itemsize, device
+        )
         if isinstance(self.x, Tensor) and self._resident:
             self.x = self.x.to(device, self._dtype)
 
@@ -108,7 +114,9 @@ class _Read(torch.autograd.Function):
         return None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], positions: Tensor, data: DeviceData) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int, None], positions: Tensor, data: DeviceData
+    ) -> tuple[Tensor, int]:
         rows: Tensor = _Read.apply(positions.movedim(in_dims[0], 0), data)
         return rows, 0
 
@@ -120,4 +128,7 @@ def _target_type(given: torch.dtype, floating: torch.dtype) -> torch.dtype:
 
 def _fits(size: int, device: torch.device) -> bool:
     """Say whether this many bytes may be copied to the device."""
-    return device.type != "cuda" or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return (
+        device.type != "cuda"
+        or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+    )

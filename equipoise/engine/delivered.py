@@ -30,7 +30,9 @@ class Delivered:
     def digest_of(self, tree: Tree) -> str:
         """Return a tree's hash; it is computed once for the same tensors."""
         for known, hashed in self._hashed.items():
-            if tree.keys() == hashed.keys() and all(tensor is hashed[name] for name, tensor in tree.items()):
+            if tree.keys() == hashed.keys() and all(
+                tensor is hashed[name] for name, tensor in tree.items()
+            ):
                 return known
         made = digest(tree)
         self._hashed[made] = dict(tree)
@@ -52,10 +54,14 @@ class Delivered:
 
     def export(self) -> Tree:
         """Return everything as tensors for a checkpoint."""
-        return {_PREFIX + name: torch.tensor(sorted(holders)) for name, holders in self._holders.items()}
+        return {
+            _PREFIX + name: torch.tensor(sorted(holders)) for name, holders in self._holders.items()
+        }
 
     def restore(self, tensors: Tree) -> Tree:
         """Read what :meth:`export` wrote, and return the tensors that are something else."""
         own = {name: ids for name, ids in tensors.items() if name.startswith(_PREFIX)}
-        self._holders = {name.removeprefix(_PREFIX): {int(i) for i in ids} for name, ids in own.items()}
+        self._holders = {
+            name.removeprefix(_PREFIX): {int(i) for i in ids} for name, ids in own.items()
+        }
         return {name: tensor for name, tensor in tensors.items() if name not in own}

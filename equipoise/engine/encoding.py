@@ -14,7 +14,9 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
 
 
-def open_data(network: Network, federation: Federation, training: Training, machine: Machine) -> DeviceData:
+def open_data(
+    network: Network, federation: Federation, training: Training, machine: Machine
+) -> DeviceData:
     """Check the model on a few samples, and load all samples, encoded if the model has a stem.
 
     If the model has a stem, samples are encoded by it once, unless they are augmented, a method has brought a part that
@@ -46,7 +48,9 @@ def open_data(network: Network, federation: Federation, training: Training, mach
         return data
 
     def encode(samples: Tensor) -> Tensor:
-        return network.encode(samples.to(device, dtype if samples.is_floating_point() else samples.dtype))
+        return network.encode(
+            samples.to(device, dtype if samples.is_floating_point() else samples.dtype)
+        )
 
     # The key contains everything that affects rounding, so that results depend on the settings alone.
     arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32

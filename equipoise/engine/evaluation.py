@@ -68,7 +68,9 @@ def evaluate_shared(
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     if network.batchwise:
         together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
-        return evaluate_stacked(network, data, {}, params, split, clients, together, metrics, counting)
+        return evaluate_stacked(
+            network, data, {}, params, split, clients, together, metrics, counting
+        )
     positions, where = _gather(split, clients, sizes), None
     if split.repeats:
         positions, where = np.unique(positions, return_inverse=True)
@@ -76,7 +78,9 @@ def evaluate_shared(
     wanted = _Collected(metrics, counting, split, clients)
     if not len(positions):
         # Not every model takes a batch without samples.
-        return {name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)} | wanted.values
+        return {
+            name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)
+        } | wanted.values
     for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, Forward(train=False)).output
@@ -88,7 +92,8 @@ def evaluate_shared(
     if wanted.any and where is not None:
         _collect_repeated(network, data, params, wanted)
     means = {
-        name: _mean_by_client(values if where is None else values[where], sizes) for name, values in measured.items()
+        name: _mean_by_client(values if where is None else values[where], sizes)
+        for name, values in measured.items()
     }
     return {**means, **wanted.values}
 
@@ -118,7 +123,11 @@ class _Collected:
     """
 
     def __init__(
-        self, metrics: Sequence[Metric], counting: Counting | None, split: Split, clients: NDArray[np.int64]
+        self,
+        metrics: Sequence[Metric],
+        counting: Counting | None,
+        split: Split,
+        clients: NDArray[np.int64],
     ) -> None:
         self.metrics, self.counting, self.split, self.clients = metrics, counting, split, clients
         self.any = bool(metrics) or counting is not None
@@ -182,7 +191,9 @@ def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: 
         wanted.measure(position, outputs, targets)
 
 
-def _gather(split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _gather(
+    split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """List the samples of clients, one client after the other."""
     if len(clients) == split.clients and (np.diff(clients) == 1).all():
         return split.indices
@@ -239,7 +250,9 @@ def evaluate_stacked(
         own = {name: stack[where] for name, stack in params.items()}
         wanted = _Collected(metrics, counting, split, clients[members])
         for name, sums in _sums_of_chunk(network, data, own, still, wanted).items():
-            result.setdefault(name, np.full(len(clients), np.nan))[members] = sums.cpu().numpy() / sizes[members]
+            result.setdefault(name, np.full(len(clients), np.nan))[members] = (
+                sums.cpu().numpy() / sizes[members]
+            )
         for name, values in wanted.values.items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = values
     return result
@@ -256,7 +269,9 @@ def _sums_of_chunk(
     active = len(clients)
     together = active * int(sizes[0]) if network.batchwise else samples_a_pass(network, active)
 
-    def of_one_client(own: Tree, x: Tensor, y: Tensor, kept: Tensor) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def of_one_client(
+        own: Tree, x: Tensor, y: Tensor, kept: Tensor
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
         forward = Forward(train=False, mask=kept, stacked=active > 1)
         output = network.apply({**still, **own}, x, forward).output
         return network.task.metrics(output, y), [output] if wanted.any else []
@@ -271,10 +286,15 @@ def _sums_of_chunk(
         kept = torch.from_numpy(inside).to(network.device)
         of_all = of_one_client if active == 1 else vmap(of_one_client)
         measured, answered = of_all(
-            tree_first_rows(params, active), first_rows(x, active), first_rows(y, active), first_rows(kept, active)
+            tree_first_rows(params, active),
+            first_rows(x, active),
+            first_rows(y, active),
+            first_rows(kept, active),
         )
         for name, values in measured.items():
-            total = sums.setdefault(name, torch.zeros(len(clients), dtype=torch.float64, device=network.device))
+            total = sums.setdefault(
+                name, torch.zeros(len(clients), dtype=torch.float64, device=network.device)
+            )
             total[:active] += torch.where(kept, values.double().view(active, -1), 0.0).sum(1)
         left[:active] -= inside.sum(1)
         for output in answered:

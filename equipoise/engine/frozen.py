@@ -30,8 +30,16 @@ def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
 
     Clients with personal features have two z of a sample, and augmented samples change in every step.
     """
-    touched = (name.removeprefix(PERSONAL) for name in chunk.params if name in moving or name.startswith(PERSONAL))
-    return chunk.network.separable and not chunk.augment and not any(in_parts(name, "features") for name in touched)
+    touched = (
+        name.removeprefix(PERSONAL)
+        for name in chunk.params
+        if name in moving or name.startswith(PERSONAL)
+    )
+    return (
+        chunk.network.separable
+        and not chunk.augment
+        and not any(in_parts(name, "features") for name in touched)
+    )
 
 
 class FrozenFeatures:
@@ -58,7 +66,10 @@ class FrozenFeatures:
             return False
         samples = len(batches[0].held)
         looks = sum(int(own.samples().sum()) for own in batches)
-        return looks > samples and _room(samples) * self._z_of_one(chunk, batches[0]).nbytes <= _LARGEST
+        return (
+            looks > samples
+            and _room(samples) * self._z_of_one(chunk, batches[0]).nbytes <= _LARGEST
+        )
 
     @torch.no_grad()
     def _z_of_one(self, chunk: Chunk, batches: Batches) -> Tensor:
@@ -76,7 +87,9 @@ class FrozenFeatures:
         self._data = chunk.data
         self._held[: len(held)] = held
         self._y[: len(held)] = chunk.data.targets(held)
-        params = {name: tensor for name, tensor in chunk.params.items() if not name.startswith(PERSONAL)}
+        params = {
+            name: tensor for name, tensor in chunk.params.items() if not name.startswith(PERSONAL)
+        }
         if not any(in_parts(name, "features") for name in params):
             # All clients have the same features, so their samples form one batch.
             sizes = sizes.sum(keepdims=True)
@@ -89,11 +102,15 @@ class FrozenFeatures:
         for active, slots, inside in passes(sizes, samples_a_pass(network, len(sizes))):
             index = torch.from_numpy(first[:active, None] + slots).to(network.device)
             of_all = of_one_client if active == 1 else vmap(of_one_client)
-            z = of_all(tree_first_rows(params, active), first_rows(chunk.data.inputs(held[index]), active))
+            z = of_all(
+                tree_first_rows(params, active), first_rows(chunk.data.inputs(held[index]), active)
+            )
             if active == len(sizes):
                 self._type = z.dtype
             real = torch.from_numpy(np.flatnonzero(inside)).to(network.device)
-            self._z[index.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real].to(self._z.dtype)
+            self._z[index.flatten()[real]] = z.reshape(-1, *self._z.shape[1:])[real].to(
+                self._z.dtype
+            )
 
     def _make_room(self, chunk: Chunk, batches: Batches) -> None:
         samples = len(batches.held)

@@ -49,7 +49,9 @@ class Layout:
                 self.kept += select(model, part)
         names = [*model, *(name for name in self.kept if name.startswith(PERSONAL))]
         moving = {name for phase in local.phases() for name in select(names, phase.move)}
-        if stray := sorted(name for name in moving if name.startswith(PERSONAL) and name not in self.kept):
+        if stray := sorted(
+            name for name in moving if name.startswith(PERSONAL) and name not in self.kept
+        ):
             raise InputError(f"{type(local).__name__} moves {stray[0]} but does not keep it")
         self.shared = [name for name in model if name in moving and name not in self.kept]
 
@@ -79,7 +81,11 @@ class Layout:
         ['features.weight']
         """
         shared = set(self.shared)
-        return [name for name, tensor in model.items() if name in shared or not torch.equal(tensor, initial[name])]
+        return [
+            name
+            for name, tensor in model.items()
+            if name in shared or not torch.equal(tensor, initial[name])
+        ]
 
     def kept_parts(self, model: Tree) -> Tree:
         """Return the kept parts of a client that has never taken part: those of the model it receives."""

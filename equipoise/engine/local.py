@@ -91,7 +91,9 @@ class StepInput:
     def batch(self, index: int) -> StepInput:
         """Return one of several batches."""
         mask = None if self.mask is None else self.mask[:, index]
-        return StepInput(self.positions[:, index], self.keys[:, index], mask, self.counts[:, index], self.number)
+        return StepInput(
+            self.positions[:, index], self.keys[:, index], mask, self.counts[:, index], self.number
+        )
 
 
 class PhaseRun:
@@ -109,15 +111,21 @@ class PhaseRun:
         Where to record steps for replaying; without one every step is carried out from Python.
     """
 
-    def __init__(self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None) -> None:
+    def __init__(
+        self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None
+    ) -> None:
         self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
         moving = select(chunk.params, phase.move)
         self.moving = frozenset(moving)
         self.features_rest = features_rest(chunk, self.moving)
-        self.moving_buffers = {name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers}
+        self.moving_buffers = {
+            name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers
+        }
         self.names = [name for name in moving if name not in self.moving_buffers]
         if not self.names:
-            raise InputError(f"nothing of {phase.move!r} can be trained: it holds no parameters with requires_grad on")
+            raise InputError(
+                f"nothing of {phase.move!r} can be trained: it holds no parameters with requires_grad on"
+            )
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
@@ -151,7 +159,9 @@ class PhaseRun:
         self._active = active
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
         self._moving_rows = [first_rows(tensor, active) for tensor in self.params]
-        self._fixed_rows = {n: first_rows(t, active) for n, t in chunk.params.items() if n not in self.names}
+        self._fixed_rows = {
+            n: first_rows(t, active) for n, t in chunk.params.items() if n not in self.names
+        }
         self._each = tree_first_rows(chunk.each, active)
         self._memory = {name: tree_first_rows(tree, active) for name, tree in chunk.memory.items()}
         self._seen = first_rows(chunk.seen, active)
@@ -188,7 +198,9 @@ class PhaseRun:
             width = torch.arange(positions.shape[-1], device=positions.device)
             mask = (width < self._counts[:active, here].unsqueeze(-1)).to(self.chunk.network.dtype)
         number = step + 1 if self.replay is None else self._numbers[step]
-        return StepInput(positions, self.batches.keys[:active, here], mask, self._counts[:active, here], number)
+        return StepInput(
+            positions, self.batches.keys[:active, here], mask, self._counts[:active, here], number
+        )
 
     def _advance(self, inputs: StepInput, step: int) -> None:
         """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
@@ -196,9 +208,14 @@ class PhaseRun:
         recorded: Tree = {}
         # By where losses are in memory: a gradient rule returns those of one of its looks at a batch.
         self._of_task: dict[int, tuple[Tensor, Tensor]] = {}
-        each_batch = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
+        each_batch = (
+            [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
+        )
         losses_used = self.phase.losses_in(step)
-        values = [self._value(batch, loss, recorded) for batch, loss in zip(each_batch, losses_used, strict=True)]
+        values = [
+            self._value(batch, loss, recorded)
+            for batch, loss in zip(each_batch, losses_used, strict=True)
+        ]
         gradient = self.phase.gradient
         if isinstance(gradient, FollowsRate):
             gradient = gradient.at_rate(self._lr)
@@ -206,7 +223,9 @@ class PhaseRun:
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
-            self.pace.optimizer.step(self._moving_rows, gradients, self._state, self._lr, inputs.number)
+            self.pace.optimizer.step(
+                self._moving_rows, gradients, self._state, self._lr, inputs.number
+            )
             for name, new in recorded.items():
                 self._fixed_rows[name].copy_(new.detach())
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
@@ -222,7 +241,9 @@ class PhaseRun:
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
             x, y = self._augmented(x, y, batch.keys)
-        x, y, where, key = (first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys))
+        x, y, where, key = (
+            first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys)
+        )
         mask = None if batch.mask is None else first_rows(batch.mask, active)
         across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
         of_one_client = partial(self._of_one_client, loss)
@@ -273,7 +294,11 @@ class PhaseRun:
         client.recording(recorded)
         values = loss(client.noting({}) if self.phase.adds_terms else client)
         if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
-            what = f"values of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            what = (
+                f"values of shape {tuple(values.shape)}"
+                if isinstance(values, Tensor)
+                else repr(values)
+            )
             raise InputError(
                 f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a sample, of shape "
                 f"({len(y)},), so that padding can be left out"
@@ -330,7 +355,9 @@ class LocalTraining:
         replay: Replay | None = None,
     ) -> None:
         self.chunk, self.rule, self.paces, self.frozen = chunk, rule, paces, frozen
-        self.runs = [PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)]
+        self.runs = [
+            PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)
+        ]
 
     def run(self, batches: Sequence[Batches]) -> Reports:
         """Carry out the rule with the batches of each phase.
@@ -345,7 +372,11 @@ class LocalTraining:
             frozen = self._frozen_during(stretch)
             for run, own in stretch:
                 run.begin(own, frozen)
-            turns = [(step, turn) for turn, (_, own) in enumerate(stretch) for step in range(int(own.steps[0]))]
+            turns = [
+                (step, turn)
+                for turn, (_, own) in enumerate(stretch)
+                for step in range(int(own.steps[0]))
+            ]
             if self.rule.interleaved:
                 turns.sort()
             for step, turn in turns:
@@ -359,7 +390,9 @@ class LocalTraining:
         reports = {"train_loss": of_task, "steps": torch.from_numpy(steps)}
         return reports | ({"method_terms": losses - of_task} if self.rule.adds_terms else {})
 
-    def _stretches(self, runs: list[tuple[PhaseRun, Batches]]) -> list[list[tuple[PhaseRun, Batches]]]:
+    def _stretches(
+        self, runs: list[tuple[PhaseRun, Batches]]
+    ) -> list[list[tuple[PhaseRun, Batches]]]:
         """Group consecutive phases that all train the features, or all do not."""
         if self.rule.interleaved:
             return [runs]
@@ -368,20 +401,31 @@ class LocalTraining:
     def _frozen_during(self, stretch: list[tuple[PhaseRun, Batches]]) -> FrozenFeatures | None:
         """Compute z of all samples with the current features, if that saves work."""
         batches = [own for _, own in stretch]
-        if not all(run.features_rest for run, _ in stretch) or not self.frozen.serves(self.chunk, batches):
+        if not all(run.features_rest for run, _ in stretch) or not self.frozen.serves(
+            self.chunk, batches
+        ):
             return None
         self.frozen.fill(self.chunk, batches[0])
         return self.frozen
 
     def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
         """Copy another chunk of the same shape into this one's memory."""
-        for target, source in zip(_tensors(self.chunk, self.paces), _tensors(chunk, paces), strict=True):
+        for target, source in zip(
+            _tensors(self.chunk, self.paces), _tensors(chunk, paces), strict=True
+        ):
             target.copy_(source)
 
 
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
     """List every tensor a chunk's training depends on."""
-    trees = (chunk.params, chunk.still, chunk.sent, chunk.each, chunk.memory, [pace.lr for pace in paces])
+    trees = (
+        chunk.params,
+        chunk.still,
+        chunk.sent,
+        chunk.each,
+        chunk.memory,
+        [pace.lr for pace in paces],
+    )
     leaves = [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [*leaves, chunk.seen, chunk.round]
 
@@ -398,18 +442,24 @@ class Workshop:
         self._replay = Replay() if replays else None
         self._frozen = FrozenFeatures()
 
-    def train(self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]) -> Reports:
+    def train(
+        self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
+    ) -> Reports:
         """Carry out a local rule for a chunk; its parameters are trained in place. See :meth:`LocalTraining.run`."""
         if self._replay is None or not all(pace.optimizer.replays for pace in paces):
             return LocalTraining(chunk, rule, paces, self._frozen).run(batches)
         clients = len(chunk.seen)
         # A recorded step reads the learning rate from memory, so that a schedule can change it.
-        paces = [replace(pace, lr=_as_column(pace.lr, clients, chunk.seen.device)) for pace in paces]
+        paces = [
+            replace(pace, lr=_as_column(pace.lr, clients, chunk.seen.device)) for pace in paces
+        ]
         optimizers = tuple(pace.optimizer for pace in paces)
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
         key = (rule, optimizers, clients, tuple(chunk.params), shapes)
         if key not in self._trainings:
-            self._trainings[key] = LocalTraining(*_copied(chunk, paces, rule), self._frozen, self._replay)
+            self._trainings[key] = LocalTraining(
+                *_copied(chunk, paces, rule), self._frozen, self._replay
+            )
         training = self._trainings[key]
         training.fill(chunk, paces)
         outcome = training.run(batches)
@@ -419,10 +469,16 @@ class Workshop:
 
 
 def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:
-    return lr if isinstance(lr, Tensor) else torch.full((clients,), lr, dtype=torch.float64, device=device)
+    return (
+        lr
+        if isinstance(lr, Tensor)
+        else torch.full((clients,), lr, dtype=torch.float64, device=device)
+    )
 
 
-def _copied(chunk: Chunk, paces: Sequence[Pace], rule: LocalRule) -> tuple[Chunk, LocalRule, list[Pace]]:
+def _copied(
+    chunk: Chunk, paces: Sequence[Pace], rule: LocalRule
+) -> tuple[Chunk, LocalRule, list[Pace]]:
     """Copy all tensors of a chunk and its paces into memory of their own."""
     copies = {
         field: tree_map_any(lambda leaf: leaf.clone(), getattr(chunk, field))
@@ -431,7 +487,9 @@ def _copied(chunk: Chunk, paces: Sequence[Pace], rule: LocalRule) -> tuple[Chunk
     return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
 
 
-def finish_chunk(chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column) -> tuple[dict[str, Tree], dict[str, Tree]]:
+def finish_chunk(
+    chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column
+) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Return the new memory and the uploads of every client of a trained chunk, both stacked."""
     if type(rule).finish is LocalRule.finish:
         return {}, {}
@@ -443,7 +501,9 @@ def finish_chunk(chunk: Chunk, rule: LocalRule, steps: Tensor, lr: Column) -> tu
     def of_one_client(
         params: Tree, each: Tree, memory: dict[str, Tree], seen: Tensor, steps: Tensor, lr: Tensor
     ) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        finished = rule.finish(Finished({**chunk.still, **params}, chunk.sent, each, memory, seen, steps, lr))
+        finished = rule.finish(
+            Finished({**chunk.still, **params}, chunk.sent, each, memory, seen, steps, lr)
+        )
         where = f"finish of {type(rule).__name__}"
         if not isinstance(finished, tuple) or len(finished) != 2:
             raise InputError(

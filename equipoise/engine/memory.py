@@ -17,7 +17,9 @@ from equipoise.tree import Tree
 Memory = dict[str, Tree]
 
 
-def checked_memory(given: Any, where: str, like: Mapping[str, Mapping[str, Tensor]] | None = None) -> Memory:
+def checked_memory(
+    given: Any, where: str, like: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> Memory:
     """Refuse a memory, or uploads, that are not dictionaries of dictionaries of tensors.
 
     Parameters
@@ -41,7 +43,9 @@ def checked_memory(given: Any, where: str, like: Mapping[str, Mapping[str, Tenso
     equipoise.errors.InputError: finish of Mine returned 1 for counter.rounds; valid: a tensor, such as torch.tensor(1.0)
     """
     if not isinstance(given, Mapping):
-        raise InputError(f'{where} returned {given!r}; valid: a dictionary such as {{"counter": {{"rounds": tensor}}}}')
+        raise InputError(
+            f'{where} returned {given!r}; valid: a dictionary such as {{"counter": {{"rounds": tensor}}}}'
+        )
     for name, tree in given.items():
         if not isinstance(tree, Mapping):
             raise InputError(
@@ -134,12 +138,20 @@ class MemoryStore:
 
     def _zeros(self, tree: str) -> Tree:
         prefix = f"{tree}/"
-        found = {name.removeprefix(prefix): stack for name, stack in self._stacks.items() if name.startswith(prefix)}
+        found = {
+            name.removeprefix(prefix): stack
+            for name, stack in self._stacks.items()
+            if name.startswith(prefix)
+        }
         return {name: torch.zeros_like(stack[0]) for name, stack in found.items()}
 
     def write(self, clients: NDArray[np.int64], memory: Memory) -> None:
         """Store the new memories of clients until :meth:`commit`."""
-        flat = {f"{tree}/{name}": stack for tree, values in memory.items() for name, stack in values.items()}
+        flat = {
+            f"{tree}/{name}": stack
+            for tree, values in memory.items()
+            for name, stack in values.items()
+        }
         if flat:
             self._pending.append((clients, flat))
 
@@ -152,7 +164,10 @@ class MemoryStore:
         for clients, flat in self._pending:
             if only is not None and not (kept := np.isin(clients, only)).all():
                 where = torch.from_numpy(np.flatnonzero(kept))
-                clients, flat = clients[kept], {name: stack[where.to(stack.device)] for name, stack in flat.items()}
+                clients, flat = (
+                    clients[kept],
+                    {name: stack[where.to(stack.device)] for name, stack in flat.items()},
+                )
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
             slots = torch.tensor([self._slot[int(client)] for client in clients])
@@ -165,7 +180,9 @@ class MemoryStore:
         stack = self._stacks.get(name)
         have, want = (0 if stack is None else len(stack)), len(self._slot)
         if stack is None or have < want:
-            grown = torch.zeros(max(want, 2 * have), *like.shape[1:], dtype=like.dtype, device=like.device)
+            grown = torch.zeros(
+                max(want, 2 * have), *like.shape[1:], dtype=like.dtype, device=like.device
+            )
             if stack is not None:
                 grown[:have] = stack
             self._stacks[name] = stack = grown

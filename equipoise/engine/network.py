@@ -23,7 +23,15 @@ from equipoise.models.base import Model, pooled
 from equipoise.models.frozen import Frozen, digest_of, frozen_names
 from equipoise.models.functions import Carried, Watched, advice
 from equipoise.models.headed import Headed, tensor_of
-from equipoise.models.layers import BatchNorm, Dropout, Forward, convert, enter_part, forward_pass, has_hooks
+from equipoise.models.layers import (
+    BatchNorm,
+    Dropout,
+    Forward,
+    convert,
+    enter_part,
+    forward_pass,
+    has_hooks,
+)
 from equipoise.models.sequences import Recurrent
 from equipoise.task import Task
 from equipoise.tree import Parts, Tree, digest, in_parts
@@ -88,7 +96,11 @@ def slots_of(module: nn.Module) -> list[Slot]:
                 path, _, leaf = name.rpartition(".")
                 owner, part = owners[path], path.partition(".")[0]
                 held = owner._parameters if is_parameter else owner._buffers
-                frozen = not tensor.requires_grad if is_parameter else _is_frozen_buffer(owners, path, leaf)
+                frozen = (
+                    not tensor.requires_grad
+                    if is_parameter
+                    else _is_frozen_buffer(owners, path, leaf)
+                )
                 frozen = frozen or name in inside or (has_stem and part == "stem")
                 where = first.setdefault(id(tensor), name)
                 here.append(Slot(where, path, held, leaf, tensor, bool(is_parameter), frozen))
@@ -219,15 +231,23 @@ class Network:
         self._initial = {slot.name: slot.tensor.detach().clone() for slot in self._slots}
         self.buffers = frozenset(slot.name for slot in self._slots if not slot.is_parameter)
         owners = dict(self.module.named_modules())
-        self._norms = [(name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)]
+        self._norms = [
+            (name, layer) for name, layer in owners.items() if isinstance(layer, BatchNorm)
+        ]
         self._dropouts = [
-            (path.partition(".")[0], layer) for path, layer in owners.items() if isinstance(layer, Dropout | Recurrent)
+            (path.partition(".")[0], layer)
+            for path, layer in owners.items()
+            if isinstance(layer, Dropout | Recurrent)
         ]
         # Of each part, the tensors that may move; None if it holds no tensors at all.
         self._tensors_of: dict[str, list[str] | None] = {}
         for part, _ in self.module.named_children():
-            inside = [slot for slot in every_slot if slot.path == part or slot.path.startswith(f"{part}.")]
-            self._tensors_of[part] = [slot.name for slot in inside if not slot.frozen] if inside else None
+            inside = [
+                slot for slot in every_slot if slot.path == part or slot.path.startswith(f"{part}.")
+            ]
+            self._tensors_of[part] = (
+                [slot.name for slot in inside if not slot.frozen] if inside else None
+            )
         self._moving_parts: dict[str, bool] = {}
         self._training_parts = dict.fromkeys(["", *self._tensors_of], True)
         # Whether the model's own code calls functions that must be carried out; known once the model was tried out.
@@ -276,7 +296,11 @@ class Network:
 
         Features without parameters cannot be said not to move.
         """
-        return self.composed and any(in_parts(name, "features") for name in self._initial) and not self.batchwise
+        return (
+            self.composed
+            and any(in_parts(name, "features") for name in self._initial)
+            and not self.batchwise
+        )
 
     @cached_property
     def composed(self) -> bool:
@@ -365,7 +389,9 @@ class Network:
         """Whether the rows of :meth:`aligned` are the samples of the batch."""
         rows = getattr(self.module, "aligned_rows", "samples")
         if rows not in _ALIGNED_ROWS:
-            raise unknown("aligned_rows", rows, _ALIGNED_ROWS, where=f"model {type(self.module).__name__}")
+            raise unknown(
+                "aligned_rows", rows, _ALIGNED_ROWS, where=f"model {type(self.module).__name__}"
+            )
         return bool(rows == "samples")
 
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
@@ -433,7 +459,12 @@ class Network:
         for child in name.split("."):
             part = getattr(part, child, None)
         if not isinstance(part, nn.Module):
-            raise unknown("part", name, [child for child, _ in self.module.named_children()], where="the model")
+            raise unknown(
+                "part",
+                name,
+                [child for child, _ in self.module.named_children()],
+                where="the model",
+            )
         return part
 
     @torch.no_grad()
@@ -441,7 +472,9 @@ class Network:
         """Return what the stem makes of samples."""
         stem = self.stem
         if stem is None:
-            raise InputError(f"the model {type(self.module).__name__} has no stem to encode samples with")
+            raise InputError(
+                f"the model {type(self.module).__name__} has no stem to encode samples with"
+            )
         with self._pass(Forward(train=False), "features"):
             encoded: Tensor = stem(x)
         return encoded.to(self.dtype) if encoded.is_floating_point() else encoded
@@ -490,9 +523,12 @@ class Network:
             changed = [
                 name
                 for name, tensor in params.items()
-                if tensor._version != versions[name] or not tensor.equal(statistics.get(name, tensor))
+                if tensor._version != versions[name]
+                or not tensor.equal(statistics.get(name, tensor))
             ]
-            alone = torch.cat([self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)])
+            alone = torch.cat(
+                [self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)]
+            )
             with self._counting() as counted:
                 first = self.apply(params, seen[:1], Forward(train=False)).output
             alone = torch.cat([first, alone])
@@ -505,8 +541,14 @@ class Network:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
             taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
-            advised = "" if x.is_floating_point() else "; most models need floating point, such as x / 255 for images"
-            raise InputError(f"the model cannot take a sample: {taken}{advised} ({error})") from error
+            advised = (
+                ""
+                if x.is_floating_point()
+                else "; most models need floating point, such as x / 255 for images"
+            )
+            raise InputError(
+                f"the model cannot take a sample: {taken}{advised} ({error})"
+            ) from error
         finally:
             self.autocast = lowered
         if drawn:
@@ -569,7 +611,9 @@ class Network:
 
     def _drawn_since(self, before: list[Tensor]) -> bool:
         """Say whether PyTorch's generators have been used."""
-        return any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True))
+        return any(
+            not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)
+        )
 
     def _drawing(self, params: Tree, x: Tensor, key: Tensor) -> list[str]:
         """List the functions that draw from PyTorch's generators, in evaluation or in training."""
@@ -599,7 +643,9 @@ class Network:
             return self.apply(params, x, Forward(train=True, key=key, stacked=stacked)).output
 
         leaves = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
-        trained = [leaf.requires_grad_() for name, leaf in leaves.items() if name not in self.buffers]
+        trained = [
+            leaf.requires_grad_() for name, leaf in leaves.items() if name not in self.buffers
+        ]
         try:
             with torch.enable_grad(), warnings.catch_warnings():
                 # PyTorch warns of operations that it repeats for every client.
@@ -608,8 +654,12 @@ class Network:
                 torch.autograd.grad(found.sum(), trained, allow_unused=True)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             return why_not_stacked(error)
-        wanted = torch.stack([output_of(*given, False) for given in zip(clients, (x, x), keys, strict=True)])
-        return "stacked clients get other outputs than one by one" if self._far(found, wanted) else ""
+        wanted = torch.stack(
+            [output_of(*given, False) for given in zip(clients, (x, x), keys, strict=True)]
+        )
+        return (
+            "stacked clients get other outputs than one by one" if self._far(found, wanted) else ""
+        )
 
     @contextmanager
     def _counting(self) -> Iterator[list[int]]:
@@ -662,7 +712,11 @@ class Network:
             )
         for name, values in measured.items():
             if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
-                what = f"has shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"is {values!r}"
+                what = (
+                    f"has shape {tuple(values.shape)}"
+                    if isinstance(values, Tensor)
+                    else f"is {values!r}"
+                )
                 raise InputError(
                     f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one value a sample, of shape "
                     f"({len(y)},), so that padding can be left out"
@@ -688,7 +742,9 @@ class Network:
         on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *on_gpu]
 
-    def resting_features(self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False) -> Tensor:
+    def resting_features(
+        self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False
+    ) -> Tensor:
         """Return z of a batch as in evaluation, in the type in which the head gets it: autocast may lower it."""
         return self.apply(params, x, Forward(train=False, stacked=stacked), "features").z
 
@@ -724,7 +780,9 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
 def _refuse_unusual(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise InputError(f"{name} of the model has no shape yet; call the model with a sample once before")
+            raise InputError(
+                f"{name} of the model has no shape yet; call the model with a sample once before"
+            )
         if tensor.is_complex():
             raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
 
@@ -753,4 +811,6 @@ _STACKABLE = frozenset(
 
 def _known_to_stack(layer: nn.Module) -> bool:
     place = type(layer).__module__
-    return place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding
+    return (
+        place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding
+    )

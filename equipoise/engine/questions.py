@@ -102,11 +102,16 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
         of_all = stacked.of_one_client(question, active, what)
         positions = torch.from_numpy(slots).to(device)
         with in_plain_words(what):
-            answer = of_all(*stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask, positions)))
+            answer = of_all(
+                *stacked.rows(active), *(first_rows(t, active) for t in (x, y, mask, positions))
+            )
         leaves, form = tree_flatten(answer)
         sums = [leaf.unsqueeze(0) if active == 1 else leaf for leaf in leaves]
         if not totals:
-            totals = [torch.zeros(len(order), *s.shape[1:], dtype=_summed_as(s), device=device) for s in sums]
+            totals = [
+                torch.zeros(len(order), *s.shape[1:], dtype=_summed_as(s), device=device)
+                for s in sums
+            ]
         for total, part in zip(totals, sums, strict=True):
             total[:active] += part.to(total.dtype)
     back = torch.from_numpy(np.argsort(order)).to(device)
@@ -134,10 +139,14 @@ class _Stack:
         self._memory = {name: ordered(tree) for name, tree in asked.memory.items()}
         self._seen, self._keys = asked.seen[order], asked.keys[order]
 
-    def samples(self, active: int, slots: NDArray[np.int64], inside: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    def samples(
+        self, active: int, slots: NDArray[np.int64], inside: NDArray[np.bool_]
+    ) -> tuple[Tensor, Tensor]:
         indices = self.asked.split.indices
         positions = np.where(inside, self._offsets[:active, None] + slots, 0)
-        return self.asked.data.fetch(torch.from_numpy(indices[positions] if len(indices) else positions))
+        return self.asked.data.fetch(
+            torch.from_numpy(indices[positions] if len(indices) else positions)
+        )
 
     def rows(self, active: int) -> tuple[Tree, Tree, Memory, Tensor, Tensor]:
         return (
@@ -148,7 +157,9 @@ class _Stack:
             first_rows(self._keys, active),
         )
 
-    def of_one_client(self, question: Callable[[Client], Any], active: int, what: str) -> Callable[..., Any]:
+    def of_one_client(
+        self, question: Callable[[Client], Any], active: int, what: str
+    ) -> Callable[..., Any]:
         asked = self.asked
 
         def answer(
@@ -167,7 +178,9 @@ class _Stack:
                 params={**asked.still, **own},
                 x=x,
                 y=y,
-                forward=Forward(train=False, mask=mask.to(asked.network.dtype), key=key, stacked=active > 1),
+                forward=Forward(
+                    train=False, mask=mask.to(asked.network.dtype), key=key, stacked=active > 1
+                ),
                 sent=asked.sent,
                 each=each,
                 memory=memory,

@@ -44,7 +44,9 @@ class Replay:
 
     def _record(self, key: Hashable, program: Callable[[Any], None], inputs: Any) -> None:
         copies = {
-            field.name: value.clone() if isinstance(value := getattr(inputs, field.name), Tensor) else value
+            field.name: value.clone()
+            if isinstance(value := getattr(inputs, field.name), Tensor)
+            else value
             for field in dataclasses.fields(inputs)
         }
         read = dataclasses.replace(inputs, **copies)
@@ -55,7 +57,8 @@ class Replay:
         except RuntimeError as error:
             self._works = False
             warnings.warn(
-                f"steps of this method cannot be replayed on the GPU and run from Python: {error}", stacklevel=2
+                f"steps of this method cannot be replayed on the GPU and run from Python: {error}",
+                stacklevel=2,
             )
             program(inputs)
             return

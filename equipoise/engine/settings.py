@@ -31,7 +31,9 @@ def _count_or_range(value: Any, what: str) -> int | tuple[int, int]:
         return count(value, what)
     low, high = several(value, what, count, length=2)
     if low > high:
-        raise InputError(f"{what} must be a range from a smaller to a larger number, got {list(value)}")
+        raise InputError(
+            f"{what} must be a range from a smaller to a larger number, got {list(value)}"
+        )
     return low, high
 
 
@@ -107,16 +109,24 @@ class Training:
                 raise InputError(
                     f"training.schedule must be a Schedule or a function of the round, got {self.schedule!r}"
                 )
-            object.__setattr__(self, "schedule", Schedule(kind=schedules.register(self.schedule).__name__))
+            object.__setattr__(
+                self, "schedule", Schedule(kind=schedules.register(self.schedule).__name__)
+            )
         _check_counts(self, "training", ("batch_size", "report_samples"))
         object.__setattr__(self, "epochs", _count_or_range(self.epochs, "training.epochs"))
         if self.steps is not None:
             object.__setattr__(self, "steps", _count_or_range(self.steps, "training.steps"))
         if not 0 <= real(self.stragglers, "training.stragglers", least=0) <= 1:
-            raise InputError(f"training.stragglers must be a probability from 0 to 1, got {self.stragglers!r}")
+            raise InputError(
+                f"training.stragglers must be a probability from 0 to 1, got {self.stragglers!r}"
+            )
         if self.clip is not None:
             real(self.clip, "training.clip")
-        if isinstance(self.cohort, bool) or not self.cohort > 0 or (isinstance(self.cohort, float) and self.cohort > 1):
+        if (
+            isinstance(self.cohort, bool)
+            or not self.cohort > 0
+            or (isinstance(self.cohort, float) and self.cohort > 1)
+        ):
             raise InputError(
                 f"training.cohort must be a number of clients (a whole number of at least 1) "
                 f"or a fraction of them (above 0, at most 1.0), got {self.cohort!r}"
@@ -216,18 +226,28 @@ class Machine:
             raise unknown("value", self.frozen, ("bfloat16",), where="machine.frozen")
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS, where="machine.precision")
-        counts = isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
+        counts = (
+            isinstance(self.chunk, int) and not isinstance(self.chunk, bool) and self.chunk >= 1
+        )
         if self.chunk not in ("auto", "measure") and not counts:
-            raise InputError(f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}")
+            raise InputError(
+                f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}"
+            )
         kind, colon, number = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (
             colon and (kind != "cuda" or not re.fullmatch("[0-9]{1,4}", number))
         ):
-            raise unknown("device", self.device, ("auto", "cpu", "cuda", "cuda:N"), where="machine.device")
+            raise unknown(
+                "device", self.device, ("auto", "cpu", "cuda", "cuda:N"), where="machine.device"
+            )
         if kind == "cuda" and not torch.cuda.is_available():
-            raise InputError("machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'")
+            raise InputError(
+                "machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu' or 'auto'"
+            )
         if number and int(number) >= (there := torch.cuda.device_count()):
-            raise InputError(f"machine.device is {self.device!r}, but there are {there} GPUs, numbered from 0")
+            raise InputError(
+                f"machine.device is {self.device!r}, but there are {there} GPUs, numbered from 0"
+            )
 
     def carrying_out(self, method: Method) -> Machine:
         """Return the settings for a method: samples are not encoded if it works on images.

@@ -30,7 +30,9 @@ def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
     return {name: first_rows(tensor, count) for name, tensor in tree.items()}
 
 
-def passes(sizes: NDArray[np.int64], together: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+def passes(
+    sizes: NDArray[np.int64], together: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
     """Iterate over the samples of all clients, about ``together`` samples at a time.
 
     Parameters

@@ -72,7 +72,12 @@ class StackedEngine:
         seed: int = 0,
         view: Federation | None = None,
     ) -> None:
-        self.federation, self.training, self.machine, self.seed = federation, training, machine, seed
+        self.federation, self.training, self.machine, self.seed = (
+            federation,
+            training,
+            machine,
+            seed,
+        )
         self.view = view or federation
         device = machine.torch_device
         task = tasks.build(federation.task)
@@ -118,7 +123,10 @@ class StackedEngine:
         """Return the memory of a client that has never taken part, its facts aside."""
         layout = Layout(local, model)
         kept = {KEPT: layout.kept_parts(model)} if layout.kept else {}
-        return {**kept, **checked_memory(local.first_memory(model), f"first_memory of {type(local).__name__}")}
+        return {
+            **kept,
+            **checked_memory(local.first_memory(model), f"first_memory of {type(local).__name__}"),
+        }
 
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
@@ -127,13 +135,23 @@ class StackedEngine:
         splits = {name: self.federation.split(name) for name in ("val", "test")}
         if personal is None:
             return {
-                name: evaluate_shared(self.network, self.data, model, split, clients, self.metrics, self.counting)
+                name: evaluate_shared(
+                    self.network, self.data, model, split, clients, self.metrics, self.counting
+                )
                 for name, split in splits.items()
             }
         still, own = self.personal_models(model, personal, clients)
         return {
             name: evaluate_stacked(
-                self.network, self.data, own, still, split, clients, self.chunk, self.metrics, self.counting
+                self.network,
+                self.data,
+                own,
+                still,
+                split,
+                clients,
+                self.chunk,
+                self.metrics,
+                self.counting,
             )
             for name, split in splits.items()
         }
@@ -143,7 +161,12 @@ class StackedEngine:
         nobody_else = np.array([0])
         return {
             name: evaluate_shared(
-                self.network, self.data, model, Split.from_lists([positions]), nobody_else, self.metrics
+                self.network,
+                self.data,
+                model,
+                Split.from_lists([positions]),
+                nobody_else,
+                self.metrics,
             )
             for name, positions in self.federation.server.items()
         }
@@ -151,32 +174,51 @@ class StackedEngine:
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
         """Average what clients keep of the shared model, weighted as the method weighs clients."""
         clients = np.array(self.memory.clients, dtype=np.int64)
-        return mix_tree(self.kept_parts(method, model, clients), self.cohort(method, clients, 0).prior)
+        return mix_tree(
+            self.kept_parts(method, model, clients), self.cohort(method, clients, 0).prior
+        )
 
     def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
         """Return what clients keep of the shared model, stacked in the order of ``clients``."""
-        memory, _ = self.memory.read(clients, self.first_memory(method.local, model), self.network.device)
-        return {name: stack for name, stack in memory.get(KEPT, {}).items() if not name.startswith(PERSONAL)}
+        memory, _ = self.memory.read(
+            clients, self.first_memory(method.local, model), self.network.device
+        )
+        return {
+            name: stack
+            for name, stack in memory.get(KEPT, {}).items()
+            if not name.startswith(PERSONAL)
+        }
 
     def refuse_keeping_local(self, method: Method) -> None:
         """Refuse nothing: all models are in this process."""
 
-    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+    def personal_models(
+        self, model: Tree, personal: Personal, clients: NDArray[np.int64]
+    ) -> tuple[Tree, Tree]:
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
         rule = personal.method.local
-        memory, seen = self.memory.read(clients, self.first_memory(rule, model), self.network.device)
+        memory, seen = self.memory.read(
+            clients, self.first_memory(rule, model), self.network.device
+        )
         own = _personal_parts(memory.get(KEPT, {}))
         # A client without training samples cannot change its model.
         able = self.view.split("train").sizes[clients] > 0
         if rule.adapt():
             strangers = able & ~seen.cpu().numpy() if rule.keeps else able
-            own = self._tried(Adapting(rule), model, own, MemoryStore(), clients, strangers, personal)
+            own = self._tried(
+                Adapting(rule), model, own, MemoryStore(), clients, strangers, personal
+            )
         if personal.fine_tune:
-            whole = {name: own.get(name, repeated(tensor, len(clients))) for name, tensor in model.items()}
+            whole = {
+                name: own.get(name, repeated(tensor, len(clients)))
+                for name, tensor in model.items()
+            }
             begun = MemoryStore()
             begun.write(clients, {KEPT: whole})
             begun.commit()
-            own = self._tried(FineTuning(personal.fine_tune), model, whole, begun, clients, able, personal)
+            own = self._tried(
+                FineTuning(personal.fine_tune), model, whole, begun, clients, able, personal
+            )
         return {name: tensor for name, tensor in model.items() if name not in own}, own
 
     def _tried(
@@ -194,15 +236,23 @@ class StackedEngine:
             return own
         members = clients[who]
         # The learning rate is that of the latest round.
-        cohort = StackedCohort(self, personal.method, members, max(personal.round - 1, 0), memory, Purpose.ADAPT)
+        cohort = StackedCohort(
+            self, personal.method, members, max(personal.round - 1, 0), memory, Purpose.ADAPT
+        )
         cohort.wanted_reports.clear()
         updates = cohort.train({"model": model}, {}, rule)
         memory.commit()
         made, _ = memory.read(members, self.first_memory(rule, model), self.network.device)
         where = torch.from_numpy(np.flatnonzero(who)).to(self.network.device)
         changed = dict(own)
-        for name, stack in {**updates.params, **updates.buffers, **_personal_parts(made.get(KEPT, {}))}.items():
-            changed[name] = changed.get(name, repeated(model[name], len(clients))).index_copy(0, where, stack)
+        for name, stack in {
+            **updates.params,
+            **updates.buffers,
+            **_personal_parts(made.get(KEPT, {})),
+        }.items():
+            changed[name] = changed.get(name, repeated(model[name], len(clients))).index_copy(
+                0, where, stack
+            )
         return changed
 
     @property

@@ -24,7 +24,9 @@ def batches_a_step(phase: Phase) -> int:
     return 1 if phase.batch == "split" else phase.gradient.batches
 
 
-def steps_of(phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, adapting: bool = False) -> Ints:
+def steps_of(
+    phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, adapting: bool = False
+) -> Ints:
     """Return how many steps each client makes in a phase.
 
     A range of epochs or steps in the training settings is drawn from once for each client and round, and so are
@@ -70,7 +72,12 @@ def steps_of(phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, ada
         steps = length(fixed) * phase.turns
     else:
         batches = -(-sizes // training.batch_size)
-        steps = -(-length(phase.epochs or training.epochs) * phase.turns * batches // batches_a_step(phase))
+        steps = -(
+            -length(phase.epochs or training.epochs)
+            * phase.turns
+            * batches
+            // batches_a_step(phase)
+        )
     if training.stragglers and not adapting:
         straggles = _uniform(keys, _STRAGGLES) < training.stragglers
         partial = np.ceil((1 - _uniform(keys, _SHARE)) * steps).astype(np.int64)
@@ -80,7 +87,9 @@ def steps_of(phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, ada
 
 def _uniform(keys: Tensor, what: int) -> NDArray[np.float64]:
     """Draw a number in [0, 1) for each client."""
-    drawn: NDArray[np.float64] = uniform(fold_tensor(keys, Purpose.WORK, what), torch.float64).numpy()
+    drawn: NDArray[np.float64] = uniform(
+        fold_tensor(keys, Purpose.WORK, what), torch.float64
+    ).numpy()
     return drawn
 
 

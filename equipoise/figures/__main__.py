@@ -49,13 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = draw_gap_changes(changes, given.out)
         elif given.figure == "surface":
             surfaces = {
-                title: loss_surface(run, clients=given.clients, steps=given.steps, trust=given.trust)
+                title: loss_surface(
+                    run, clients=given.clients, steps=given.steps, trust=given.trust
+                )
                 for title, run in runs.items()
             }
             path = draw_surfaces(surfaces, given.out)
         else:
             embeddings = {
-                title: embed_features(run, samples=given.samples, trust=given.trust) for title, run in runs.items()
+                title: embed_features(run, samples=given.samples, trust=given.trust)
+                for title, run in runs.items()
             }
             path = draw_embeddings(embeddings, given.out, by=given.by)
     except (InputError, RunError) as error:
@@ -74,20 +77,32 @@ def _parser() -> argparse.ArgumentParser:
     figures = parser.add_subparsers(dest="figure", required=True)
     gaps = figures.add_parser("gaps", help="ΔG against Δa, with slopes and correlations")
     gaps.add_argument(
-        "--sweep", action="store_true", help="change weights of the kept local models, instead of FAA's notes"
+        "--sweep",
+        action="store_true",
+        help="change weights of the kept local models, instead of FAA's notes",
     )
-    surface = figures.add_parser("surface", help="the loss of unseen clients over the plane of three local models")
+    surface = figures.add_parser(
+        "surface", help="the loss of unseen clients over the plane of three local models"
+    )
     surface.add_argument("--clients", type=int, nargs=3, help="the three clients")
     surface.add_argument("--steps", type=int, default=21, help="grid points along each axis")
     embedding = figures.add_parser("embedding", help="features of the global model by t-SNE")
     embedding.add_argument("--by", choices=COLOURS, default=COLOURS[0], help="what colours say")
     embedding.add_argument("--samples", type=int, default=300, help="samples of each group")
-    costs = figures.add_parser("cost", help="messages, bytes and evaluations of a round, as a table")
+    costs = figures.add_parser(
+        "cost", help="messages, bytes and evaluations of a round, as a table"
+    )
     for figure in (gaps, surface, embedding, costs):
-        figure.add_argument("runs", nargs="+", metavar="RUN", help="a run directory, or TITLE=DIRECTORY")
+        figure.add_argument(
+            "runs", nargs="+", metavar="RUN", help="a run directory, or TITLE=DIRECTORY"
+        )
     for figure in (gaps, surface, embedding):
-        figure.add_argument("--trust", action="store_true", help="execute the code that the runs import")
-        figure.add_argument("--out", type=Path, required=True, help="the file to write (.png, .svg or .pdf)")
+        figure.add_argument(
+            "--trust", action="store_true", help="execute the code that the runs import"
+        )
+        figure.add_argument(
+            "--out", type=Path, required=True, help="the file to write (.png, .svg or .pdf)"
+        )
     return parser
 
 

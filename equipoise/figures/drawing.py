@@ -15,11 +15,15 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("drawing needs matplotlib; install it with pip install 'equipoise[report]'") from error
+        raise InputError(
+            "drawing needs matplotlib; install it with pip install 'equipoise[report]'"
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def panels(titles: list[str], *, width: float = 4.6, height: float = 4.0, **shared: Any) -> tuple[Any, list[Any]]:
+def panels(
+    titles: list[str], *, width: float = 4.6, height: float = 4.0, **shared: Any
+) -> tuple[Any, list[Any]]:
     """Return a figure with one panel for each title, side by side."""
     if not titles:
         raise InputError("there is nothing to draw: give at least one panel")

@@ -149,7 +149,9 @@ def _features(opened: OpenedRun, positions: NDArray[np.int64]) -> NDArray[np.flo
     return torch.cat(parts).numpy()
 
 
-def draw_embeddings(embeddings: Mapping[str, Embedding], path: str | Path, *, by: str = "domain") -> Path:
+def draw_embeddings(
+    embeddings: Mapping[str, Embedding], path: str | Path, *, by: str = "domain"
+) -> Path:
     """Draw embeddings side by side.
 
     Parameters
@@ -181,8 +183,12 @@ def draw_embeddings(embeddings: Mapping[str, Embedding], path: str | Path, *, by
     for panel, embedding in zip(axes, embeddings.values(), strict=True):
         _frame(panel)
         for kind in _kinds(embedding, by):
-            style: dict[str, Any] = {"marker": "x", "linewidths": 1.0} if kind.crosses else {"linewidths": 0}
-            panel.scatter(*embedding.points[kind.where].T, s=16, color=kind.hue, alpha=0.75, **style)
+            style: dict[str, Any] = (
+                {"marker": "x", "linewidths": 1.0} if kind.crosses else {"linewidths": 0}
+            )
+            panel.scatter(
+                *embedding.points[kind.where].T, s=16, color=kind.hue, alpha=0.75, **style
+            )
             shown[kind.label] = kind.hue
             crossed |= kind.crosses
     _legend(figure, shown, crossed=crossed)
@@ -202,7 +208,10 @@ class _Kind:
 def _kinds(embedding: Embedding, by: str) -> list[_Kind]:
     unseen = embedding.unseen
     if by == "domain":
-        kinds = [_Kind("in-domain, training data", HUES[0], ~unseen), _Kind("unseen, test data", HUES[1], unseen)]
+        kinds = [
+            _Kind("in-domain, training data", HUES[0], ~unseen),
+            _Kind("unseen, test data", HUES[1], unseen),
+        ]
     else:
         values = embedding.groups if by == "group" else embedding.labels
         kinds = [
@@ -225,7 +234,9 @@ def _hue(value: int, largest: int) -> str:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return str(to_hex(colormaps["tab10"](value) if largest < 10 else colormaps["turbo"](value / largest)))
+    return str(
+        to_hex(colormaps["tab10"](value) if largest < 10 else colormaps["turbo"](value / largest))
+    )
 
 
 def _frame(panel: Any) -> None:
@@ -244,7 +255,9 @@ def _legend(figure: Any, hues: Mapping[str, str], *, crossed: bool) -> None:
     dot: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 6}
     handles = [Line2D([], [], color=hue, label=label, **dot) for label, hue in hues.items()]
     if crossed:
-        handles.append(Line2D([], [], color=INK, label="unseen, test data", **{**dot, "marker": "x"}))
+        handles.append(
+            Line2D([], [], color=INK, label="unseen, test data", **{**dot, "marker": "x"})
+        )
     # As few rows as the labels need, in inches.
     needed = sum(0.4 + 0.085 * len(str(handle.get_label())) for handle in handles)
     rows = math.ceil(needed / figure.get_figwidth())

@@ -86,7 +86,9 @@ def gap_changes(run: str | Path) -> list[GapChanges]:
         notes = row.get("notes", {})
         if "gap_changes" not in notes:
             continue
-        for client, weight, gap in zip(row["clients"], notes["weight_changes"], notes["gap_changes"], strict=True):
+        for client, weight, gap in zip(
+            row["clients"], notes["weight_changes"], notes["gap_changes"], strict=True
+        ):
             if weight is not None and gap is not None:
                 measured.setdefault(client, []).append((weight, gap))
     if not measured:
@@ -144,11 +146,15 @@ def sweep_gaps(
     """
     real(reach, "reach")
     count(steps, "steps", least=2)
-    opened = open_run(run, federation=federation, module=module, device=device, trust=trust, local=True)
+    opened = open_run(
+        run, federation=federation, module=module, device=device, trust=trust, local=True
+    )
     clients = [c for c in opened.local.clients if opened.federation.split("val").sizes[c]]
     everyone = opened.local.clients
     if len(everyone) < 2 or not clients:
-        raise InputError(f"{run}: weights can be changed only between two or more clients with validation data")
+        raise InputError(
+            f"{run}: weights can be changed only between two or more clients with validation data"
+        )
     equal = 1 / len(everyone)
     changes = np.linspace(-min(reach, equal), min(reach, 1 - equal), steps)
 
@@ -200,7 +206,9 @@ def draw_gap_changes(changes: Mapping[str, Sequence[GapChanges]], path: str | Pa
         for position, one in enumerate(of_run):
             _draw_client(panel, one, HUES[position % len(HUES)])
         panel.set_xlabel("change of the weight, Δa", color=INK)
-        legend = panel.legend(fontsize=8, labelcolor=INK, framealpha=0.9, edgecolor="none", handletextpad=0.3)
+        legend = panel.legend(
+            fontsize=8, labelcolor=INK, framealpha=0.9, edgecolor="none", handletextpad=0.3
+        )
         legend.set_zorder(5)
     axes[0].set_ylabel("change of the generalization gap, ΔG", color=INK)
     return save(figure, path)
@@ -209,7 +217,9 @@ def draw_gap_changes(changes: Mapping[str, Sequence[GapChanges]], path: str | Pa
 def _draw_client(panel: Any, changes: GapChanges, hue: str) -> None:
     numbers = f"slope {changes.slope:.2f}, ρ {changes.correlation:.2f}".replace("-", "−")
     label = f"{changes.name}: {numbers}"
-    panel.scatter(changes.weight, changes.gap, s=18, color=hue, alpha=0.75, linewidths=0, label=label)
+    panel.scatter(
+        changes.weight, changes.gap, s=18, color=hue, alpha=0.75, linewidths=0, label=label
+    )
     if np.isfinite(changes.slope):
         ends = np.array([changes.weight.min(), changes.weight.max()])
         panel.plot(ends, changes.intercept + changes.slope * ends, color=hue, linewidth=1.4)

@@ -64,7 +64,9 @@ class OpenedRun:
         """The global model."""
         tensors, note = load_tensors(self.directory / GLOBAL)
         if not note["whole"]:
-            raise InputError(f"the run in {self.directory} has no global model: its clients keep parts of the model")
+            raise InputError(
+                f"the run in {self.directory} has no global model: its clients keep parts of the model"
+            )
         return self.on_device(tensors)
 
     @property
@@ -96,7 +98,9 @@ class OpenedRun:
         """Return the loss of a model on each client's own samples of a split."""
         engine = self.engine
         with exact_arithmetic(engine.machine):
-            return evaluate_shared(engine.network, engine.data, params, self.federation.split(split), clients)["loss"]
+            return evaluate_shared(
+                engine.network, engine.data, params, self.federation.split(split), clients
+            )["loss"]
 
 
 def open_run(
@@ -168,7 +172,9 @@ def distinct_labels(clients: Sequence[int], names: Sequence[str] | None) -> list
             labels.append(f"client {client}")
         else:
             # ``global`` is the label of the global model.
-            labels.append(f"{name} ({client})" if called.count(name) > 1 or name == "global" else name)
+            labels.append(
+                f"{name} ({client})" if called.count(name) > 1 or name == "global" else name
+            )
     return labels
 
 

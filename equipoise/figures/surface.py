@@ -91,11 +91,15 @@ def loss_surface(
     """
     count(steps, "steps", least=2)
     real(margin, "margin")
-    opened = open_run(run, federation=federation, module=module, device=device, trust=trust, local=True)
+    opened = open_run(
+        run, federation=federation, module=module, device=device, trust=trust, local=True
+    )
     chosen = _three(opened, clients)
     unseen = np.flatnonzero(opened.federation.unseen & (opened.federation.split("test").sizes > 0))
     if not len(unseen):
-        raise InputError(f"{run}: no unseen client has test data; leave a group out (data.leave_out)")
+        raise InputError(
+            f"{run}: no unseen client has test data; leave a group out (data.leave_out)"
+        )
     plane = _Plane([_flat(opened, opened.mixed([client], np.ones(1))) for client in chosen])
     models = dict(zip(labels_of(run, chosen), plane.corners, strict=True))
     if opened.shared_round != opened.local.round:
@@ -132,7 +136,9 @@ class _Plane:
         upright = other_edge - along * self._across
         height = float(upright.norm())
         if height <= 1e-9 * float(other_edge.norm()) or not length:
-            raise InputError("the three local models lie on a line, so they span no plane; choose other clients")
+            raise InputError(
+                "the three local models lie on a line, so they span no plane; choose other clients"
+            )
         self._up = upright / height
         self.corners = [(0.0, 0.0), (length, 0.0), (along, height)]
 
@@ -201,11 +207,20 @@ def draw_surfaces(surfaces: Mapping[str, Surface], path: str | Path) -> Path:
     for panel, surface in zip(axes, surfaces.values(), strict=True):
         panel.grid(visible=False)
         filled = panel.contourf(surface.x, surface.y, surface.loss, levels=levels, cmap="viridis_r")
-        panel.contour(surface.x, surface.y, surface.loss, levels=levels[::2], colors="white", linewidths=0.4)
+        panel.contour(
+            surface.x, surface.y, surface.loss, levels=levels[::2], colors="white", linewidths=0.4
+        )
         for name, (across, up) in surface.models.items():
             is_global = name == "global"
             style = {"marker": "*", "s": 170} if is_global else {"marker": "o", "s": 46}
-            panel.scatter(across, up, color="#d55e00" if is_global else "white", edgecolors=INK, zorder=3, **style)
+            panel.scatter(
+                across,
+                up,
+                color="#d55e00" if is_global else "white",
+                edgecolors=INK,
+                zorder=3,
+                **style,
+            )
             panel.annotate(
                 _said(name, surface) if is_global else name,
                 (across, up),
@@ -214,7 +229,12 @@ def draw_surfaces(surfaces: Mapping[str, Surface], path: str | Path) -> Path:
                 ha="center",
                 fontsize=9,
                 color=INK,
-                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
+                bbox={
+                    "boxstyle": "round,pad=0.15",
+                    "facecolor": "white",
+                    "alpha": 0.75,
+                    "linewidth": 0,
+                },
             )
         panel.set_aspect("equal")
         panel.set_xlabel("distance of parameters", color=INK)

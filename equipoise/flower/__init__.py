@@ -27,7 +27,10 @@ QUIET = {
 # Even so, Ray asks the metadata services of clouds where it runs, and has no setting against it. It does so with
 # requests, which has a proxy for each host: this one does not exist, so the question never leaves the machine.
 _NO_PROXY_THERE = "http://127.0.0.1:9"
-UNASKED = {f"http://{host}_proxy": _NO_PROXY_THERE for host in ("169.254.169.254", "metadata.google.internal")}
+UNASKED = {
+    f"http://{host}_proxy": _NO_PROXY_THERE
+    for host in ("169.254.169.254", "metadata.google.internal")
+}
 for _name, _value in (QUIET | UNASKED).items():
     os.environ.setdefault(_name, _value)
 

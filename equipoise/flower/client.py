@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import DEFAULT_TTL, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
+from flwr.app import (
+    DEFAULT_TTL,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.app.message import make_message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
@@ -28,7 +37,16 @@ from equipoise.flower.memory import Versions
 from equipoise.flower.requests import check_request
 from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import OwnData, Silo, open_silo
-from equipoise.flower.wire import EVALUATION, LOCAL, from_record, pack, settings_of, to_metrics, to_record, unpack
+from equipoise.flower.wire import (
+    EVALUATION,
+    LOCAL,
+    from_record,
+    pack,
+    settings_of,
+    to_metrics,
+    to_record,
+    unpack,
+)
 from equipoise.method import Updates
 from equipoise.tree import PERSONAL, Tree, digest
 
@@ -72,7 +90,9 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
                     content = answer(silo, message.content)
             except Refusal as refusal:
                 log.warning("refused a message %r: %s", kind, refusal)
-                error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}")
+                error = Error(
+                    ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}"
+                )
                 return Message(error, reply_to=message)
             note = {"client": silo.client, "round": settings_of(message.content).get("round", 0)}
             content["note"] = ConfigRecord(settings_of(content, "note") | note)
@@ -117,7 +137,9 @@ def train(silo: Silo, content: RecordDict) -> RecordDict:
         else:
             return RecordDict({"note": ConfigRecord({"lacks": name})})
     shared = {_MODEL: model} | {name: _on_device(silo, tree) for name, tree in sent.items()}
-    each = {name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()}
+    each = {
+        name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()
+    }
     updates = cohort.train(shared, each, silo.experiment.method.local)
     silo.engine.memory.commit()
     version = int(asked["round"]) + 1
@@ -159,7 +181,10 @@ def ask(silo: Silo, content: RecordDict) -> RecordDict:
         *unpack(str(asked["arguments"]), tensors),
         model=_model(silo, content) if asked["about_a_model"] else None,
         split=str(asked["split"]),
-        each={name: row.unsqueeze(0) for name, row in from_record(content.array_records["each"]).items()},
+        each={
+            name: row.unsqueeze(0)
+            for name, row in from_record(content.array_records["each"]).items()
+        },
     )
     text, parts = pack(answer)
     return RecordDict({"answer": to_record(parts), "form": ConfigRecord({"text": text})})
@@ -181,7 +206,9 @@ def adopt(silo: Silo, content: RecordDict) -> RecordDict:
     _cohort(silo, content, memory)
     model = _model(silo, content)
     if asked["personal"]:
-        still, own = silo.engine.personal_models(model, _personal(silo, int(asked["round"])), silo.ids)
+        still, own = silo.engine.personal_models(
+            model, _personal(silo, int(asked["round"])), silo.ids
+        )
         rows = {name: stack[0] for name, stack in own.items()}
         model = {name: rows.get(name, still.get(name)) for name in model}  # type: ignore[misc]
     path = memory.adopt(model, int(asked["round"]))
@@ -195,7 +222,9 @@ def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> 
     initial = engine.network.initial()
     remembers = bool(engine.first_memory(method.local, initial) or method.local.facts())
     if remembers and asked["version"] and not memory.folder.exists():
-        log.warning("nothing of this run is in %s: client %d begins anew", memory.folder.parent, silo.client)
+        log.warning(
+            "nothing of this run is in %s: client %d begins anew", memory.folder.parent, silo.client
+        )
         remembers = False
     engine.restore(memory.read(int(asked["version"])) if remembers else {})
     return engine.cohort(method, silo.ids, int(asked["round"]))
@@ -206,7 +235,9 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
     received = _on_device(silo, from_record(content.array_records[_MODEL]))
     initial = silo.engine.network.initial()
     if strays := sorted(set(received) - set(initial)):
-        raise RunError(f"the server sent {strays[0]}, which the model here does not have; do the experiments differ?")
+        raise RunError(
+            f"the server sent {strays[0]}, which the model here does not have; do the experiments differ?"
+        )
     held = {name: tensor for name, tensor in initial.items() if name not in received}
     asked = settings_of(content)
     if (mine := silo.engine.network.frozen_digest or "") != asked["frozen"]:
@@ -215,7 +246,9 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
             "give both the same weights"
         )
     if digest(held) != asked["held"]:
-        raise RunError(f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch differ?")
+        raise RunError(
+            f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch differ?"
+        )
     return {name: received.get(name, tensor) for name, tensor in initial.items()}
 
 
@@ -266,12 +299,18 @@ def protected(update: Tree, received: Tree, privacy: Privacy) -> Tree:
     """
     mod: Any = fixedclipping_mod
     if privacy.epsilon is not None:
-        mod = LocalDpMod(privacy.clip, privacy.sensitivity or privacy.clip, privacy.epsilon, privacy.delta)
+        mod = LocalDpMod(
+            privacy.clip, privacy.sensitivity or privacy.clip, privacy.epsilon, privacy.delta
+        )
     settings = ConfigRecord({"clipping_norm": privacy.clip})
     metadata = Metadata(0, "", 0, 0, "", "", time.time(), DEFAULT_TTL, "train")
     sent = make_message(metadata, RecordDict({_MODEL: to_record(received), _SETTINGS: settings}))
     context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={})
-    answer = mod(sent, context, lambda message, _: Message(RecordDict({_MODEL: to_record(update)}), reply_to=message))
+    answer = mod(
+        sent,
+        context,
+        lambda message, _: Message(RecordDict({_MODEL: to_record(update)}), reply_to=message),
+    )
     if answer.has_error():
         raise RunError(f"the update could not be protected: {answer.error.reason}")
     made = from_record(answer.content.array_records[_MODEL])

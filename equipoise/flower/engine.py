@@ -143,11 +143,19 @@ class FlowerEngine:
         holding: StackedEngine | None = None,
     ) -> None:
         self.holding = holding
-        self.nodes, self.run, self.roster, self.machine, self.both = nodes, run, roster, machine, both
+        self.nodes, self.run, self.roster, self.machine, self.both = (
+            nodes,
+            run,
+            roster,
+            machine,
+            both,
+        )
         self.seed, self.rounds = seed, rounds
         self.delivered = Delivered()
         self.settings = nodes.settings
-        self.network = Network(model, tasks.build(roster.task), machine.torch_device, machine.dtype, machine.autocast)
+        self.network = Network(
+            model, tasks.build(roster.task), machine.torch_device, machine.dtype, machine.autocast
+        )
         self.layout = Layout(method.local, self.network.initial())
         self.ledger = Ledger(durable)
         self._finished = 0
@@ -188,7 +196,9 @@ class FlowerEngine:
         """The numbers that clients may report."""
         return Declared(self.network.task, self.settings.max_loss, tuple(self.metrics))
 
-    def _ask_for_metrics(self, model: Tree, clients: NDArray[np.int64], personal: Personal | None) -> Answers[Answer]:
+    def _ask_for_metrics(
+        self, model: Tree, clients: NDArray[np.int64], personal: Personal | None
+    ) -> Answers[Answer]:
         kinds = "personal" if personal else "global personal" if self.both else "global"
         asked = [client for client in clients.tolist() if client in self.roster.known]
         contents = self.messages(asked, self._finished, model, models=kinds)
@@ -199,10 +209,16 @@ class FlowerEngine:
             numbers: dict[str, dict[str, Number]] = {}
             for kind in kinds.split():
                 numbers |= self.declared.of_model(kind, sizes)
-            counted = {f"{kind}.{split}": sizes[split] for kind in kinds.split() for split in EVALUATED}
-            return Schema(client=client, round=self._finished, numbers=numbers, counted=counted).read(content)
+            counted = {
+                f"{kind}.{split}": sizes[split] for kind in kinds.split() for split in EVALUATED
+            }
+            return Schema(
+                client=client, round=self._finished, numbers=numbers, counted=counted
+            ).read(content)
 
-        answers = self.nodes.insist(requests, self._finished, read, min(self.settings.min_clients, len(asked)))
+        answers = self.nodes.insist(
+            requests, self._finished, read, min(self.settings.min_clients, len(asked))
+        )
         # Global and personal models may be evaluated one after the other; a client that fails once has no row.
         before = self.absent if self._evaluated == self._finished else {}
         self.absent, self._evaluated = before | answers.failed, self._finished
@@ -220,15 +236,21 @@ class FlowerEngine:
         if self._averaged is None or self._averaged[0] != self.ledger.now:
             contents = self.messages(self.ledger.now, self._finished, model)
             requests = {client: ("query.kept", content) for client, content in contents.items()}
-            names = [name for name in Layout(method.local, model).kept if not name.startswith(PERSONAL)]
+            names = [
+                name for name in Layout(method.local, model).kept if not name.startswith(PERSONAL)
+            ]
             expected = {name: model[name] for name in names}
 
             def read(client: int, content: RecordDict) -> Answer:
-                return Schema(client=client, round=self._finished, trees={KEPT: expected}).read(content)
+                return Schema(client=client, round=self._finished, trees={KEPT: expected}).read(
+                    content
+                )
 
             answers = self.nodes.insist(requests, self._finished, read, 1)
             if not answers.answered:
-                raise RunError(f"nobody sent what it keeps of the model ({reasons(answers.failed)})")
+                raise RunError(
+                    f"nobody sent what it keeps of the model ({reasons(answers.failed)})"
+                )
             if answers.failed:
                 log.warning("the mean of what clients keep is without %s", reasons(answers.failed))
             ids = sorted(answers.answered)
@@ -255,7 +277,9 @@ class FlowerEngine:
                 "models that clients have trained; leave out one of them"
             )
 
-    def personal_models(self, model: Tree, personal: Personal, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
+    def personal_models(
+        self, model: Tree, personal: Personal, clients: NDArray[np.int64]
+    ) -> tuple[Tree, Tree]:
         """Return the model without personal parts: these stay with the clients; see :meth:`hand_out`."""
         return dict(model), {}
 
@@ -303,7 +327,10 @@ class FlowerEngine:
         clients = sorted(self.ledger.now)
         rounds = {"now": self.ledger.now, "best": self.ledger.best}
         columns = {name: [of.get(client, 0) for client in clients] for name, of in rounds.items()}
-        rows = {n: torch.tensor(values, dtype=torch.int64) for n, values in {"clients": clients, **columns}.items()}
+        rows = {
+            n: torch.tensor(values, dtype=torch.int64)
+            for n, values in {"clients": clients, **columns}.items()
+        }
         return {**rows, **self.delivered.export()}
 
     def restore(self, tensors: Tree) -> None:
@@ -314,7 +341,9 @@ class FlowerEngine:
             self.ledger.now = dict(zip(clients, now, strict=True))
             self.ledger.saved = dict(self.ledger.now)
             self._finished = max(now, default=0)
-            self.ledger.best = {c: version for c, version in zip(clients, best, strict=True) if version}
+            self.ledger.best = {
+                c: version for c, version in zip(clients, best, strict=True) if version
+            }
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -342,10 +371,14 @@ class FlowerEngine:
         contents = {}
         for client in clients:
             memory = {"version": versions.get(client, 0), "oldest": self.ledger.oldest(client)}
-            contents[client] = RecordDict({"model": record, "settings": ConfigRecord(settings | memory)})
+            contents[client] = RecordDict(
+                {"model": record, "settings": ConfigRecord(settings | memory)}
+            )
         return contents
 
-    def count(self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers[Answer]) -> Moved:
+    def count(
+        self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers[Answer]
+    ) -> Moved:
         """Count the bytes of an exchange, without what is for evaluation."""
         sent = [without_evaluation(content) for _, content in requests.values()]
         came = [without_evaluation(answer.content) for answer in answers.answered.values()]
@@ -355,7 +388,9 @@ class FlowerEngine:
 
     def stacked(self, rows: list[Tree], names: Iterable[str]) -> Tree:
         """Stack clients' tensors, on the server's device."""
-        return {name: torch.stack([row[name] for row in rows]).to(self.network.device) for name in names}
+        return {
+            name: torch.stack([row[name] for row in rows]).to(self.network.device) for name in names
+        }
 
 
 class FlowerCohort:
@@ -366,7 +401,9 @@ class FlowerCohort:
     together with its update.
     """
 
-    def __init__(self, engine: FlowerEngine, method: Method, clients: NDArray[np.int64], round_: int) -> None:
+    def __init__(
+        self, engine: FlowerEngine, method: Method, clients: NDArray[np.int64], round_: int
+    ) -> None:
         self.engine, self.method, self.round = engine, method, round_
         self.wanted_reports = set(method.aggregation.needs)
         self.evaluates_local = False
@@ -375,7 +412,10 @@ class FlowerCohort:
         self.bytes_down = self.bytes_up = self.bytes_overhead = 0
         self.messages = self.evaluations = 0
         self.key = fold(engine.seed, round_, Purpose.SERVER)
-        self.score, self.higher_is_better = engine.network.task.score, engine.network.task.higher_is_better
+        self.score, self.higher_is_better = (
+            engine.network.task.score,
+            engine.network.task.higher_is_better,
+        )
         self.delivers: set[str] = set()
         # Clients that have answered and whose updates the server then dropped.
         self._dropped = 0
@@ -397,7 +437,9 @@ class FlowerCohort:
         shares = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
         self.prior = capped_shares(shares, self.engine.settings.max_share)
 
-    def train(self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule) -> Updates:
+    def train(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Updates:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
@@ -409,16 +451,28 @@ class FlowerCohort:
                 f"method {self.method.name!r} trains with another local rule than its own, {type(local).__name__}; "
                 "on Flower clients follow the rule of the experiment and no other"
             )
-        once = {n: self.engine.delivered.digest_of(t) for n, t in shared.items() if n in self._sends_once}
+        once = {
+            n: self.engine.delivered.digest_of(t)
+            for n, t in shared.items()
+            if n in self._sends_once
+        }
         self.delivers = set(once.values())
         settings["once"] = json.dumps(once)
         more = {f"sent.{name}": to_record(tree) for name, tree in shared.items() if name != "model"}
         contents = self.engine.messages(self.ids.tolist(), self.round, model, **settings)
         withheld: dict[int, frozenset[str]] = {}
         for row, (client, content) in enumerate(contents.items()):
-            held = {n for n, known in once.items() if not self.engine.delivered.missing(known, [client])}
+            held = {
+                n for n, known in once.items() if not self.engine.delivered.missing(known, [client])
+            }
             withheld[client] = frozenset(held)
-            content.update({name: record for name, record in more.items() if name.removeprefix("sent.") not in held})
+            content.update(
+                {
+                    name: record
+                    for name, record in more.items()
+                    if name.removeprefix("sent.") not in held
+                }
+            )
             content["each"] = to_record({name: rows[row] for name, rows in each.items()})
             if self.evaluates_local:
                 content[EVALUATION] = ConfigRecord({LOCAL: True})
@@ -444,10 +498,14 @@ class FlowerCohort:
 
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
         answers = self._insist("train", contents, read)
-        lacking = {client: contents[client] for client, answer in answers.answered.items() if answer.lacks}
+        lacking = {
+            client: contents[client] for client, answer in answers.answered.items() if answer.lacks
+        }
         if lacking:
             for client, content in lacking.items():
-                log.warning("client %d no longer holds what it was sent once, and is sent it again", client)
+                log.warning(
+                    "client %d no longer holds what it was sent once, and is sent it again", client
+                )
                 self.engine.delivered.unmark(client)
                 content.update(more)
                 del answers.answered[client]
@@ -458,7 +516,8 @@ class FlowerCohort:
         self.left_out |= answers.failed
         kept = alike(answers.answered)
         self.left_out |= {
-            client: "answered with uploads of other shapes" for client in set(answers.answered) - set(kept)
+            client: "answered with uploads of other shapes"
+            for client in set(answers.answered) - set(kept)
         }
         self._require(len(kept))
         if self.left_out:
@@ -548,7 +607,9 @@ class FlowerCohort:
         enough: int | None = None,
     ) -> Answers[Answer]:
         requests = {client: (kind, content) for client, content in contents.items()}
-        answers = self.engine.nodes.insist(requests, self.round, read, self._enough if enough is None else enough)
+        answers = self.engine.nodes.insist(
+            requests, self.round, read, self._enough if enough is None else enough
+        )
         self.messages += len(requests)
         moved = self.engine.count(requests, answers)
         self.bytes_down += moved.down
@@ -561,7 +622,10 @@ class FlowerCohort:
         return self.method.aggregation.sends_once
 
     def _all(
-        self, kind: str, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], Answer]
+        self,
+        kind: str,
+        contents: Mapping[int, RecordDict],
+        read: Callable[[int, RecordDict], Answer],
     ) -> list[Answer]:
         answers = self._insist(kind, contents, read)
         for client in set(answers.answered) - set(alike(answers.answered)):
@@ -608,7 +672,10 @@ class FlowerCohort:
 
 def _reports(rows: list[Answer]) -> Reports:
     reports = [row.numbers[REPORTS] for row in rows]
-    return {name: torch.tensor([report[name] for report in reports], dtype=torch.float64) for name in reports[0]}
+    return {
+        name: torch.tensor([report[name] for report in reports], dtype=torch.float64)
+        for name in reports[0]
+    }
 
 
 def _same(a: Tree, b: Tree) -> bool:

@@ -134,14 +134,18 @@ def read_invited(path: Path) -> dict[int, Invited]:
             raise InputError(f"{path}: {number!r} is no client; valid: whole numbers from 0")
         facts = {} if given is None else given
         if not isinstance(facts, Mapping):
-            raise InputError(f"{path}: client {number} must have keys with values, such as name: north, got {given!r}")
+            raise InputError(
+                f"{path}: client {number} must have keys with values, such as name: north, got {given!r}"
+            )
         for name, value in facts.items():
             if name not in ("key", "name"):
                 raise unknown("key", name, ("key", "name"), where=f"{path}, client {number}")
             if not isinstance(value, str) or not value:
                 raise InputError(f"{path}: {name} of client {number} must be text, got {value!r}")
         key = facts.get("key")
-        invited[number] = Invited(None if key is None else _fingerprint_of(key, path, number), facts.get("name"))
+        invited[number] = Invited(
+            None if key is None else _fingerprint_of(key, path, number), facts.get("name")
+        )
     return invited
 
 
@@ -155,9 +159,13 @@ def _fingerprint_of(key: str, roster: Path, client: int) -> str:
     try:
         text = file.read_bytes().strip()
     except OSError as error:
-        raise InputError(f"{roster}: cannot read {file}, the key of client {client}: {error.strerror}") from error
+        raise InputError(
+            f"{roster}: cannot read {file}, the key of client {client}: {error.strerror}"
+        ) from error
     if not text.startswith(tuple(kind.encode() for kind in _KEY_TYPES)):
-        raise InputError(f"{roster}: {file}, the key of client {client}, is no public key of ssh-keygen")
+        raise InputError(
+            f"{roster}: {file}, the key of client {client}, is no public key of ssh-keygen"
+        )
     return fingerprint(text)
 
 
@@ -215,7 +223,11 @@ class Owners:
                 return f"the roster gives client {client} the key {invited.key}, not {node.key}"
             if invited.name not in (None, node.name):
                 return f"the roster calls client {client} {invited.name!r}, not {shown(node.name)}"
-        mine = [number for number, owner in self._of.items() if owner.key == node.key and number != client]
+        mine = [
+            number
+            for number, owner in self._of.items()
+            if owner.key == node.key and number != client
+        ]
         # Another SuperLink may use node ids again, but never keys.
         if mine and node.key.startswith(_FINGERPRINT):
             return f"it says it is client {client}, but has registered as client {mine[0]} before"
@@ -291,12 +303,16 @@ def release(directory: Path, client: int) -> Owner:
     """
     path = directory / OWNERS
     if not path.exists():
-        raise InputError(f"{directory} holds no {OWNERS}; valid: the directory of a run on Flower that has begun")
+        raise InputError(
+            f"{directory} holds no {OWNERS}; valid: the directory of a run on Flower that has begun"
+        )
     owners = Owners(path)
     owner = owners._of.get(client)
     if owner is None:
         taken = ", ".join(map(str, sorted(owners._of))) or "none"
-        raise InputError(f"client {client} belongs to nobody in {directory}; numbers that do: {taken}")
+        raise InputError(
+            f"client {client} belongs to nobody in {directory}; numbers that do: {taken}"
+        )
     _append(path, [_release_of(client)])
     return owner
 

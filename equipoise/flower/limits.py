@@ -98,12 +98,17 @@ class Limits:
                 )
         if self.max_epochs is None:
             return
-        phases = {"training": experiment.method.local.phases(), "adapting": experiment.method.local.adapt()}
+        phases = {
+            "training": experiment.method.local.phases(),
+            "adapting": experiment.method.local.adapt(),
+        }
         if tuned := experiment.evaluation.fine_tune:
             phases["evaluation.fine_tune"] = (tuned.phase(experiment.training.optimizer),)
         for what, them in phases.items():
             if (passes := epochs_of(them, experiment.training, samples)) > self.max_epochs:
-                raise Refusal(f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes {passes:g}")
+                raise Refusal(
+                    f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes {passes:g}"
+                )
 
 
 def read_limits(path: str | Path) -> Limits:
@@ -176,7 +181,9 @@ def protection(written: Privacy | None, wanted: Privacy | None, limits: Limits) 
     1.0
     """
     if written and not _as_strict(wanted, written):
-        raise Refusal(f"the run weakens flower.privacy: {_words(wanted)} instead of {_words(written)}")
+        raise Refusal(
+            f"the run weakens flower.privacy: {_words(wanted)} instead of {_words(written)}"
+        )
     return stricter(wanted, limits.privacy)
 
 
@@ -201,7 +208,11 @@ def stricter(one: Privacy | None, other: Privacy | None) -> Privacy | None:
     made = Privacy(clip=clip, epsilon=epsilon, delta=delta)
     # A sensitivity above clip adds more noise than epsilon asks for.
     factor = max(1.0, *(_noise_ratio(privacy) / _noise_ratio(made) for privacy in noisy))
-    return Privacy(clip=clip, epsilon=epsilon, delta=delta, sensitivity=clip * factor) if factor > 1 else made
+    return (
+        Privacy(clip=clip, epsilon=epsilon, delta=delta, sensitivity=clip * factor)
+        if factor > 1
+        else made
+    )
 
 
 def _as_strict(privacy: Privacy | None, wanted: Privacy) -> bool:
@@ -212,7 +223,9 @@ def _as_strict(privacy: Privacy | None, wanted: Privacy) -> bool:
         return True
     if privacy.epsilon is None:
         return False
-    noise = _noise_ratio(privacy) > _noise_ratio(wanted) or math.isclose(_noise_ratio(privacy), _noise_ratio(wanted))
+    noise = _noise_ratio(privacy) > _noise_ratio(wanted) or math.isclose(
+        _noise_ratio(privacy), _noise_ratio(wanted)
+    )
     return privacy.epsilon <= wanted.epsilon and privacy.delta <= wanted.delta and noise
 
 
@@ -230,7 +243,10 @@ def _words(privacy: Privacy | None) -> str:
 def _parts_of(names: tuple[str, ...]) -> set[str]:
     """Return the names of all parts that some methods consist of."""
     valid = set(methods.names())
-    return {*names, *(part for name in names if name in valid for part in _used(methods.build(name)))}
+    return {
+        *names,
+        *(part for name in names if name in valid for part in _used(methods.build(name))),
+    }
 
 
 def _used(method: Method) -> Iterator[str]:

@@ -127,7 +127,9 @@ class Versions:
         path = self._path(version)
         if not path.exists():
             held = ", ".join(map(str, self.versions)) or "none"
-            raise RunError(f"the memory of round {version} is not in {self.folder} (versions there: {held})")
+            raise RunError(
+                f"the memory of round {version} is not in {self.folder} (versions there: {held})"
+            )
         return load_tensors(path)[0]
 
     def write(self, version: int, memory: Tree) -> None:

@@ -123,7 +123,9 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     ['app.py', 'experiment.yaml', 'pyproject.toml', 'README.md']
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"{directory} exists and is not empty; choose another directory for the app")
+        raise InputError(
+            f"{directory} exists and is not empty; choose another directory for the app"
+        )
     name = directory.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(
@@ -164,7 +166,9 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     # A Flower app can import modules from its own directory.
     for own in filter(None, map(file_of, read.imports)):
         if own.name in contents:
-            raise InputError(f"{experiment}: imports {own.name!r}, a name the app needs; call the file something else")
+            raise InputError(
+                f"{experiment}: imports {own.name!r}, a name the app needs; call the file something else"
+            )
         contents[own.name] = own.read_text(encoding="utf-8")
     directory.mkdir(parents=True, exist_ok=True)
     for file, written in contents.items():
@@ -176,7 +180,9 @@ def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:
     """Add the number of clients to an experiment, keeping the text of its file if possible."""
     line = f"clients: {clients}  # that must have registered before round 1\n"
     if "flower" in content:
-        words = re.sub(r"^flower:[ \t]*\n([ \t]+)", rf"flower:\n\g<1>{line}\g<1>", text, flags=re.MULTILINE)
+        words = re.sub(
+            r"^flower:[ \t]*\n([ \t]+)", rf"flower:\n\g<1>{line}\g<1>", text, flags=re.MULTILINE
+        )
     else:
         words = f"{text}\nflower:\n  {line}"
     wanted = {**content, "flower": {"clients": clients, **(content.get("flower") or {})}}

@@ -28,7 +28,15 @@ _LOOK_FOR_NODES = 2.0
 _LONGEST_REASON = 300
 
 # What Flower raises when it puts a message together whose parts do not fit.
-_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, DecodeError)
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    DecodeError,
+)
 
 Request = tuple[str, RecordDict]
 T = TypeVar("T")
@@ -61,7 +69,9 @@ class Nodes:
         Which node each number belongs to.
     """
 
-    def __init__(self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None) -> None:
+    def __init__(
+        self, grid: Grid, roster: Roster, settings: FlowerSettings, owners: Owners | None = None
+    ) -> None:
         self.grid, self.roster, self.settings = grid, roster, settings
         self.owners = owners or Owners()
         self.node_of: dict[int, int] = {}
@@ -89,7 +99,9 @@ class Nodes:
             if len(self.node_of) >= wanted:
                 self.newcomers()
             if len(self.node_of) < wanted and time.monotonic() > deadline:
-                why = "".join(f"; node {node} was refused: {reason}" for node, reason in self.refused.items())
+                why = "".join(
+                    f"; node {node} was refused: {reason}" for node, reason in self.refused.items()
+                )
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
                     f"(flower.clients, flower.wait; Flower simulates as many as --federation-config "
@@ -127,12 +139,24 @@ class Nodes:
                     self._forget(client, node)
             # A node that was refused and then restarted, perhaps with another configuration, is asked again.
             self.refused = {node: why for node, why in self.refused.items() if node in online}
-            strangers = set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
-            self._key_of |= {node: fingerprint(online[node]) if online[node] else f"node {node}" for node in strangers}
+            strangers = (
+                set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
+            )
+            self._key_of |= {
+                node: fingerprint(online[node]) if online[node] else f"node {node}"
+                for node in strangers
+            }
             asked = ConfigRecord({"run": self.owners.run})
             contents = {node: RecordDict({"settings": asked}) for node in sorted(strangers)}
-            messages = [self._message(node, "query.describe", content, 0) for node, content in contents.items()]
-            self._asked |= {id_: node for id_, node in zip(self._push(messages), sorted(strangers), strict=True) if id_}
+            messages = [
+                self._message(node, "query.describe", content, 0)
+                for node, content in contents.items()
+            ]
+            self._asked |= {
+                id_: node
+                for id_, node in zip(self._push(messages), sorted(strangers), strict=True)
+                if id_
+            }
         if self._asked:
             replies, garbled = self._pull(self._asked)
             for id_, why in garbled.items():
@@ -152,7 +176,10 @@ class Nodes:
             self._refuse(node, str(error))
             return
         said = dataclasses.replace(said, home=sealed(said.home))
-        owner, other = Owner(self._key_of[node], said.home, said.name), self.node_of.get(said.client)
+        owner, other = (
+            Owner(self._key_of[node], said.home, said.name),
+            self.node_of.get(said.client),
+        )
         wrong = self.owners.objection(said.client, owner)
         # Before round 1 both have just answered; later the other may be the same client before a restart.
         if wrong is None and other is not None and strict:
@@ -170,7 +197,9 @@ class Nodes:
         if known is None:
             self._arrived[said.client] = said
         elif known.sizes != said.sizes:
-            log.warning("client %d now has other sizes; those that it registered with stay", said.client)
+            log.warning(
+                "client %d now has other sizes; those that it registered with stay", said.client
+            )
         log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
 
     def _forget(self, client: int, node: int) -> None:
@@ -223,7 +252,9 @@ class Nodes:
                     answers.failed[client] = "the message could not be sent"
 
         self.look()
-        out_of_reach |= {client: "not connected" for client in requests if client not in self.node_of}
+        out_of_reach |= {
+            client: "not connected" for client in requests if client not in self.node_of
+        }
         send(sorted(requests))
         deadline = time.monotonic() + self.settings.timeout
         while waiting and time.monotonic() < deadline:
@@ -243,7 +274,9 @@ class Nodes:
                 break
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
-            for id_, client in [(id_, c) for id_, c in waiting.items() if self.node_of.get(c) != sent_to[c]]:
+            for id_, client in [
+                (id_, c) for id_, c in waiting.items() if self.node_of.get(c) != sent_to[c]
+            ]:
                 del waiting[id_]
                 out_of_reach[client] = "its node went offline"
             # A restarted SuperNode does not know the messages sent before.
@@ -252,7 +285,9 @@ class Nodes:
                 del out_of_reach[client]
             send(sorted(back))
         answers.failed |= out_of_reach
-        answers.failed |= {client: f"no answer within {self.settings.timeout:g} s" for client in waiting.values()}
+        answers.failed |= {
+            client: f"no answer within {self.settings.timeout:g} s" for client in waiting.values()
+        }
         return answers
 
     def insist(
@@ -280,7 +315,11 @@ class Nodes:
         """
         kept: Answers[T] = Answers()
         for attempt in range(self.settings.retries + 1):
-            open_ = {client: request for client, request in requests.items() if client not in kept.answered}
+            open_ = {
+                client: request
+                for client, request in requests.items()
+                if client not in kept.answered
+            }
             if attempt:
                 log.warning("round %d: %s; asking again", round_ + 1, reasons(kept.failed))
                 self._wait_for(open_, enough - len(kept.answered))
@@ -298,7 +337,10 @@ class Nodes:
     def _wait_for(self, clients: Iterable[int], count: int) -> None:
         """Wait for clients that are not connected, up to the timeout of an answer."""
         deadline = time.monotonic() + self.settings.timeout
-        while sum(client in self.node_of for client in clients) < count and time.monotonic() < deadline:
+        while (
+            sum(client in self.node_of for client in clients) < count
+            and time.monotonic() < deadline
+        ):
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
 
@@ -309,7 +351,9 @@ class Nodes:
             return [reply for reply in replies if reply.metadata.reply_to_message_id in waiting], {}
         except _MALFORMED as error:
             if len(waiting) == 1:
-                return [], dict.fromkeys(waiting, f"sent a message that cannot be read: {_reason(str(error))}")
+                return [], dict.fromkeys(
+                    waiting, f"sent a message that cannot be read: {_reason(str(error))}"
+                )
         found = [self._pull({id_: waiting[id_]}) for id_ in waiting]
         return [reply for replies, _ in found for reply in replies], {
             i: why for _, bad in found for i, why in bad.items()
@@ -322,7 +366,9 @@ class Nodes:
 
     def _message(self, node: int, kind: str, content: RecordDict, round_: int) -> Message:
         content.setdefault("settings", ConfigRecord())
-        return Message(content, node, kind, ttl=self.settings.timeout + 60, group_id=str(round_ + 1))
+        return Message(
+            content, node, kind, ttl=self.settings.timeout + 60, group_id=str(round_ + 1)
+        )
 
 
 def reasons(failed: Mapping[int, str]) -> str:

@@ -45,7 +45,9 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
     if kind == "query.ask" and str(asked.get("question", "_")).startswith("_"):
         raise Refusal(f"{shown(asked.get('question'))} is not a question")
     if kind == "query.kept" and not silo.experiment.evaluation.average_kept:
-        raise Refusal("the parts of the model that clients keep were asked for, but evaluation.average_kept is off")
+        raise Refusal(
+            "the parts of the model that clients keep were asked for, but evaluation.average_kept is off"
+        )
     if kind in ("query.kept", "query.ask") and silo.privacy is not None:
         what = (
             f"the answer to {shown(asked.get('question'))}"
@@ -72,4 +74,6 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
     except InputError as error:
         raise Refusal(str(error)) from error
     if silo.engine.network.buffers:
-        raise Refusal("flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm")
+        raise Refusal(
+            "flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm"
+        )

@@ -53,7 +53,9 @@ class Description:
     class_names: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, federation: Federation, client: int, *, unseen: bool = False, home: str = "") -> Description:
+    def of(
+        cls, federation: Federation, client: int, *, unseen: bool = False, home: str = ""
+    ) -> Description:
         """Describe one client of a federation.
 
         Examples
@@ -144,7 +146,12 @@ class Roster:
         """
         for said in sorted(newcomers, key=lambda said: said.client):
             first = next(iter(self.known.values()), said)
-            facts = {"task": "", "shape": "", "outputs": "; say data.classes in the experiment", "class_names": ""}
+            facts = {
+                "task": "",
+                "shape": "",
+                "outputs": "; say data.classes in the experiment",
+                "class_names": "",
+            }
             for fact, hint in facts.items():
                 mine, theirs = getattr(said, fact), getattr(first, fact)
                 if mine != theirs:
@@ -173,12 +180,17 @@ class Roster:
     @property
     def unseen(self) -> NDArray[np.bool_]:
         """Which clients are held out of training."""
-        return np.array([client in self.known and self.known[client].unseen for client in range(self.clients)], bool)
+        return np.array(
+            [client in self.known and self.known[client].unseen for client in range(self.clients)],
+            bool,
+        )
 
     @property
     def seen(self) -> NDArray[np.int64]:
         """Numbers of the clients that train."""
-        return np.array(sorted(client for client, said in self.known.items() if not said.unseen), np.int64)
+        return np.array(
+            sorted(client for client, said in self.known.items() if not said.unseen), np.int64
+        )
 
     @property
     def everyone(self) -> NDArray[np.int64]:

@@ -90,7 +90,10 @@ def shown(value: object, longest: int = 80) -> str:
     """
     # Cut first: what is sent may be very long.
     text = (value if isinstance(value, str) else _represented(value))[: longest + 1]
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    plain = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
     return plain if len(plain) <= longest else plain[: longest - 3] + "..."
 
 
@@ -150,7 +153,13 @@ class Number:
         if isinstance(value, bool) or not isinstance(value, int | float):
             if not self.judged:
                 return math.nan
-            what = "nothing" if value is None else "a list" if isinstance(value, list) else f"a {type(value).__name__}"
+            what = (
+                "nothing"
+                if value is None
+                else "a list"
+                if isinstance(value, list)
+                else f"a {type(value).__name__}"
+            )
             raise Misfit(f"answered with {what} as {self.called}")
         number = float(value)
         if not self.judged or (math.isnan(number) and not self.needed):
@@ -261,23 +270,33 @@ class Schema:
         ignored: list[str] = []
         trees: dict[str, Tree] = {}
         for name, expected in self.trees.items():
-            declared[name] = _record(content, name, ArrayRecord, "parameters" if name == UPDATE else name)
+            declared[name] = _record(
+                content, name, ArrayRecord, "parameters" if name == UPDATE else name
+            )
             trees[name] = _tree(declared[name], expected)
         room = self.largest
         for name in self.open_trees:
             declared[name] = record = _record(content, name, ArrayRecord, name.removeprefix(UPLOAD))
             room -= sum(len(array.data) for array in record.values())
             if room < 0:
-                raise Misfit(f"answered with more than {self.largest:g} bytes in {name.removeprefix(UPLOAD)}")
+                raise Misfit(
+                    f"answered with more than {self.largest:g} bytes in {name.removeprefix(UPLOAD)}"
+                )
             trees[name] = self._open_tree(record)
         numbers: dict[str, dict[str, float]] = {}
         for name, wanted in self.numbers.items():
             record = content.get(name)
             given: Mapping[str, Any] = record if isinstance(record, MetricRecord) else {}
             counts = self._counts(name, given)
-            numbers[name] = {each: number.read(given.get(each)) for each, number in wanted.items()} | counts
+            numbers[name] = {
+                each: number.read(given.get(each)) for each, number in wanted.items()
+            } | counts
             allowed = wanted.keys() | counts.keys()
-            known = {each: given[each] for each in given if each in allowed and not isinstance(given[each], list)}
+            known = {
+                each: given[each]
+                for each in given
+                if each in allowed and not isinstance(given[each], list)
+            }
             ignored += [each for each in given if each not in known]
             declared[name] = MetricRecord(known)
         form = ""
@@ -285,7 +304,9 @@ class Schema:
             declared[FORM], form = _form(content, trees[ANSWER])
         ignored += [name for name in content if name not in declared]
         if ignored:
-            log.warning("client %d: left out what nobody asked for: %s", self.client, _several(ignored))
+            log.warning(
+                "client %d: left out what nobody asked for: %s", self.client, _several(ignored)
+            )
         return Answer(RecordDict(declared), trees, numbers, form)
 
     def _counts(self, name: str, given: Mapping[str, Any]) -> dict[str, float]:
@@ -309,11 +330,15 @@ class Schema:
         if type(client) is not int or client != self.client:
             raise Misfit(f"answered as client {shown(client)}")
         if type(round_) is not int or round_ != self.round:
-            raise Misfit(f"answered for round {shown(round_)}, counted from 0, instead of {self.round}")
+            raise Misfit(
+                f"answered for round {shown(round_)}, counted from 0, instead of {self.round}"
+            )
         said: dict[str, Any] = {"client": client, "round": round_}
         if "lacks" in note:
             if not isinstance(note["lacks"], str) or note["lacks"] not in self.withheld:
-                raise Misfit(f"answered that it lacks {shown(note['lacks'])}, which is not kept for it")
+                raise Misfit(
+                    f"answered that it lacks {shown(note['lacks'])}, which is not kept for it"
+                )
             said["lacks"] = note["lacks"]
         return ConfigRecord(said)
 
@@ -326,7 +351,9 @@ class Schema:
                 raise Misfit(f"answered with an array named {shown(name)}")
             dtype = _OPEN_TYPES.get(array.dtype)
             if dtype is None:
-                raise Misfit(f"answered with {name} of type {shown(array.dtype)}; valid: {', '.join(_OPEN_TYPES)}")
+                raise Misfit(
+                    f"answered with {name} of type {shown(array.dtype)}; valid: {', '.join(_OPEN_TYPES)}"
+                )
             shape = tuple(array.shape)
             if len(shape) > _MOST_AXES or not all(0 <= length < _LARGEST_SHAPE for length in shape):
                 raise Misfit(f"answered with {name} of shape {shown(shape)}")
@@ -355,9 +382,13 @@ def _tree(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
         array, dtype = record[name], str(tensor.dtype).removeprefix("torch.")
         if array.dtype != dtype or tuple(array.shape) != tuple(tensor.shape):
             there = f"{shown(tuple(array.shape))} torch.{shown(array.dtype)}"
-            raise Misfit(f"answered with {name} of {there} instead of {tuple(tensor.shape)} {tensor.dtype}")
+            raise Misfit(
+                f"answered with {name} of {there} instead of {tuple(tensor.shape)} {tensor.dtype}"
+            )
         tree[name] = _tensor(name, array, tensor.dtype, tuple(tensor.shape))
-    if wrong := unusable([{name: tensor.unsqueeze(0) for name, tensor in tree.items()}], expected).get(0):
+    if wrong := unusable(
+        [{name: tensor.unsqueeze(0) for name, tensor in tree.items()}], expected
+    ).get(0):
         raise Misfit(wrong)
     return tree
 
@@ -375,8 +406,14 @@ def _tensor(name: str, array: Array, dtype: torch.dtype, shape: tuple[int, ...])
     there = array.data[begin : begin + length].rstrip(b" \n") if length <= _LONGEST_HEADER else b""
     valid = f"{{'descr': {real.str!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
     size = math.prod(shape) * real.itemsize
-    if array.data[: len(_PREFIX)] != _PREFIX or there != valid or len(array.data) != begin + length + size:
-        raise Misfit(f"answered with {name} whose bytes are not the {shown(shape)} {dtype} that it declares")
+    if (
+        array.data[: len(_PREFIX)] != _PREFIX
+        or there != valid
+        or len(array.data) != begin + length + size
+    ):
+        raise Misfit(
+            f"answered with {name} whose bytes are not the {shown(shape)} {dtype} that it declares"
+        )
     values = np.frombuffer(array.data, real, offset=begin + length).copy().reshape(shape)
     tensor = torch.from_numpy(values)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
@@ -442,7 +479,9 @@ def alike(answers: Mapping[int, Answer]) -> dict[int, Answer]:
     [1, 2]
     """
     forms = {client: answer.forms for client, answer in answers.items()}
-    usual = max(Counter(forms.values()).items(), key=lambda counted: counted[1], default=(None, 0))[0]
+    usual = max(Counter(forms.values()).items(), key=lambda counted: counted[1], default=(None, 0))[
+        0
+    ]
     return {client: answer for client, answer in answers.items() if forms[client] == usual}
 
 
@@ -502,7 +541,10 @@ class Declared:
         found = {
             # What is minimized may be another loss than that of the task.
             "train_loss": Number(
-                called="train_loss", low=-self.largest_loss, high=self.largest_loss, needed=bool(sizes["train"])
+                called="train_loss",
+                low=-self.largest_loss,
+                high=self.largest_loss,
+                needed=bool(sizes["train"]),
             ),
             "steps": Number(called="steps", low=0.0, high=LARGEST, needed=bool(sizes["train"])),
         }
@@ -523,7 +565,9 @@ class Declared:
 Numbers = Mapping[str, Mapping[str, float]]
 
 
-def measured_by(answers: Mapping[int, Numbers], clients: Iterable[int], kind: str) -> dict[str, Measured]:
+def measured_by(
+    answers: Mapping[int, Numbers], clients: Iterable[int], kind: str
+) -> dict[str, Measured]:
     """Return the metrics of one kind of model by split, one value a client; NaN for clients that did not answer.
 
     Parameters
@@ -547,7 +591,9 @@ def measured_by(answers: Mapping[int, Numbers], clients: Iterable[int], kind: st
     array([ nan, 0.75])
     """
     clients = list(clients)
-    measured: dict[str, Measured] = {split: {"loss": np.full(len(clients), np.nan)} for split in EVALUATED}
+    measured: dict[str, Measured] = {
+        split: {"loss": np.full(len(clients), np.nan)} for split in EVALUATED
+    }
     for position, client in enumerate(clients):
         if client not in answers:
             continue
@@ -592,7 +638,9 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
     if not isinstance(text, str):
         raise Misfit("it registered without a description")
     if len(text) > _LONGEST_REGISTRATION:
-        raise Misfit(f"it registered with {len(text)} characters; valid: {_LONGEST_REGISTRATION} or fewer")
+        raise Misfit(
+            f"it registered with {len(text)} characters; valid: {_LONGEST_REGISTRATION} or fewer"
+        )
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -618,14 +666,20 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
 def _registration_checks(settings: FlowerSettings) -> dict[str, Callable[[Any], str | None]]:
     """Return for each value of a registration the function that says what is valid instead, if it is not."""
     return {
-        "client": lambda value: _no_count(value, 0, settings.largest_client, " (flower.max_client)"),
+        "client": lambda value: _no_count(
+            value, 0, settings.largest_client, " (flower.max_client)"
+        ),
         "group_names": lambda value: _no_names(value, _MOST_NAMES),
         "unseen": lambda value: None if isinstance(value, bool) else "true or false",
         "sizes": _no_sizes,
-        "task": lambda value: None if isinstance(value, str) and value in tasks.names() else ", ".join(tasks.names()),
+        "task": lambda value: (
+            None if isinstance(value, str) and value in tasks.names() else ", ".join(tasks.names())
+        ),
         "shape": _no_shape,
         "outputs": lambda value: _no_count(value, 1, _MOST_OUTPUTS),
-        "class_names": lambda value: None if value is None else _no_names(value, _MOST_OUTPUTS, unique=False),
+        "class_names": lambda value: (
+            None if value is None else _no_names(value, _MOST_OUTPUTS, unique=False)
+        ),
     }
 
 
@@ -640,7 +694,11 @@ def _no_count(value: Any, least: int, most: int, where: str = "") -> str | None:
 
 
 def _no_names(value: Any, most: int, *, unique: bool = True) -> str | None:
-    if not isinstance(value, list) or not 0 < len(value) <= most or any(_no_text(name) for name in value):
+    if (
+        not isinstance(value, list)
+        or not 0 < len(value) <= most
+        or any(_no_text(name) for name in value)
+    ):
         return f"a list of up to {most} names of up to {_LONGEST_NAME} printable characters"
     return None if not unique or len(set(value)) == len(value) else "names that are all different"
 
@@ -654,7 +712,11 @@ def _no_sizes(value: Any) -> str | None:
 
 def _no_shape(value: Any) -> str | None:
     fits = isinstance(value, list) and len(value) <= _MOST_AXES
-    if fits and not any(_no_count(length, 1, _LARGEST_SHAPE) for length in value) and math.prod(value) < _LARGEST_SHAPE:
+    if (
+        fits
+        and not any(_no_count(length, 1, _LARGEST_SHAPE) for length in value)
+        and math.prod(value) < _LARGEST_SHAPE
+    ):
         return None
     return f"up to {_MOST_AXES} whole numbers from 1 whose product is below {_LARGEST_SHAPE:g}"
 
@@ -662,13 +724,17 @@ def _no_shape(value: Any) -> str | None:
 def _check_together(said: Description) -> None:
     """Refuse values that are valid by themselves but not together."""
     if said.group not in said.group_names:
-        raise Misfit(f"it registered with the unknown group {shown(said.group)}; valid: {_several(said.group_names)}")
+        raise Misfit(
+            f"it registered with the unknown group {shown(said.group)}; valid: {_several(said.group_names)}"
+        )
     if not said.unseen and not said.sizes["train"]:
         raise Misfit(
             "it registered without training samples; valid: one or more, or unseen=true for a client to test on"
         )
     if said.class_names is not None and len(said.class_names) != said.outputs:
-        raise Misfit(f"it registered with {len(said.class_names)} class_names for {said.outputs} outputs")
+        raise Misfit(
+            f"it registered with {len(said.class_names)} class_names for {said.outputs} outputs"
+        )
 
 
 def usual_first(newcomers: Iterable[Description]) -> list[Description]:
@@ -684,7 +750,9 @@ def usual_first(newcomers: Iterable[Description]) -> list[Description]:
     >>> [said.client for said in usual_first([replace(digits[0], outputs=9), *digits[1:]])]
     [1, 2, 0]
     """
-    needs = {said.client: (said.task, said.shape, said.outputs, said.class_names) for said in newcomers}
+    needs = {
+        said.client: (said.task, said.shape, said.outputs, said.class_names) for said in newcomers
+    }
     newcomers = sorted(newcomers, key=lambda said: said.client)
     counted = Counter(needs[said.client] for said in newcomers)
     usual = max(counted, key=lambda need: counted[need], default=None)

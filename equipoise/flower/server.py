@@ -100,7 +100,9 @@ def serve(
         )
     directory = Path(out).expanduser() if out else None
     # Clients are not stacked here, so there is no chunk size to measure.
-    experiment = dataclasses.replace(experiment, machine=dataclasses.replace(experiment.machine, chunk=1))
+    experiment = dataclasses.replace(
+        experiment, machine=dataclasses.replace(experiment.machine, chunk=1)
+    )
     identity = Identity(directory, experiment, beside or Path())
     nodes = Nodes(grid, identity.roster, experiment.flower, identity.owners)
     resume = directory is not None and (directory / CONFIG).exists()
@@ -108,7 +110,12 @@ def serve(
     evaluation, method = experiment.evaluation, experiment.method
 
     def engine(
-        federation: Any, model: nn.Module, training: Training, machine: Machine, seed: int, view: Any
+        federation: Any,
+        model: nn.Module,
+        training: Training,
+        machine: Machine,
+        seed: int,
+        view: Any,
     ) -> FlowerEngine:
         return FlowerEngine(
             nodes,
@@ -120,13 +127,21 @@ def serve(
             seed,
             training.rounds,
             durable=directory is not None,
-            both=(method.personal or evaluation.fine_tune is not None) and not evaluation.average_kept,
-            holding=engine_over(experiment, experiment.federation()) if holds_samples(experiment) else None,
+            both=(method.personal or evaluation.fine_tune is not None)
+            and not evaluation.average_kept,
+            holding=engine_over(experiment, experiment.federation())
+            if holds_samples(experiment)
+            else None,
         )
 
     roster: Any = identity.roster
     run = experiment.run(
-        directory, resume=resume, on_round=_tell, callbacks=callbacks, federation=roster, engine=engine
+        directory,
+        resume=resume,
+        on_round=_tell,
+        callbacks=callbacks,
+        federation=roster,
+        engine=engine,
     )
     trainer: Any = run.trainer
     chosen = trainer.selected()
@@ -168,7 +183,9 @@ class Identity:
         self.owners = Owners(
             directory / OWNERS if directory else None,
             settings.identity,
-            None if settings.roster is None else read_invited(beside / Path(settings.roster).expanduser()),
+            None
+            if settings.roster is None
+            else read_invited(beside / Path(settings.roster).expanduser()),
             self._name,
         )
 
@@ -183,5 +200,11 @@ class Identity:
 
 
 def _tell(progress: Progress) -> None:
-    scores = "" if progress.mean is None else f", mean {progress.mean:.4f}, worst client {progress.worst:.4f}"
-    log.info("round %d of %d: loss %.4f%s", progress.round, progress.rounds, progress.train_loss, scores)
+    scores = (
+        ""
+        if progress.mean is None
+        else f", mean {progress.mean:.4f}, worst client {progress.worst:.4f}"
+    )
+    log.info(
+        "round %d of %d: loss %.4f%s", progress.round, progress.rounds, progress.train_loss, scores
+    )

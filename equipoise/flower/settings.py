@@ -142,10 +142,14 @@ class FlowerSettings:
         for name, least in (("clients", 1), ("min_clients", 1), ("retries", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"flower.{name} must be a whole number of at least {least}, got {value!r}")
+                raise InputError(
+                    f"flower.{name} must be a whole number of at least {least}, got {value!r}"
+                )
         for name in ("wait", "timeout"):
             if not 0 < getattr(self, name) < inf:
-                raise InputError(f"flower.{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+                raise InputError(
+                    f"flower.{name} must be a number of seconds above 0, got {getattr(self, name)!r}"
+                )
         if self.min_clients > self.clients:
             raise InputError(
                 f"flower.min_clients is {self.min_clients}, more than the flower.clients={self.clients} waited for"

@@ -91,7 +91,9 @@ def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
     """
     overrides = [text.strip() for text in str(run_config.get("set", "")).split(";")]
     if code := [text for text in overrides if text.partition("=")[0].strip() == "imports"]:
-        raise InputError(f"--run-config set: {code[0]!r}; a run cannot import other code than its app does")
+        raise InputError(
+            f"--run-config set: {code[0]!r}; a run cannot import other code than its app does"
+        )
     return load_experiment(path, [text for text in overrides if text])
 
 
@@ -109,7 +111,9 @@ def client_number(node: NodeConfig) -> int:
         if key in node:
             number = node[key]
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise InputError(f"{key} in the node's configuration must be a whole number from 0, got {number!r}")
+                raise InputError(
+                    f"{key} in the node's configuration must be a whole number from 0, got {number!r}"
+                )
             return number
     if named := re.search(r"(\d+)$", Path(str(node.get("data", ""))).name):
         return int(named[1])
@@ -119,7 +123,9 @@ def client_number(node: NodeConfig) -> int:
     )
 
 
-def open_silo(experiment: Path, run_config: Mapping[str, Any], node: NodeConfig, own: OwnData | None = None) -> Silo:
+def open_silo(
+    experiment: Path, run_config: Mapping[str, Any], node: NodeConfig, own: OwnData | None = None
+) -> Silo:
     """Open the client side of a run.
 
     Parameters
@@ -184,7 +190,9 @@ def _experiment(asked: Asked) -> Experiment:
 @lru_cache(maxsize=8)
 def _written_privacy(path: Path, written: int) -> Privacy | None:
     """Read the protection of updates that the experiment's file asks for, without overrides."""
-    return settings_from(FlowerSettings, read_yaml(path).get("flower") or {}, "flower", str(path)).privacy
+    return settings_from(
+        FlowerSettings, read_yaml(path).get("flower") or {}, "flower", str(path)
+    ).privacy
 
 
 @lru_cache(maxsize=1)
@@ -194,12 +202,18 @@ def _shared_engine(asked: Asked) -> StackedEngine:
 
 
 @lru_cache(maxsize=8)
-def _own_engine(asked: Asked, client: int, own: OwnData | None, node: tuple[tuple[str, Any], ...]) -> StackedEngine:
+def _own_engine(
+    asked: Asked, client: int, own: OwnData | None, node: tuple[tuple[str, Any], ...]
+) -> StackedEngine:
     """Make an engine for the data of this client alone."""
     experiment, config = _experiment(asked), dict(node)
-    federation = own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
+    federation = (
+        own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
+    )
     if experiment.data.get("encode"):
-        federation = encode_federation(federation, experiment.data["encode"], experiment.data["encode_size"])
+        federation = encode_federation(
+            federation, experiment.data["encode"], experiment.data["encode_size"]
+        )
     return engine_over(experiment, placed(federation, client))
 
 
@@ -219,7 +233,9 @@ def engine_over(experiment: Experiment, federation: Federation) -> StackedEngine
     """Make the engine of an experiment over a federation, for clients one at a time."""
     machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
     named = models.with_class_names(experiment.model, federation.class_names)
-    module = models.build(shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named)
+    module = models.build(
+        shape=federation.shape, classes=federation.outputs, seed=experiment.seed, **named
+    )
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     engine = StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
     wanted = several_from(experiment.evaluation.metrics, "evaluation.metrics")

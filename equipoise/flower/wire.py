@@ -206,7 +206,9 @@ def without_evaluation(content: RecordDict) -> RecordDict:
     >>> list(without_evaluation(reply))
     ['update']
     """
-    return RecordDict({n: r for n, r in content.items() if n != EVALUATION and not n.startswith(f"{LOCAL}.")})
+    return RecordDict(
+        {n: r for n, r in content.items() if n != EVALUATION and not n.startswith(f"{LOCAL}.")}
+    )
 
 
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:

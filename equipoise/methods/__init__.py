@@ -47,7 +47,9 @@ _METHODS: set[str] = set()
 P = TypeVar("P", bound=type[Part])
 
 
-def register(name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: bool = True) -> Callable[[P], P]:
+def register(
+    name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: bool = True
+) -> Callable[[P], P]:
     """Make a part known by name: a dataclass, decorated with ``@register`` above ``@dataclass(frozen=True)``.
 
     Parameters
@@ -90,7 +92,9 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
     """Refuse invalid parts now instead of in the first round."""
     if not (isinstance(part, type) and issubclass(part, tuple(SLOTS.values()))):
         kinds = ", ".join(kind.__name__ for kind in SLOTS.values())
-        raise InputError(f"{part.__qualname__}, registered as {name!r}, is no part; it must be one of {kinds}")
+        raise InputError(
+            f"{part.__qualname__}, registered as {name!r}, is no part; it must be one of {kinds}"
+        )
     if not dataclasses.is_dataclass(part):
         raise InputError(
             f"{part.__qualname__} is not yet a dataclass when it is registered; valid: @register({name!r}), "
@@ -110,7 +114,9 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
             )
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
-            raise InputError(f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}")
+            raise InputError(
+                f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}"
+            )
 
 
 def _a(kind: type[Part]) -> str:
@@ -169,7 +175,9 @@ def fitting(slot: str) -> list[str]:
     ['size', 'uniform']
     """
     return sorted(
-        name for name, kind in _discover().items() if issubclass(kind, SLOTS[slot]) and not issubclass(kind, Wrapper)
+        name
+        for name, kind in _discover().items()
+        if issubclass(kind, SLOTS[slot]) and not issubclass(kind, Wrapper)
     )
 
 
@@ -183,12 +191,21 @@ def options_of(name: str) -> dict[str, Any]:
     """
     fields = dataclasses.fields(part_class(name))  # type: ignore[arg-type]
     return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
         for field in fields
     }
 
 
-def build(name: str, *, weights: str | None = None, sampling: Any = None, guard: Any = None, **options: Any) -> Method:
+def build(
+    name: str,
+    *,
+    weights: str | None = None,
+    sampling: Any = None,
+    guard: Any = None,
+    **options: Any,
+) -> Method:
     """Make a method by name.
 
     Parameters
@@ -224,7 +241,9 @@ def build(name: str, *, weights: str | None = None, sampling: Any = None, guard:
         raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
     if issubclass(part_class(name), Wrapper):
         around = {"weights": weights, "sampling": sampling, "guard": guard}
-        return _wrap(name, options, {key: value for key, value in around.items() if value is not None})
+        return _wrap(
+            name, options, {key: value for key, value in around.items() if value is not None}
+        )
     exchanged = {slot: options.pop(slot) for slot in _EXCHANGED if slot in options}
     main = make_part({"name": name, **options}, extra=("weights", "sampling", *_EXCHANGED, "guard"))
     parts: dict[str, Any] = {"local": "plain", "aggregation": "fedavg", "view": "everyone"}
@@ -266,7 +285,9 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
     elif isinstance(value, (str, Mapping)):
         options: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
         if "name" not in options:
-            raise InputError(f"{where} is {dict(options)!r} without a name; valid: a mapping with 'name'")
+            raise InputError(
+                f"{where} is {dict(options)!r} without a name; valid: a mapping with 'name'"
+            )
         name = options.pop("name")
         if slot and (not isinstance(name, str) or name not in _discover()):
             raise unknown(where, name, fitting(slot))
@@ -325,7 +346,9 @@ def _made_from(value: Any, wanted: type[Method] | str, where: str) -> Any:
     if value is None or isinstance(value, (Method, Part)):
         return value
     if not isinstance(value, (str, Mapping)):
-        raise InputError(f"{where} must be a name, a mapping with 'name' or a method, got {value!r}")
+        raise InputError(
+            f"{where} must be a name, a mapping with 'name' or a method, got {value!r}"
+        )
     try:
         if isinstance(wanted, str):
             return make_part(value, wanted)
@@ -348,7 +371,9 @@ def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> No
         return
     for key, value in options.items():
         if not _fits(value, wanted[key]):
-            raise InputError(f"{where}: {kind.name}.{key} must be {_words(wanted[key])}, got {value!r}")
+            raise InputError(
+                f"{where}: {kind.name}.{key} must be {_words(wanted[key])}, got {value!r}"
+            )
 
 
 def _fits(value: Any, wanted: Any) -> bool:
@@ -415,7 +440,10 @@ def describe_part(part: Part) -> dict[str, Any]:
     {'name': 'fedprox', 'mu': 0.5}
     """
     fields = dataclasses.fields(part)  # type: ignore[arg-type]
-    return {"name": part.name, **{field.name: describe_option(getattr(part, field.name)) for field in fields}}
+    return {
+        "name": part.name,
+        **{field.name: describe_option(getattr(part, field.name)) for field in fields},
+    }
 
 
 def describe_option(value: Any) -> Any:

@@ -57,13 +57,17 @@ class Afl(Aggregation):
         raised[here] += self.ascent * len(raised) / len(here) * updates.reports["loss_before"]
         weight = torch.from_numpy(project_to_simplex(raised.numpy()))
         new = state.with_global(mix(updates, ours / ours.sum())) if ours.sum() > 0 else state
-        mean = tree_map(lambda old, now: _next_mean(old, now, state.round + 1), state.server["mean"], new.model)
+        mean = tree_map(
+            lambda old, now: _next_mean(old, now, state.round + 1), state.server["mean"], new.model
+        )
         return new.with_server(clients={**clients, "weight": weight}, mean=mean)
 
     def evaluated(self, state: State) -> Tree:
         """Return the mean of w over the rounds."""
         return (
-            {name: state.server["mean"][name] for name in state.model} if self.average and state.round else state.model
+            {name: state.server["mean"][name] for name in state.model}
+            if self.average and state.round
+            else state.model
         )
 
 

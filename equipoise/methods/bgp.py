@@ -67,14 +67,20 @@ class BalancedTraining(LocalRule):
         real(self.align, f"{self.name}.align", least=0)
         one_of(self.alignment, CORAL_FORMS, f"{self.name}.alignment")
         if self.restore and not self.meta:
-            raise InputError(f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes none")
+            raise InputError(
+                f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes none"
+            )
 
     def phases(self) -> Sequence[Phase]:
         """One phase with two losses that take turns."""
         if not self.meta:
             return (Phase(loss=self.meta_loss),)
         losses = (task_loss, self.meta_loss)
-        return (Phase(loss=losses, gradient=MetaGradient(), batch="split") if self.restore else Phase(loss=losses),)
+        return (
+            Phase(loss=losses, gradient=MetaGradient(), batch="split")
+            if self.restore
+            else Phase(loss=losses),
+        )
 
     def meta_loss(self, client: Client) -> Tensor:
         """Add the alignment with the received model to the task's loss."""
@@ -82,4 +88,6 @@ class BalancedTraining(LocalRule):
             return client.task_loss()
         received, mask = client.at(client.received).aligned()
         local, _ = client.aligned()
-        return client.task_loss() + self.align * coral(local, received, mask, mask, form=self.alignment)
+        return client.task_loss() + self.align * coral(
+            local, received, mask, mask, form=self.alignment
+        )

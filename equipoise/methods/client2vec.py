@@ -163,7 +163,9 @@ class Client2Vec(Wrapper):
         elif host.local.keeps == "all":
             reason = "its clients share nothing"
         if reason:
-            raise InputError(f"client2vec cannot wrap {host.name!r}: {reason}; valid: any other method as host")
+            raise InputError(
+                f"client2vec cannot wrap {host.name!r}: {reason}; valid: any other method as host"
+            )
         if "aggregation" in self.uses and (reason := host.aggregation.ignores_prior):
             others = [use for use in USES if use != "aggregation"]
             raise InputError(
@@ -175,7 +177,9 @@ class Client2Vec(Wrapper):
         """Note width and hash of the index, where its file can be read."""
         if self.index is None:
             if self.width is not None or self.digest is not None:
-                raise InputError("client2vec.width and client2vec.digest belong to client2vec.index, which is missing")
+                raise InputError(
+                    "client2vec.width and client2vec.digest belong to client2vec.index, which is missing"
+                )
             return
         if not Path(self.index).exists():
             if self.width is None:
@@ -188,7 +192,9 @@ class Client2Vec(Wrapper):
         for name, known in (("width", found.width), ("digest", found.digest())):
             given = getattr(self, name)
             if given not in (None, known):
-                raise InputError(f"client2vec.{name} is {given!r}, but that of the index in {self.index} is {known!r}")
+                raise InputError(
+                    f"client2vec.{name} is {given!r}, but that of the index in {self.index} is {known!r}"
+                )
             object.__setattr__(self, name, known)
 
     # ---- the index ---------------------------------------------------------------------------------------------------
@@ -200,7 +206,9 @@ class Client2Vec(Wrapper):
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Look up the indices of all clients."""
-        return super().begin(state, everyone).with_server(**{_KEPT: self._of_clients(state, everyone)})
+        return (
+            super().begin(state, everyone).with_server(**{_KEPT: self._of_clients(state, everyone)})
+        )
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Look up the indices of clients that join."""
@@ -208,7 +216,9 @@ class Client2Vec(Wrapper):
         kept = carried_over(before, self._of_clients(state, everyone, before["ids"].numpy()))
         return super().admit(state, everyone).with_server(**{_KEPT: kept})
 
-    def _of_clients(self, state: State, everyone: Cohort, known: Sequence[int] | NDArray[np.int64] = ()) -> Tree:
+    def _of_clients(
+        self, state: State, everyone: Cohort, known: Sequence[int] | NDArray[np.int64] = ()
+    ) -> Tree:
         """Return what the server keeps of clients that have never taken part.
 
         With noise, clients whose index is known do not release it again.
@@ -239,20 +249,26 @@ class Client2Vec(Wrapper):
         if client.network.task.labels:
             labels = label_sums(ones, client.y, client.output().shape[1], client.mask)
         else:
-            labels = client.sum(client.y.flatten(1) if client.y.dim() > 1 else client.y.unsqueeze(1))
+            labels = client.sum(
+                client.y.flatten(1) if client.y.dim() > 1 else client.y.unsqueeze(1)
+            )
         sums = {"features": client.sum(z), "labels": labels.to(z.dtype), "count": client.sum(ones)}
         width = z.shape[1] + labels.shape[0]
         if not self.noise:
             return sums
         sums |= noise_sums(client, width, Purpose.NOISE_OF_INDEX)
-        return {n: t if n in ("count", "passes") else t * client.each["new"] for n, t in sums.items()}
+        return {
+            n: t if n in ("count", "passes") else t * client.each["new"] for n, t in sums.items()
+        }
 
     def released_mean(self, sums: Tree) -> Tree:
         """Make the index of the sums."""
         return released_index(sums, self.clip, self.noise)
 
     def _similarity(self, clients: Tree, members: Tensor) -> Tensor:
-        return similarity_to(clients["features"], clients["labels"], clients["size"], members, self.compare)
+        return similarity_to(
+            clients["features"], clients["labels"], clients["size"], members, self.compare
+        )
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +281,9 @@ class Client2Vec(Wrapper):
         if not state.round or not len(before):
             return candidates.ids[choose(candidates.key, len(candidates.ids), count)]
         here = torch.searchsorted(clients["ids"], torch.from_numpy(candidates.ids))
-        allowed = rested(clients["last"][here], state.round + 1, len(clients["ids"]) / (2 * len(before)), count)
+        allowed = rested(
+            clients["last"][here], state.round + 1, len(clients["ids"]) / (2 * len(before)), count
+        )
         weights = torch.exp(self._similarity(clients, before)[here] / self.tau) * allowed
         return candidates.ids[choose_by_weight(candidates.key, weights.numpy(), count)]
 
@@ -354,17 +372,23 @@ class Client2Vec(Wrapper):
 
     def _regularized(self, phase: Phase) -> Phase:
         parts = (phase.move,) if isinstance(phase.move, str) else phase.move
-        shared, personal = (any(_moves_features(part, prefix) for part in parts) for prefix in ("", PERSONAL))
+        shared, personal = (
+            any(_moves_features(part, prefix) for part in parts) for prefix in ("", PERSONAL)
+        )
         if not shared and not personal:
             return phase
         move = parts if not shared or "all" in parts else (*parts, _PROJECTION, _CLASSIFIER)
-        losses = tuple(self._with_regularizer(loss, personal and not shared) for loss in phase.losses)
+        losses = tuple(
+            self._with_regularizer(loss, personal and not shared) for loss in phase.losses
+        )
         return replace(phase, move=move, loss=losses)
 
     def _with_regularizer(self, loss: Loss, personal: bool) -> Loss:
         def regularized(client: Client) -> Tensor:
             values = loss(client)
-            return values + self.weight * self.regularizer(client.personal() if personal else client)
+            return values + self.weight * self.regularizer(
+                client.personal() if personal else client
+            )
 
         return regularized
 
@@ -373,7 +397,8 @@ class Client2Vec(Wrapper):
         client.network.task.require_labels("client2vec.uses: training compares class probabilities")
         projected = client.part(_PROJECTION, client.features().flatten(1))
         of_z, of_projected = (
-            scores.log_softmax(1) for scores in (client.output(), client.part(_CLASSIFIER, projected))
+            scores.log_softmax(1)
+            for scores in (client.output(), client.part(_CLASSIFIER, projected))
         )
         distillation = (of_z.exp() * (of_z - of_projected)).sum(1)
         if not self.orthogonal:

@@ -68,7 +68,9 @@ class DsaIgn(LocalRule):
 
     def __post_init__(self) -> None:
         """Refuse to minimise nothing."""
-        losses = [flag(getattr(self, name), f"dsaign.{name}") for name in ("div", "sim", "orth", "recon")]
+        losses = [
+            flag(getattr(self, name), f"dsaign.{name}") for name in ("div", "sim", "orth", "recon")
+        ]
         if not any(losses):
             raise InputError("dsaign needs at least one of the losses div, sim, orth and recon")
         check_release("dsaign", self.clip, self.noise, self.privacy_delta)
@@ -89,7 +91,9 @@ class DsaIgn(LocalRule):
         if self.orth:
             total = total + (z @ u.T).abs() @ kept / kept.sum()
         if self.recon:
-            total = total + (client.part("reconstruction", split) - client.x.flatten(1)).square().mean(1)
+            total = total + (
+                client.part("reconstruction", split) - client.x.flatten(1)
+            ).square().mean(1)
         return total + diversity(u, kept) if self.div else total
 
     @finished_by("released_index")
@@ -99,7 +103,11 @@ class DsaIgn(LocalRule):
         head: Any = client.network.module.head
         own = torch.arange(len(head.vectors), device=u.device) == client.y.unsqueeze(1)
         labels = client.sum(own.to(u.dtype) @ head.vectors)
-        sums = {"features": client.sum(u), "labels": labels, "count": client.sum(torch.ones_like(u[:, 0]))}
+        sums = {
+            "features": client.sum(u),
+            "labels": labels,
+            "count": client.sum(torch.ones_like(u[:, 0])),
+        }
         width = u.shape[1] + len(labels)
         return sums | (noise_sums(client, width, Purpose.NOISE_OF_INDEX) if self.noise else {})
 

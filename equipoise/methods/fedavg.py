@@ -7,7 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.method import Aggregation, Candidates, Cohort, LocalRule, Sampler, Sees, State, Updates, View, mix
+from equipoise.method import (
+    Aggregation,
+    Candidates,
+    Cohort,
+    LocalRule,
+    Sampler,
+    Sees,
+    State,
+    Updates,
+    View,
+    mix,
+)
 from equipoise.methods import register
 from equipoise.random import choose, choose_by_weight
 
@@ -29,7 +40,9 @@ class SizeSampler(Sampler):
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Choose without replacement, one client after the other."""
-        return candidates.ids[choose_by_weight(candidates.key, candidates.sizes.astype(np.float64), count)]
+        return candidates.ids[
+            choose_by_weight(candidates.key, candidates.sizes.astype(np.float64), count)
+        ]
 
 
 @register("plain", method=False)

@@ -43,14 +43,18 @@ class FedCLIP(LocalRule):
         """Compare each image with the prompts of all images of the batch, and each prompt with all images."""
         client.network.task.require_labels("fedclip compares images with classes")
         output = client.output()
-        chosen = (client.y.unsqueeze(1) == torch.arange(output.shape[1], device=output.device)).to(output.dtype)
+        chosen = (client.y.unsqueeze(1) == torch.arange(output.shape[1], device=output.device)).to(
+            output.dtype
+        )
         scores = output @ chosen.T
         own = scores.diagonal(dim1=-2, dim2=-1)
         if client.mask is not None:
             # Padding is neither a wrong prompt nor a wrong image. Its own score stays, so that its values are finite.
             beside = ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
             here = client.mask.to(torch.bool)
-            scores = scores.masked_fill(beside & ~(here.unsqueeze(0) & here.unsqueeze(1)), float("-inf"))
+            scores = scores.masked_fill(
+                beside & ~(here.unsqueeze(0) & here.unsqueeze(1)), float("-inf")
+            )
         return (scores.logsumexp(1) + scores.logsumexp(0)) / 2 - own
 
 

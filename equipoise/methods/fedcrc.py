@@ -11,7 +11,17 @@ from torch import Tensor
 from equipoise.checks import count
 from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, personal_loss
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+    personal_loss,
+)
 from equipoise.methods import register
 from equipoise.tree import select
 
@@ -38,7 +48,9 @@ class SlowHead(Aggregation):
         """Average, and move the head slowly; a head that clients keep is not sent."""
         averaged = mix(updates, cohort.prior)
         head = set(select(state.model, "head")) & set(averaged)
-        slow = {name: self.tau * state.model[name] + (1 - self.tau) * averaged[name] for name in head}
+        slow = {
+            name: self.tau * state.model[name] + (1 - self.tau) * averaged[name] for name in head
+        }
         return state.with_global(averaged | slow)
 
 

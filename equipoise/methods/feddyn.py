@@ -61,25 +61,34 @@ class FedDyn(LocalRule, Aggregation):
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
         """Update λ_k, which stays with the client."""
         old, w, received = client.memory["dual"], client.params, client.received
-        return {"dual": {name: old[name] - self.alpha * (w[name] - received[name]) for name in old}}, {}
+        return {
+            "dual": {name: old[name] - self.alpha * (w[name] - received[name]) for name in old}
+        }, {}
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Begin with h = 0, and store the number of clients."""
         count = torch.tensor(float(len(everyone.ids)))
-        return state.with_server(h=tree_map(torch.zeros_like, state.model), clients={"count": count})
+        return state.with_server(
+            h=tree_map(torch.zeros_like, state.model), clients={"count": count}
+        )
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Keep h the mean of all λ_k: those of new clients are 0."""
         count = torch.tensor(float(len(everyone.ids)))
         share = state.server["clients"]["count"] / count
-        return state.with_server(h=tree_map(lambda h: share * h, state.server["h"]), clients={"count": count})
+        return state.with_server(
+            h=tree_map(lambda h: share * h, state.server["h"]), clients={"count": count}
+        )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Update h, and correct the mean by it."""
         averaged = mix(updates, cohort.prior)
         mean = {name: averaged[name] for name in updates.params}
         share = len(cohort.ids) / float(state.server["clients"]["count"])
-        h = {n: state.server["h"][n] - self.alpha * share * (w - state.model[n]) for n, w in mean.items()}
+        h = {
+            n: state.server["h"][n] - self.alpha * share * (w - state.model[n])
+            for n, w in mean.items()
+        }
         corrected = {name: w - h[name] / self.alpha for name, w in mean.items()}
         kept = {**state.server["h"], **h}
         return state.with_global({**averaged, **corrected}).with_server(h=kept, mean=mean)

@@ -120,7 +120,10 @@ class Customization(LocalRule):
         """Return ℓ_RA of each sample (eq. 8), which is log(1 + exp((z·z_prev − z·z₀)/τ))."""
         z, own = client.features(), client.memory["previous"]
         received = {name: client.received[name] for name in own}
-        previous, first = (self._similarity(z, client.at(anchor).features(), paired=True) for anchor in (own, received))
+        previous, first = (
+            self._similarity(z, client.at(anchor).features(), paired=True)
+            for anchor in (own, received)
+        )
         return client.seen * F.softplus(previous - first)
 
     def _similarity(self, a: Tensor, b: Tensor, *, paired: bool = False) -> Tensor:
@@ -131,7 +134,11 @@ class Customization(LocalRule):
 
     def facts(self) -> dict[str, Fact]:
         """Compute h̃ every round."""
-        return {"representation": Fact(sums=self.sums_of_h, then=self.released, model=self.representation)}
+        return {
+            "representation": Fact(
+                sums=self.sums_of_h, then=self.released, model=self.representation
+            )
+        }
 
     @finished_by("released")
     def first_representation(self, client: Client) -> Tree:
@@ -159,7 +166,11 @@ class Customization(LocalRule):
     def spent(self, state: State, before: int) -> dict[str, float]:
         """Return the note of the ε spent after a round and ``before`` it, if there is noise."""
         releases = before + state.round + 1
-        return {"epsilon": gaussian_epsilon(self.noise, releases, self.privacy_delta)} if self.noise else {}
+        return (
+            {"epsilon": gaussian_epsilon(self.noise, releases, self.privacy_delta)}
+            if self.noise
+            else {}
+        )
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Return the received prompts and GC-Net; ``seen`` keeps losses from using them."""
@@ -177,7 +188,9 @@ class Customization(LocalRule):
 
     def _own_before(self, client: Client) -> Tensor:
         """Return h̃ of the client's previous round."""
-        return client.memory["before" if self.representation == "received" else "representation"]["h"]
+        return client.memory["before" if self.representation == "received" else "representation"][
+            "h"
+        ]
 
 
 def _shift_of(client: Client) -> Tensor:
@@ -205,7 +218,9 @@ def _membership(client: Client, toward: Tensor) -> Tensor:
     """Return the client's share in each of the centres that were sent; zeros without a cluster."""
     if "membership" in client.each:
         return client.each["membership"].to(toward.dtype)
-    return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(toward.dtype)
+    return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(
+        toward.dtype
+    )
 
 
 @register("fedgc", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
@@ -236,7 +251,9 @@ class FedGC(Customization, Grouping):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average the models, and cluster the clients."""
         state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
-        return state.with_global(mix(updates, cohort.prior)).with_notes(**self.spent(state, int(self.needs_everyone)))
+        return state.with_global(mix(updates, cohort.prior)).with_notes(
+            **self.spent(state, int(self.needs_everyone))
+        )
 
 
 @register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
@@ -274,9 +291,13 @@ class FedGR(Grouping):
     def __post_init__(self) -> None:
         """Refuse values outside the paper's range."""
         super().__post_init__()
-        one_of(self.groups, ("classtoken", "representation", "index", "given"), f"{self.name}.groups")
+        one_of(
+            self.groups, ("classtoken", "representation", "index", "given"), f"{self.name}.groups"
+        )
         if self.groups == "index" and self.index is None:
-            raise InputError(f"{self.name}.groups='index' needs {self.name}.index, the file of a client index")
+            raise InputError(
+                f"{self.name}.groups='index' needs {self.name}.index, the file of a client index"
+            )
         if self.index is not None and self.groups in ("classtoken", "given") and not self.sends:
             raise InputError(
                 f"{self.name}.index is not used with {self.name}.groups={self.groups!r}; valid: groups='index'"
@@ -284,7 +305,9 @@ class FedGR(Grouping):
         real(self.q, f"{self.name}.q", least=-1)
         for name in ("delta", "gamma"):
             if not real(getattr(self, name), f"{self.name}.{name}", least=0) <= 1:
-                raise InputError(f"{self.name}.{name} must be a number from 0 to 1, got {getattr(self, name)!r}")
+                raise InputError(
+                    f"{self.name}.{name} must be a number from 0 to 1, got {getattr(self, name)!r}"
+                )
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -298,7 +321,9 @@ class FedGR(Grouping):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Refuse a model without a frozen class token, if groups are made of it."""
-        if self.groups == "classtoken" and not isinstance(getattr(model, "features", None), Customized | Prompted):
+        if self.groups == "classtoken" and not isinstance(
+            getattr(model, "features", None), Customized | Prompted
+        ):
             raise InputError(
                 f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as vitprompts or fedgc; "
                 "valid for other models: groups='given' or groups='index'"
@@ -314,22 +339,32 @@ class FedGR(Grouping):
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Cluster clients that join together with the others, if clusters are those of the index."""
-        return self.begin(state, everyone) if self.groups == "index" else super().admit(state, everyone)
+        return (
+            self.begin(state, everyone)
+            if self.groups == "index"
+            else super().admit(state, everyone)
+        )
 
     def prepare(self, state: State, cohort: Cohort) -> State:
         """Ask for class tokens if the cohort has clients that have not been asked."""
-        asked = "clients" in state.server and np.isin(cohort.ids, state.server["clients"]["ids"]).all()
+        asked = (
+            "clients" in state.server and np.isin(cohort.ids, state.server["clients"]["ids"]).all()
+        )
         if asked or self.groups != "classtoken":
             return state
         sums = cohort.ask("class_tokens")
-        return self.grouped(state, sums / torch.from_numpy(cohort.sizes).to(sums).unsqueeze(1), cohort)
+        return self.grouped(
+            state, sums / torch.from_numpy(cohort.sizes).to(sums).unsqueeze(1), cohort
+        )
 
     def class_tokens(self, client: Client) -> Tensor:
         """Sum the class tokens of the frozen transformer without prompts over a batch."""
         encoded = client.encoded()
         features = client.network.module.features
         return client.sum(
-            encoded[:, 0] if isinstance(features, Customized) else client.part("features.encoder", encoded)
+            encoded[:, 0]
+            if isinstance(features, Customized)
+            else client.part("features.encoder", encoded)
         )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
@@ -425,7 +460,11 @@ class FedGCR(Customization, FedGR):
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Weigh clients by their losses and those of their clusters."""
-        return super().combine(state, updates, cohort).with_notes(**self.spent(state, int(self.needs_everyone)))
+        return (
+            super()
+            .combine(state, updates, cohort)
+            .with_notes(**self.spent(state, int(self.needs_everyone)))
+        )
 
 
 def representations_of(state: State, cohort: Cohort) -> Tensor:

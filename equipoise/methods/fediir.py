@@ -12,7 +12,17 @@ from torch.func import grad
 from equipoise.checks import real
 from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+    mix_tree,
+)
 from equipoise.methods import register
 from equipoise.tree import Tree, select, squared_distance
 
@@ -56,10 +66,17 @@ class FedIIR(LocalRule, Aggregation):
         sums, _ = cohort.ask("head_gradient", model=state.model)
         # The registered sizes are checked; a number in an answer could be 0.
         counts = torch.from_numpy(cohort.sizes)
-        means = {name: rows / counts.to(rows).view(-1, *(1,) * (rows.dim() - 1)) for name, rows in sums.items()}
+        means = {
+            name: rows / counts.to(rows).view(-1, *(1,) * (rows.dim() - 1))
+            for name, rows in sums.items()
+        }
         new = mix_tree(means, cohort.prior)
-        old = state.server.get("mean_gradient") or {name: torch.zeros_like(tensor) for name, tensor in new.items()}
-        return state.with_server(mean_gradient={n: self.ema * old[n] + (1 - self.ema) * g for n, g in new.items()})
+        old = state.server.get("mean_gradient") or {
+            name: torch.zeros_like(tensor) for name, tensor in new.items()
+        }
+        return state.with_server(
+            mean_gradient={n: self.ema * old[n] + (1 - self.ema) * g for n, g in new.items()}
+        )
 
     def head_gradient(self, client: Client) -> tuple[Tree, Tensor]:
         """Answer with the sum of the gradients of the head, and the number of samples."""
@@ -83,7 +100,9 @@ class FedIIR(LocalRule, Aggregation):
         z = client.features()
 
         def mean(head: Tree) -> Tensor:
-            return client.mean(client.network.task.loss(client.at(head, train=True).head(z), client.y))
+            return client.mean(
+                client.network.task.loss(client.at(head, train=True).head(z), client.y)
+            )
 
         penalty = squared_distance(grad(mean)(_head(client)), client.sent["mean_gradient"])
         return client.task_loss() + self.gamma * penalty

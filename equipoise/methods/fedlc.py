@@ -55,7 +55,11 @@ class FedLC(LocalRule):
         """Count the samples of each class."""
         client.network.task.require_labels("fedlc counts labels")
         scores = client.output()
-        return {"count": label_sums(torch.ones_like(scores[:, 0]), client.y, scores.shape[1], client.mask)}
+        return {
+            "count": label_sums(
+                torch.ones_like(scores[:, 0]), client.y, scores.shape[1], client.mask
+            )
+        }
 
     def shifts(self, sums: Tree) -> Tree:
         """Return τ n_c^(−1/4)."""

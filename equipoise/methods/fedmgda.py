@@ -65,7 +65,9 @@ def inner_products(state: State, updates: Updates) -> Tensor:
     tensor([[ 1., -2.],
             [-2.,  4.]], dtype=torch.float64)
     """
-    differences = (flat_rows(rows - state.model[name]).double() for name, rows in updates.params.items())
+    differences = (
+        flat_rows(rows - state.model[name]).double() for name, rows in updates.params.items()
+    )
     return torch.stack([rows @ rows.T for rows in differences]).sum(0).cpu()
 
 

@@ -65,7 +65,9 @@ class FedMix(LocalRule, Aggregation):
         """Collect the means of all clients."""
         parts = np.minimum(self.means, everyone.sizes // _FEWEST)
         if not parts.any():
-            raise InputError(f"fedmix needs a client with {_FEWEST} training samples or more to take a mean of")
+            raise InputError(
+                f"fedmix needs a client with {_FEWEST} training samples or more to take a mean of"
+            )
         each = {"parts": torch.from_numpy(parts), "size": torch.from_numpy(everyone.sizes)}
         # The model is needed to know how many classes there are.
         sums = everyone.ask("sums_of_parts", model=state.model, each=each)
@@ -91,7 +93,9 @@ class FedMix(LocalRule, Aggregation):
         # Questions know where samples are in the split.
         part = cast(Tensor, client.positions) * client.each["parts"] // client.each["size"]
         numbers = torch.arange(self.means, device=part.device)
-        member = ((part.unsqueeze(1) == numbers) & (numbers < client.each["parts"])).to(images.dtype)
+        member = ((part.unsqueeze(1) == numbers) & (numbers < client.each["parts"])).to(
+            images.dtype
+        )
         labels = client.y.unsqueeze(1) == torch.arange(client.output().shape[1], device=part.device)
 
         def sums(values: Tensor) -> Tensor:
@@ -115,7 +119,9 @@ class FedMix(LocalRule, Aggregation):
         """Return the mixed loss of each sample."""
         means = client.sent["means"]
         # Steps of training have a key.
-        drawn = fold_tensor(cast(Tensor, client.forward.key), Purpose.AUGMENT).remainder(len(means["x"]))
+        drawn = fold_tensor(cast(Tensor, client.forward.key), Purpose.AUGMENT).remainder(
+            len(means["x"])
+        )
         mean_x, mean_y = means["x"][drawn], means["y"][drawn]
         shrunk = (1 - self.lam) * pixels(client.x, client.network.dtype)
         mixed = client.at(x=shrunk, train=True).recording(client.recorded)

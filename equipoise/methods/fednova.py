@@ -42,4 +42,6 @@ class FedNova(Aggregation):
         own = updates.reports["gradient_weight"]
         work = own if self.effective == "weights" else updates.reports["steps"]
         length = (cohort.prior * work).sum()
-        return state.with_global(shift(state, updates, cohort.prior * length / own, simplex=cohort.prior))
+        return state.with_global(
+            shift(state, updates, cohort.prior * length / own, simplex=cohort.prior)
+        )

@@ -88,7 +88,9 @@ class _Adaptive(Aggregation):
         real(self.lr, f"{self.name}.lr", least=0)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{self.name}.{name} must be in [0, 1), got {getattr(self, name)!r}")
+                raise InputError(
+                    f"{self.name}.{name} must be in [0, 1), got {getattr(self, name)!r}"
+                )
         if not self.tau > 0:
             raise InputError(f"{self.name}.tau must be above 0, got {self.tau!r}")
 
@@ -104,10 +106,15 @@ class _Adaptive(Aggregation):
         averaged = mix(updates, cohort.prior)
         delta = pseudo_gradient(state, updates, averaged)
         first = state.server.get("first") or tree_map(torch.zeros_like, delta)
-        second = state.server.get("second") or tree_map(lambda d: torch.full_like(d, self.tau**2), delta)
+        second = state.server.get("second") or tree_map(
+            lambda d: torch.full_like(d, self.tau**2), delta
+        )
         first = tree_map(lambda m, d: self.beta1 * m + (1 - self.beta1) * d, first, delta)
         second = tree_map(self.second_moment, second, delta)
-        moved = {n: state.model[n] - self.lr * m / (second[n].sqrt() + self.tau) for n, m in first.items()}
+        moved = {
+            n: state.model[n] - self.lr * m / (second[n].sqrt() + self.tau)
+            for n, m in first.items()
+        }
         return state.with_global({**averaged, **moved}).with_server(first=first, second=second)
 
 

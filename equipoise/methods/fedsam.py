@@ -44,7 +44,9 @@ class SharpnessGradient:
     eta: float | None = None
     batches = 1
 
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def __call__(
+        self, values: Sequence[Value], params: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Take the gradient; the losses are those at w."""
         losses, climb = plain_gradient(values[0], params)
         if self.eta is not None:

@@ -55,7 +55,9 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         fair = equal_gap_weights(a, gap, slope, nudged)
         # Figure 2 shows one against the other: slopes alone do not say what was cut off at 0.
         changes = {"weight_changes": nudged - a, "gap_changes": nudged_gap - gap}
-        return self.finished(state, updates, cohort, fair).with_notes(weights=fair, gaps=gap, slopes=slope, **changes)
+        return self.finished(state, updates, cohort, fair).with_notes(
+            weights=fair, gaps=gap, slopes=slope, **changes
+        )
 
     def _measured(self, state: State, updates: Updates, cohort: Cohort, weights: Tensor) -> Tensor:
         """Return the gaps of the average under some weights."""
@@ -83,7 +85,9 @@ class FFTGP(BalancedTraining, FairnessAwareAggregation):
         FairnessAwareAggregation.__post_init__(self)
 
 
-def slopes(a: Tensor, gap: Tensor, nudged: Tensor, nudged_gap: Tensor, limit: float | None = None) -> Tensor:
+def slopes(
+    a: Tensor, gap: Tensor, nudged: Tensor, nudged_gap: Tensor, limit: float | None = None
+) -> Tensor:
     """Return K_k = (a′_k − a_k)/(G_k − G′_k), how much weight lowers a client's gap by one.
 
     It is 0 where a client has no gap, where the gap did not change, and where it is negative: there more weight would widen

@@ -58,7 +58,12 @@ class GeneralizationAdjustment(Aggregation):
         ids = torch.from_numpy(everyone.ids)
         weight = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
         # ``round``: when the client took part last, counted from 1.
-        clients = {"ids": ids, "weight": weight, "own": torch.full_like(weight, torch.nan), "round": ids * 0}
+        clients = {
+            "ids": ids,
+            "weight": weight,
+            "own": torch.full_like(weight, torch.nan),
+            "round": ids * 0,
+        }
         return state.with_server(clients=clients)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
@@ -69,12 +74,16 @@ class GeneralizationAdjustment(Aggregation):
         adjusted = generalization_adjustment(
             self.weights(state, cohort), gap, self.step_in(state, cohort), self.centred
         )
-        return self.finished(state, updates, cohort, adjusted).with_notes(weights=adjusted, gaps=gap)
+        return self.finished(state, updates, cohort, adjusted).with_notes(
+            weights=adjusted, gaps=gap
+        )
 
     def weights(self, state: State, cohort: Cohort) -> Tensor:
         """Return the cohort's weights, summing to one; equal ones if all have been lowered to 0."""
         weight = state.server["clients"]["weight"][locate(state.server["clients"], cohort)]
-        return weight / weight.sum() if weight.sum() > 0 else torch.full_like(weight, 1 / len(weight))
+        return (
+            weight / weight.sum() if weight.sum() > 0 else torch.full_like(weight, 1 / len(weight))
+        )
 
     def gap(self, together: Tensor, alone: Tensor, cohort: Cohort) -> Tensor:
         """Return how much worse the global model is than the client's own, ``[K]``."""
@@ -97,7 +106,9 @@ class GeneralizationAdjustment(Aggregation):
         return state.with_global(mix(updates, weights)).with_server(clients={**clients, **changed})
 
 
-def generalization_adjustment(weights: Tensor, gaps: Tensor, step: float, centred: bool = True) -> Tensor:
+def generalization_adjustment(
+    weights: Tensor, gaps: Tensor, step: float, centred: bool = True
+) -> Tensor:
     """Raise the weights of clients with large gaps, and lower the others'.
 
     Parameters

@@ -99,7 +99,11 @@ class Gifair(LocalRule, Aggregation):
         """Refuse values outside the paper's range."""
         one_of(self.fairness, ("group", "individual"), "gifair.fairness")
         if not 0 <= self.lam < (1 if self.relative else float("inf")):
-            valid = "a fraction of λ_max in [0, 1), or absolute with relative=False" if self.relative else "at least 0"
+            valid = (
+                "a fraction of λ_max in [0, 1), or absolute with relative=False"
+                if self.relative
+                else "at least 0"
+            )
             raise InputError(f"gifair.lam must be {valid}, got {self.lam!r}")
         if self.exact and self.personal:
             raise InputError(
@@ -107,7 +111,9 @@ class Gifair(LocalRule, Aggregation):
             )
 
         if self.index is not None and self.fairness != "group":
-            raise InputError("gifair.index makes groups of clients, but gifair.fairness='individual' has none")
+            raise InputError(
+                "gifair.index makes groups of clients, but gifair.fairness='individual' has none"
+            )
         one_of(self.compare, COMPARED, "gifair.compare")
         count(self.clusters, "gifair.clusters")
         one_of(self.clustering, CLUSTERINGS, "gifair.clustering")
@@ -126,7 +132,11 @@ class Gifair(LocalRule, Aggregation):
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
         """Keep a copy of the trained model."""
-        return ({"kept": {PERSONAL + n: client.params[n] for n in client.received}} if self.personal else {}), {}
+        return (
+            {"kept": {PERSONAL + n: client.params[n] for n in client.received}}
+            if self.personal
+            else {}
+        ), {}
 
     def adapt(self) -> Sequence[Phase]:
         """Train a new client's θ_k from θ, as in a round."""
@@ -161,26 +171,36 @@ class Gifair(LocalRule, Aggregation):
         if self.index is None:
             return everyone.groups if self.fairness == "group" else everyone.ids
         points = index_points(self.index, everyone.ids, self.compare)
-        return cluster_points(points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key)
+        return cluster_points(
+            points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key
+        )
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
         """Send θ, and to each client the factor of its steps."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         group = clients["group"]
         order = ordering(torch.bincount(group, weights=clients["loss"]) / torch.bincount(group))
-        return {"model": state.model}, {"step_factor": 1 + clients["scale"][here] * order[group[here]]}
+        return {"model": state.model}, {
+            "step_factor": 1 + clients["scale"][here] * order[group[here]]
+        }
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Move θ, and store the cohort's losses."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))
-        loss = cohort.evaluate(new.model, "train")["loss"] if self.exact else updates.reports["loss_after"]
+        loss = (
+            cohort.evaluate(new.model, "train")["loss"]
+            if self.exact
+            else updates.reports["loss_after"]
+        )
         new = new.with_server(clients={**clients, "loss": clients["loss"].index_put((here,), loss)})
         return new if self.index is None else new.with_notes(clusters=clients["group"][here])
 
 
-def _say_if_little_changes(everyone: Cohort, share: Tensor, strength: float, largest: float, groups: int) -> None:
+def _say_if_little_changes(
+    everyone: Cohort, share: Tensor, strength: float, largest: float, groups: int
+) -> None:
     """Say so if clients with 99 % of all samples have factors within 1 % of one, whatever the losses."""
     reach = strength * (groups - 1) / share
     affected = float(everyone.sizes[(reach > _LITTLE).numpy()].sum() / everyone.sizes.sum())

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from equipoise.checks import count, real
 from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+    mix_tree,
+)
 from equipoise.methods import register
 from equipoise.methods.fedsam import SharpnessGradient
 from equipoise.models.base import Model, pixels
@@ -61,7 +71,10 @@ class HarmoFL(LocalRule, Aggregation):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Put the layer before everything else."""
-        if not isinstance(model, Model) or type(model).forward not in (Model.forward, Headed.forward):
+        if not isinstance(model, Model) or type(model).forward not in (
+            Model.forward,
+            Headed.forward,
+        ):
             raise InputError(
                 f"harmofl changes images before the model sees them, but {type(model).__name__} has a forward of its own; "
                 'valid: equipoise.models.base.Model(features, head), or train(..., head="classifier")'

@@ -117,7 +117,11 @@ def squared_distances(received: Tree, updates: Updates) -> Tensor:
     tensor([[0., 9.],
             [9., 0.]], dtype=torch.float64)
     """
-    trees = [(updates.params, received), (updates.buffers, received), *((u, {}) for u in updates.uploads.values())]
+    trees = [
+        (updates.params, received),
+        (updates.buffers, received),
+        *((u, {}) for u in updates.uploads.values()),
+    ]
     terms = [_distances(tree, origin) for tree, origin in trees if tree]
     if len(terms) == 1:
         return terms[0]

@@ -53,7 +53,9 @@ class TrimmedMean(Aggregation):
     def __post_init__(self) -> None:
         """Refuse a share that leaves nothing."""
         if not 0 <= self.share < 0.5:
-            raise InputError(f"trimmedmean.share must be at least 0 and below 0.5, got {self.share!r}")
+            raise InputError(
+                f"trimmedmean.share must be at least 0 and below 0.5, got {self.share!r}"
+            )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Take trimmed means."""
@@ -84,7 +86,9 @@ def trimmed(updates: Updates, ends: int) -> Tree:
     >>> trimmed(four, 1)
     {'w': tensor([3.])}
     """
-    return {name: _trimmed(stack, ends) for name, stack in {**updates.params, **updates.buffers}.items()}
+    return {
+        name: _trimmed(stack, ends) for name, stack in {**updates.params, **updates.buffers}.items()
+    }
 
 
 def _trimmed(stack: Tensor, ends: int) -> Tensor:
@@ -93,7 +97,10 @@ def _trimmed(stack: Tensor, ends: int) -> Tensor:
     for piece in pieces(flat_rows(stack)):
         rows = list(piece.unbind())
         for low, high in exchanges:
-            rows[low], rows[high] = torch.minimum(rows[low], rows[high]), torch.maximum(rows[low], rows[high])
+            rows[low], rows[high] = (
+                torch.minimum(rows[low], rows[high]),
+                torch.maximum(rows[low], rows[high]),
+            )
         means.append(torch.stack(rows[ends : len(rows) - ends]).mean(dim=0, dtype=torch.float64))
     return torch.cat(means).view(stack.shape[1:]).to(stack.dtype)
 

@@ -72,7 +72,10 @@ class Moon(LocalRule):
     def loss(self, client: Client) -> Tensor:
         """Add the contrastive loss, once there is a previous model."""
         z = client.features()
-        near, far = (self.similarity(z, client.at(m).features()) for m in (client.received, client.memory["previous"]))
+        near, far = (
+            self.similarity(z, client.at(m).features())
+            for m in (client.received, client.memory["previous"])
+        )
         contrast = F.softplus((far - near) / self.tau)
         return client.task_loss() + self.mu * client.seen.to(z.dtype) * contrast
 

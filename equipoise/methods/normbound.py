@@ -59,16 +59,28 @@ class NormBound(Guard):
         bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
         return Screened(bounded, notes={"norms": lengths, "scaled": ids})
 
-    def _bounded(self, stacked: Tree, origin: Tree, bound: float | None = None) -> tuple[Tree, Tensor, Tensor]:
+    def _bounded(
+        self, stacked: Tree, origin: Tree, bound: float | None = None
+    ) -> tuple[Tree, Tensor, Tensor]:
         """Return one kind of tensors within its bound, their norms, and which clients were scaled."""
         clients = len(next(iter(stacked.values()))) if stacked else 1
-        lengths = norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
-        limit = self.multiple * lengths.median() if bound is None else torch.tensor(bound, dtype=torch.float64)
+        lengths = (
+            norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
+        )
+        limit = (
+            self.multiple * lengths.median()
+            if bound is None
+            else torch.tensor(bound, dtype=torch.float64)
+        )
         long = lengths > limit
         if not bool(long.any()):
             return stacked, lengths, long
         factors = torch.where(long, limit / lengths, 1.0)
-        return {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}, lengths, long
+        return (
+            {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()},
+            lengths,
+            long,
+        )
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:

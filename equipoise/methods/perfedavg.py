@@ -51,15 +51,20 @@ class MetaGradient:
         """One for the inner step, one for v, one for the Hessian."""
         return 2 if self.delta is None else 3
 
-    def __call__(self, values: Sequence[Value], params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def __call__(
+        self, values: Sequence[Value], params: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """Take the gradient; the losses are those after the inner step."""
         if self.alpha is None:
-            raise InputError("a MetaGradient without alpha follows the learning rate; call at_rate(lr) first")
+            raise InputError(
+                "a MetaGradient without alpha follows the learning rate; call at_rate(lr) first"
+            )
         _, inner = plain_gradient(values[0], params)
         losses, outer = plain_gradient(values[1], descended(params, inner, self.alpha))
         if self.delta is not None:
             ahead, behind = (
-                plain_gradient(values[2], descended(params, outer, -sign * self.delta))[1] for sign in (1, -1)
+                plain_gradient(values[2], descended(params, outer, -sign * self.delta))[1]
+                for sign in (1, -1)
             )
             curved = list(torch._foreach_sub(ahead, behind))
             outer = descended(outer, curved, self.alpha / (2 * self.delta))

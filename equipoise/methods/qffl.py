@@ -43,16 +43,22 @@ class QFedAvg(Aggregation):
         if not 0 <= self.q < float("inf"):
             raise InputError(f"qffl.q must be at least 0 and finite, got {self.q!r}")
         if self.lipschitz is not None and not 0 < self.lipschitz < float("inf"):
-            raise InputError(f"qffl.lipschitz must be above 0 and finite, or None for 1/lr, got {self.lipschitz!r}")
+            raise InputError(
+                f"qffl.lipschitz must be above 0 and finite, or None for 1/lr, got {self.lipschitz!r}"
+            )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the reweighted differences, shortened by the bound on the objective's curvature."""
         loss = updates.reports["loss_before"] + _TINY
-        constant = torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
+        constant = (
+            torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
+        )
         # Dividing every power by that of the largest loss leaves the ratio alone, and keeps large q from overflowing.
         power = (loss / loss.max()) ** self.q
         curvature = power + self.q * power / loss * constant * squared_differences(state, updates)
-        return state.with_global(shift(state, updates, power / curvature.sum(), power / power.sum()))
+        return state.with_global(
+            shift(state, updates, power / curvature.sum(), power / power.sum())
+        )
 
 
 def squared_differences(state: State, updates: Updates) -> Tensor:

@@ -55,5 +55,7 @@ class Central(View):
         """Pool the data of all seen clients."""
         if self.samples is None:
             return federation.pooled()
-        first = [federation.train.of(client)[: self.samples] for client in range(federation.clients)]
+        first = [
+            federation.train.of(client)[: self.samples] for client in range(federation.clients)
+        ]
         return replace(federation, train=Split.from_lists(first)).pooled()

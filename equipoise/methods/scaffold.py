@@ -10,7 +10,17 @@ from torch import Tensor
 
 from equipoise.checks import real
 from equipoise.client import Client, Finished
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix, mix_tree
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+    mix_tree,
+)
 from equipoise.methods import register
 from equipoise.tree import Tree, inner_product, tree_map
 
@@ -56,14 +66,18 @@ class Scaffold(LocalRule, Aggregation):
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
         """Update c_k and send its change."""
         old = client.memory["control"]
-        drift = tree_map(lambda x, y: (x - y) / (client.steps * client.lr), client.received, client.params)
+        drift = tree_map(
+            lambda x, y: (x - y) / (client.steps * client.lr), client.received, client.params
+        )
         new = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
         return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Begin with c = 0, and store the number of clients."""
         count = torch.tensor(float(len(everyone.ids)))
-        return state.with_server(control=tree_map(torch.zeros_like, state.model), clients={"count": count})
+        return state.with_server(
+            control=tree_map(torch.zeros_like, state.model), clients={"count": count}
+        )
 
     def admit(self, state: State, everyone: Cohort) -> State:
         """Keep c the mean of all c_k: those of new clients are 0."""
@@ -79,8 +93,13 @@ class Scaffold(LocalRule, Aggregation):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Move the model and the control variate."""
         averaged = mix(updates, cohort.prior)
-        moved = {name: state.model[name] + self.lr * (averaged[name] - state.model[name]) for name in updates.params}
+        moved = {
+            name: state.model[name] + self.lr * (averaged[name] - state.model[name])
+            for name in updates.params
+        }
         share = len(cohort.ids) / float(state.server["clients"]["count"])
-        change = mix_tree(updates.uploads["control_change"], torch.full_like(cohort.prior, 1 / len(cohort.ids)))
+        change = mix_tree(
+            updates.uploads["control_change"], torch.full_like(cohort.prior, 1 / len(cohort.ids))
+        )
         control = tree_map(lambda c, d: c + share * d, state.server["control"], change)
         return state.with_global({**averaged, **moved}).with_server(control=control)

@@ -45,7 +45,9 @@ class Term(Aggregation):
             if not math.isfinite(getattr(self, name)):
                 raise InputError(f"term.{name} must be finite, got {getattr(self, name)!r}")
         if self.tau and self.tilts == "clients":
-            raise InputError(f"term.tau is {self.tau!r}, but only term.tilts 'groups' has a second level to tilt")
+            raise InputError(
+                f"term.tau is {self.tau!r}, but only term.tilts 'groups' has a second level to tilt"
+            )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average with tilted weights."""
@@ -82,5 +84,7 @@ def group_risks(loss: Tensor, prior: Tensor, groups: Tensor, tau: float) -> Tens
     for group in groups.unique():
         inside = groups == group
         share, own = prior[inside] / prior[inside].sum(), loss[inside]
-        risks[inside] = torch.logsumexp(share.log() + tau * own, dim=0) / tau if tau else share @ own
+        risks[inside] = (
+            torch.logsumexp(share.log() + tau * own, dim=0) / tau if tau else share @ own
+        )
     return risks

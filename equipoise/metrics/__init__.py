@@ -21,16 +21,49 @@ from equipoise import fairness, tasks
 from equipoise.errors import InputError, unknown
 from equipoise.task import Task
 
-__all__ = ["Metric", "build", "check_metrics", "computed", "measure", "names", "register", "several_from"]
+__all__ = [
+    "Metric",
+    "build",
+    "check_metrics",
+    "computed",
+    "measure",
+    "names",
+    "register",
+    "several_from",
+]
 
 Function = Callable[[Tensor, Tensor], Any]
 F = TypeVar("F", bound=Function)
 
-COLUMNS = ("round", "model", "split", "client", "group", "unseen", "n", "loss", "gap", "left_out", "attributes")
+COLUMNS = (
+    "round",
+    "model",
+    "split",
+    "client",
+    "group",
+    "unseen",
+    "n",
+    "loss",
+    "gap",
+    "left_out",
+    "attributes",
+)
 """The columns that every row of ``metrics.jsonl`` may have."""
 
 # Words that have a meaning in the names of a study's metrics, such as ``val.global.unseen.auroc.mean``.
-_WORDS = ("train", "val", "test", "global", "personal", "local", "seen", "groups", "metrics", "bytes_up", "bytes_down")
+_WORDS = (
+    "train",
+    "val",
+    "test",
+    "global",
+    "personal",
+    "local",
+    "seen",
+    "groups",
+    "metrics",
+    "bytes_up",
+    "bytes_down",
+)
 RESERVED = frozenset((*COLUMNS, *_WORDS, *fairness.METRICS))
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -74,7 +107,9 @@ class Metric:
     def __post_init__(self) -> None:
         """Refuse names that have another meaning, and ranges without a value."""
         if not callable(self.function):
-            raise InputError(f"a metric must be a function of outputs and targets, got {self.function!r}")
+            raise InputError(
+                f"a metric must be a function of outputs and targets, got {self.function!r}"
+            )
         name = self.name or getattr(self.function, "__name__", "")
         object.__setattr__(self, "name", name)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -103,7 +138,9 @@ class Metric:
         >>> build("auroc").fits(tasks.build("classification")), build("mae").fits(tasks.build("classification"))
         (True, False)
         """
-        return self.tasks is None or any(isinstance(task, type(tasks.build(name))) for name in self.tasks)
+        return self.tasks is None or any(
+            isinstance(task, type(tasks.build(name))) for name in self.tasks
+        )
 
     def measured_by(self, task: Task) -> bool:
         """Say whether the task measures it anyway, as its score.
@@ -145,7 +182,9 @@ class Metric:
             if not bool(torch.isfinite(output).all()):
                 # The model has diverged, which the loss shows.
                 return math.nan
-            raise InputError(f"metric {self.name!r} failed: {type(error).__name__}: {error}") from error
+            raise InputError(
+                f"metric {self.name!r} failed: {type(error).__name__}: {error}"
+            ) from error
         if value is None:
             return math.nan
         try:
@@ -179,7 +218,9 @@ def _range(given: Any, name: str) -> tuple[float, float]:
     except (TypeError, ValueError):
         low, high = math.nan, math.nan
     if not low < high:
-        raise InputError(f"range of metric {name!r} must be a smallest and a largest value, got {given!r}")
+        raise InputError(
+            f"range of metric {name!r} must be a smallest and a largest value, got {given!r}"
+        )
     return low, high
 
 
@@ -219,7 +260,13 @@ def register(
     """
 
     def known(function: F) -> F:
-        metric = Metric(function=function, name=name or "", higher_is_better=higher_is_better, range=range, tasks=tasks)
+        metric = Metric(
+            function=function,
+            name=name or "",
+            higher_is_better=higher_is_better,
+            range=range,
+            tasks=tasks,
+        )
         if metric._own:
             # It must not take the name of a metric that has not been imported yet.
             _discover()
@@ -302,7 +349,9 @@ def several_from(given: Any, where: str) -> tuple[Metric, ...]:
     ['auroc', 'ece']
     """
     if isinstance(given, str | Metric) or not isinstance(given, Iterable):
-        raise InputError(f"{where} must be a list of metrics, got {given!r}; valid names: {', '.join(names())}")
+        raise InputError(
+            f"{where} must be a list of metrics, got {given!r}; valid names: {', '.join(names())}"
+        )
     made = tuple(_one(item, where) for item in given)
     listed = [metric.name for metric in made]
     if twice := next((name for name in listed if listed.count(name) > 1), None):
@@ -324,7 +373,9 @@ def _one(given: Any, where: str) -> Metric:
             f"{where} has the function {called}, which does not say which way is better; write "
             f"Metric(function={called}, higher_is_better=...) or register it"
         )
-    raise InputError(f"{where} must be names of metrics, or metrics, got {given!r}; valid names: {', '.join(names())}")
+    raise InputError(
+        f"{where} must be names of metrics, or metrics, got {given!r}; valid names: {', '.join(names())}"
+    )
 
 
 def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str] = ()) -> None:

@@ -116,7 +116,9 @@ def _one_against_all(name: str, output: Tensor, y: Tensor) -> float | None:
     if len(present) < 2:
         return None
     function, probabilities = _function(name), _probabilities(output)
-    return float(np.mean([function((y == label).numpy(), probabilities[:, label]) for label in present]))
+    return float(
+        np.mean([function((y == label).numpy(), probabilities[:, label]) for label in present])
+    )
 
 
 def _function(name: str) -> Callable[..., Any]:

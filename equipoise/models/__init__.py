@@ -102,7 +102,9 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     _check_names(options, name)
     sample = several(shape, "shape", count)
     if not sample:
-        raise InputError("shape () has no dimension: a sample must be at least a vector, such as (1,)")
+        raise InputError(
+            "shape () has no dimension: a sample must be at least a vector, such as (1,)"
+        )
     outputs = count(classes, "classes")
     start = count(seed, "seed", least=0)
     if start >= 2**63:
@@ -132,7 +134,9 @@ def defaults(name: str) -> dict[str, Any]:
     return {option: p.default for option, p in _options(name).items() if p.default is not p.empty}
 
 
-def with_class_names(options: Mapping[str, Any], class_names: Sequence[str] | None) -> dict[str, Any]:
+def with_class_names(
+    options: Mapping[str, Any], class_names: Sequence[str] | None
+) -> dict[str, Any]:
     """Complete the name and options of a model with the names of the classes, if the model takes them and has none.
 
     Parameters

@@ -41,7 +41,9 @@ class Attention(nn.Module):
     torch.Size([5, 3, 8])
     """
 
-    def __init__(self, width: int, heads: int, fused: bool = False, *, qkv_bias: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int, fused: bool = False, *, qkv_bias: bool = True
+    ) -> None:
         super().__init__()
         if count(width, "width of attention") % count(heads, "heads of attention"):
             raise InputError(f"heads={heads} do not divide width={width} of attention")
@@ -140,14 +142,19 @@ class Block(nn.Module):
         qkv_bias: bool = True,
     ) -> None:
         super().__init__()
-        hidden = count(round(width * mlp_ratio), f"width={width} times mlp_ratio={mlp_ratio} of a block, rounded,")
+        hidden = count(
+            round(width * mlp_ratio),
+            f"width={width} times mlp_ratio={mlp_ratio} of a block, rounded,",
+        )
         rate = probability(dropout, "dropout of a block")
         self.norm1 = LayerNorm(nn.LayerNorm(width))
         self.attention = Attention(width, heads, fused, qkv_bias=qkv_bias)
         self.dropout1 = nn.Dropout(rate) if rate > 0 else nn.Identity()
         self.norm2 = LayerNorm(nn.LayerNorm(width))
         self.mlp = nn.Sequential(
-            Linear(nn.Linear(width, hidden)), activation or nn.GELU(), Linear(nn.Linear(hidden, width))
+            Linear(nn.Linear(width, hidden)),
+            activation or nn.GELU(),
+            Linear(nn.Linear(hidden, width)),
         )
         self.dropout2 = nn.Dropout(rate) if rate > 0 else nn.Identity()
 

@@ -50,9 +50,15 @@ class Model(nn.Module):
 
     aligned_rows: ClassVar[str] = "samples"
 
-    def __init__(self, features: nn.Module, head: nn.Module, *, stem: nn.Module | None = None) -> None:
+    def __init__(
+        self, features: nn.Module, head: nn.Module, *, stem: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        moving = [name for name, p in stem.named_parameters() if p.requires_grad] if stem is not None else []
+        moving = (
+            [name for name, p in stem.named_parameters() if p.requires_grad]
+            if stem is not None
+            else []
+        )
         if moving:
             raise InputError(
                 f"parameter {moving[0]!r} of the stem requires a gradient, but a stem never moves; valid: parameters with "

@@ -83,7 +83,9 @@ def cct(
         Block(width, heads, mlp_ratio=mlp_ratio, dropout=rate, qkv_bias=False)
         for _ in range(count(depth, "depth of model 'cct'"))
     ]
-    features = CompactTransformer(ConvolutionalTokens(channels, width, side, layers), (height, across), blocks)
+    features = CompactTransformer(
+        ConvolutionalTokens(channels, width, side, layers), (height, across), blocks
+    )
     model = Model(features, nn.Linear(width, classes))
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -121,7 +123,9 @@ class ConvolutionalTokens(nn.Sequential):
         stride = max(1, kernel // 2 - 1)
         layers: list[nn.Module] = []
         for before, after in pairwise(sizes):
-            convolution = nn.Conv2d(before, after, kernel, stride, padding=max(1, kernel // 2), bias=False)
+            convolution = nn.Conv2d(
+                before, after, kernel, stride, padding=max(1, kernel // 2), bias=False
+            )
             layers += [convolution, nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         super().__init__(*layers)
 
@@ -155,7 +159,9 @@ class CompactTransformer(nn.Module):
         channels = next(tokens.parameters()).shape[1]
         with torch.no_grad():
             _, number, width = tokens(torch.zeros(1, channels, *size)).shape
-        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(number, width), std=_POSITIONS))
+        self.positions = nn.Parameter(
+            nn.init.trunc_normal_(torch.empty(number, width), std=_POSITIONS)
+        )
         self.blocks = nn.Sequential(*blocks)
         self.norm = LayerNorm(nn.LayerNorm(width))
         self.score = nn.Linear(width, 1)

@@ -144,7 +144,9 @@ def clipadapter(
     part = probability(ratio, f"ratio {where}") if adapter == "residual" else None
     parts = parts_of(source, shape, model="clipadapter", fused=fused, **small)
     prompts = _prompts(template, classes, class_names, source, "clipadapter")
-    hidden = count(round(factor * parts.width), f"width_factor={factor} times {parts.width}, rounded, {where}")
+    hidden = count(
+        round(factor * parts.width), f"width_factor={factor} times {parts.width}, rounded, {where}"
+    )
     features = Adapter(parts.width, hidden, part)
     return Model(features, FixedPrompts.of(parts, prompts, "clipadapter"), stem=parts.image)
 
@@ -221,7 +223,9 @@ class Parts(NamedTuple):
     width: int
 
 
-def parts_of(source: str | None, shape: tuple[int, ...], *, model: str, fused: bool = True, **small: Any) -> Parts:
+def parts_of(
+    source: str | None, shape: tuple[int, ...], *, model: str, fused: bool = True, **small: Any
+) -> Parts:
     """Take a CLIP apart.
 
     Parameters
@@ -259,13 +263,23 @@ def parts_of(source: str | None, shape: tuple[int, ...], *, model: str, fused: b
 
 
 def _small(
-    shape: tuple[int, ...], model: str, fused: bool, patch: int, width: int, depth: int, heads: int, mlp_ratio: float
+    shape: tuple[int, ...],
+    model: str,
+    fused: bool,
+    patch: int,
+    width: int,
+    depth: int,
+    heads: int,
+    mlp_ratio: float,
 ) -> Parts:
     """Draw a small CLIP with two encoders of one size."""
     same = {"width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
     tower = tokens_of(None, shape, model=model, fused=fused, patch=patch, **same)
     blocks = [Block(width, heads, mlp_ratio=mlp_ratio, fused=fused) for _ in range(depth)]
-    table, positions = _SPREAD * torch.randn(_END + 1, width), _SPREAD * torch.randn(_POSITIONS, width)
+    table, positions = (
+        _SPREAD * torch.randn(_END + 1, width),
+        _SPREAD * torch.randn(_POSITIONS, width),
+    )
     projections = [nn.Linear(width, width, bias=False) for _ in range(2)]
     image = ClassToken(tower.stem.module, tower.encoder.module, projections[0])  # type: ignore[arg-type]
     text = TextEncoder(positions, blocks, LayerNorm(nn.LayerNorm(width)), projections[1])
@@ -297,7 +311,9 @@ class TextEncoder(nn.Module):
     torch.Size([2, 3])
     """
 
-    def __init__(self, positions: Tensor, blocks: Sequence[Block], norm: nn.Module, projection: nn.Module) -> None:
+    def __init__(
+        self, positions: Tensor, blocks: Sequence[Block], norm: nn.Module, projection: nn.Module
+    ) -> None:
         super().__init__()
         self.positions = nn.Parameter(positions)
         self.blocks = nn.ModuleList(blocks)
@@ -328,7 +344,9 @@ class TextEncoder(nn.Module):
         return made
 
 
-def embedded(parts: Parts, texts: Sequence[str], model: str, *, context: int = 0) -> tuple[Tensor, Tensor]:
+def embedded(
+    parts: Parts, texts: Sequence[str], model: str, *, context: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return the vectors of the tokens of texts, and where the texts end once a context is inserted after their start.
 
     Parameters
@@ -414,7 +432,9 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Adapt a batch of embeddings."""
         made: Tensor = self.layers(x)
-        return F.normalize(made * x if self.ratio is None else self.ratio * made + (1 - self.ratio) * x, dim=-1)
+        return F.normalize(
+            made * x if self.ratio is None else self.ratio * made + (1 - self.ratio) * x, dim=-1
+        )
 
 
 class FixedPrompts(nn.Module):
@@ -503,11 +523,17 @@ class LearnedPrompts(nn.Module):
     ends: Tensor
     log_scale: Tensor
 
-    def __init__(self, encoder: Frozen, words: Tensor, ends: Tensor, context: int, log_scale: float) -> None:
+    def __init__(
+        self, encoder: Frozen, words: Tensor, ends: Tensor, context: int, log_scale: float
+    ) -> None:
         super().__init__()
         self.context = nn.Parameter(_SPREAD * torch.randn(context, words.shape[-1]))
         self.encoder = encoder
-        for name, tensor in (("words", words), ("ends", ends), ("log_scale", torch.tensor(log_scale))):
+        for name, tensor in (
+            ("words", words),
+            ("ends", ends),
+            ("log_scale", torch.tensor(log_scale)),
+        ):
             self.register_buffer(name, tensor, persistent=False)
 
     def text(self) -> Tensor:
@@ -551,7 +577,9 @@ def _prompts(
 ) -> list[str]:
     """Put the names of the classes into a prompt."""
     if not isinstance(template, str) or template.count("{}") != 1:
-        raise InputError(f"template of model {model!r} must be text with one {{}} for the class, got {template!r}")
+        raise InputError(
+            f"template of model {model!r} must be text with one {{}} for the class, got {template!r}"
+        )
     if class_names is None:
         if source is not None:
             raise InputError(
@@ -563,7 +591,9 @@ def _prompts(
         class_names = [str(label) for label in range(classes)]
     names = several(class_names, f"class_names of model {model!r}", _name)
     if len(names) != classes:
-        raise InputError(f"class_names of model {model!r} must be {classes} names, one a class, got {list(names)}")
+        raise InputError(
+            f"class_names of model {model!r} must be {classes} names, one a class, got {list(names)}"
+        )
     return [template.replace("{}", name.replace("_", " ")) for name in names]
 
 

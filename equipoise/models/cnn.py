@@ -12,7 +12,9 @@ from equipoise.errors import InputError
 from equipoise.models.base import Model
 
 
-def cnn2(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 64), hidden: int = 512) -> Model:
+def cnn2(
+    shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 64), hidden: int = 512
+) -> Model:
     """Build two convolutions followed by two fully connected layers (GIFAIR-FL, section 5.1.3).
 
     The paper gives no widths. The defaults are those of the CNN that FedAvg was introduced with (McMahan et al., 2017):
@@ -57,7 +59,9 @@ def cnn2(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32,
     return Model(features, nn.Linear(units, classes))
 
 
-def cnn4(shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 32, 64, 64)) -> Model:
+def cnn4(
+    shape: tuple[int, ...], classes: int, *, channels: Sequence[int] = (32, 32, 64, 64)
+) -> Model:
     """Build four convolutions followed by one fully connected layer (FedCRC).
 
     The paper gives no widths. Chosen here: 3x3 convolutions that keep the image size, with 32, 32, 64 and 64 channels,
@@ -148,7 +152,9 @@ def bncnn(
     halvings = count(pools, "pools of model 'bncnn'", least=0)
     depth, height, width = image(shape, "bncnn", smallest=2**halvings)
     if count(kernel, "kernel of model 'bncnn'") % 2 == 0:
-        raise InputError(f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image size")
+        raise InputError(
+            f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image size"
+        )
     keeps = flag(running, "running of model 'bncnn'")
     layers: list[nn.Module] = []
     convolutions = pairwise((depth, *several(channels, "channels of model 'bncnn'", count)))
@@ -162,12 +168,18 @@ def bncnn(
     layers.append(nn.Flatten())
     units = depth * height * width
     for wider in several(hidden, "hidden of model 'bncnn'", count):
-        layers += [nn.Linear(units, wider, bias=False), nn.BatchNorm1d(wider, track_running_stats=keeps), nn.ReLU()]
+        layers += [
+            nn.Linear(units, wider, bias=False),
+            nn.BatchNorm1d(wider, track_running_stats=keeps),
+            nn.ReLU(),
+        ]
         units = wider
     return Model(nn.Sequential(*layers), nn.Linear(units, classes))
 
 
-def pflcnn(shape: tuple[int, ...], classes: int, *, dropout: Sequence[float] = (0.25, 0.5)) -> Model:
+def pflcnn(
+    shape: tuple[int, ...], classes: int, *, dropout: Sequence[float] = (0.25, 0.5)
+) -> Model:
     """Build the CIFAR-10 model of pfl-research's benchmarks, for comparing speed like with like.
 
     Two 3x3 convolutions without padding (32 and 64 channels), a 2x2 max-pool, 128 hidden units, dropout before and

@@ -35,7 +35,9 @@ def logistic(shape: tuple[int, ...], classes: int) -> Model:
     return Model(nn.Flatten(), nn.Linear(prod(shape), classes))
 
 
-def mlp(shape: tuple[int, ...], classes: int, *, hidden: Sequence[int] = (64,), dropout: float = 0.0) -> Model:
+def mlp(
+    shape: tuple[int, ...], classes: int, *, hidden: Sequence[int] = (64,), dropout: float = 0.0
+) -> Model:
     """Build a multilayer perceptron: linear layers with ReLU between them.
 
     Parameters

@@ -108,7 +108,10 @@ def dsaign(
         raise unknown("projection", projection, PROJECTIONS, where="model 'dsaign'")
     hidden = count(feedforward, "feedforward of model 'dsaign'")
     rate = probability(dropout, "dropout of model 'dsaign'")
-    layers = [EncoderLayer(_TOKEN, heads, hidden, rate) for _ in range(count(depth, "depth of model 'dsaign'"))]
+    layers = [
+        EncoderLayer(_TOKEN, heads, hidden, rate)
+        for _ in range(count(depth, "depth of model 'dsaign'"))
+    ]
     if text is not None:
         if labels is not None:
             raise InputError(
@@ -116,7 +119,11 @@ def dsaign(
             )
         head = _described(text, label_texts(class_names, classes, template), width)
     else:
-        head = LabelCosines(torch.randn(classes, width) if labels is None else _label_vectors(labels, classes, width))
+        head = LabelCosines(
+            torch.randn(classes, width)
+            if labels is None
+            else _label_vectors(labels, classes, width)
+        )
     model = Model(Decomposition(layers), head)
     model.add_module("reconstruction", _reconstruction(projection, width))
     return model
@@ -128,7 +135,9 @@ def _reconstruction(projection: str, width: int) -> nn.Module:
     return nn.Linear(2 * width, width, bias=projection == "linear")
 
 
-def label_texts(class_names: Sequence[str] | None, classes: int, template: str = PHOTO) -> list[str]:
+def label_texts(
+    class_names: Sequence[str] | None, classes: int, template: str = PHOTO
+) -> list[str]:
     """Return the text that describes each class.
 
     Underscores in names stand for spaces, and white space is spelled out, because tokenizers drop
@@ -156,7 +165,9 @@ def label_texts(class_names: Sequence[str] | None, classes: int, template: str =
     ['Character x', 'Character space']
     """
     if not isinstance(template, str) or template.count("{}") != 1:
-        raise InputError(f"template of model 'dsaign' must be text with one {{}} for the class, got {template!r}")
+        raise InputError(
+            f"template of model 'dsaign' must be text with one {{}} for the class, got {template!r}"
+        )
     if class_names is None:
         raise InputError(
             f"model 'dsaign' needs the names of the {classes} classes for the option text, and the data do not say them; "
@@ -164,10 +175,17 @@ def label_texts(class_names: Sequence[str] | None, classes: int, template: str =
         )
     names = several(class_names, "class_names of model 'dsaign'", _name)
     if len(names) != classes:
-        raise InputError(f"class_names of model 'dsaign' must be {classes} names, one a class, got {list(names)}")
-    plain = [_WHITE_SPACE.get(name, name.replace("_", " ") if name != "_" else name) for name in names]
+        raise InputError(
+            f"class_names of model 'dsaign' must be {classes} names, one a class, got {list(names)}"
+        )
+    plain = [
+        _WHITE_SPACE.get(name, name.replace("_", " ") if name != "_" else name) for name in names
+    ]
     articles = ["an" if _VOWEL.match(name) else "a" for name in plain]
-    return [template.replace("a/an", a).replace("{}", name) for a, name in zip(articles, plain, strict=True)]
+    return [
+        template.replace("a/an", a).replace("{}", name)
+        for a, name in zip(articles, plain, strict=True)
+    ]
 
 
 def _name(value: object, what: str) -> str:

@@ -69,11 +69,21 @@ def fedgc(
     """
     number = count(prompts, "prompts of model 'fedgc'")
     rate = probability(dropout, "dropout of model 'fedgc'")
-    small: dict[str, Any] = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
-    tower = tokens_of(source, shape, fused=flag(fused, "fused of model 'fedgc'"), model="fedgc", **small)
+    small: dict[str, Any] = {
+        "patch": patch,
+        "width": width,
+        "depth": depth,
+        "heads": heads,
+        "mlp_ratio": mlp_ratio,
+    }
+    tower = tokens_of(
+        source, shape, fused=flag(fused, "fused of model 'fedgc'"), model="fedgc", **small
+    )
     inside = 4 * tower.width if hidden is None else count(hidden, "hidden of model 'fedgc'")
     features = Customized(tower.encoder, number, tower.width, inside, rate)
-    return Model(features, nn.Linear(tower.width, classes), stem=FirstPass(tower.stem, tower.encoder))
+    return Model(
+        features, nn.Linear(tower.width, classes), stem=FirstPass(tower.stem, tower.encoder)
+    )
 
 
 class FirstPass(nn.Module):
@@ -127,7 +137,9 @@ class Customized(nn.Module):
     torch.Size([5, 16])
     """
 
-    def __init__(self, encoder: Frozen, prompts: int, width: int, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, encoder: Frozen, prompts: int, width: int, hidden: int, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.prompts = nn.Parameter(TOKEN_SPREAD * torch.randn(prompts, width))
         self.gcnet = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))

@@ -102,5 +102,7 @@ class AmplitudeNorm(nn.Module):
         spectrum = torch.fft.rfft2(images)
         size = spectrum.abs()
         changed = self.chosen & (size > _NEGLIGIBLE * size.amax((-2, -1), keepdim=True))
-        factor = torch.where(changed, self._spread(self.amplitude) / torch.where(changed, size, 1.0), 1.0)
+        factor = torch.where(
+            changed, self._spread(self.amplitude) / torch.where(changed, size, 1.0), 1.0
+        )
         return torch.fft.irfft2(spectrum * factor, s=x.shape[-2:])

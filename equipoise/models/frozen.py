@@ -178,20 +178,28 @@ class Frozen(nn.Module):
 
     def _call(self, *inputs: Tensor, **named: Tensor) -> Output:
         """Call the module with inputs cast to its type, and cast the outputs back."""
-        floating = (tensor.dtype for tensor in chain(inputs, named.values()) if tensor.is_floating_point())
+        floating = (
+            tensor.dtype for tensor in chain(inputs, named.values()) if tensor.is_floating_point()
+        )
         given, inside = next(floating, self.dtype), self._type_inside()
         with _entered():
             made = self.module(
                 *(_cast(tensor, inside) for tensor in inputs),
                 **{name: _cast(tensor, inside) for name, tensor in named.items()},
             )
-        return _cast(made, given) if isinstance(made, Tensor) else tuple(_cast(tensor, given) for tensor in made)
+        return (
+            _cast(made, given)
+            if isinstance(made, Tensor)
+            else tuple(_cast(tensor, given) for tensor in made)
+        )
 
     def _tensors(self) -> Iterator[Tensor]:
         return chain(self.module.parameters(), self.module.buffers())
 
     def _type_inside(self) -> torch.dtype | None:
-        return next((tensor.dtype for tensor in self._tensors() if tensor.is_floating_point()), None)
+        return next(
+            (tensor.dtype for tensor in self._tensors() if tensor.is_floating_point()), None
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> Frozen:
         """Follow ``to``, ``double`` and the like, which all come here."""
@@ -217,7 +225,11 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], call: Callable[..., Output], names: tuple[str, ...], *tensors: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        call: Callable[..., Output],
+        names: tuple[str, ...],
+        *tensors: Tensor,
     ) -> tuple[Output, Any]:
         clients = info.batch_size
         stacked = [
@@ -299,7 +311,10 @@ def digest_of(module: nn.Module) -> str:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -100,8 +100,19 @@ def advice(drawing: Sequence[str]) -> str:
     if "dropout" in called:
         return f"write F.{called}(x, p, self.training), so that nothing is dropped in evaluation"
     if "attention" in called:
-        return "write dropout_p=p if self.training else 0.0, so that nothing is dropped in evaluation"
-    if called in ("rand", "rand_like", "randn", "randn_like", "bernoulli", "bernoulli_", "uniform_", "normal_"):
+        return (
+            "write dropout_p=p if self.training else 0.0, so that nothing is dropped in evaluation"
+        )
+    if called in (
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "bernoulli",
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+    ):
         return f"call {name} only if self.training"
     return "use nn.Dropout, torch.nn.functional.dropout, torch.rand or torch.randn, whose numbers can be drawn again"
 
@@ -115,14 +126,20 @@ def _key_in_training() -> Tensor | None:
     return next_key(None, 0) if forward is not None and forward.train else None
 
 
-def _dropout(original: Callable[..., Tensor], *, channels: bool = False, alpha: bool = False) -> Callable[..., Tensor]:
+def _dropout(
+    original: Callable[..., Tensor], *, channels: bool = False, alpha: bool = False
+) -> Callable[..., Tensor]:
     """Return what replaces one of the functions for dropout of ``torch.nn.functional``."""
 
-    def replacement(input: Tensor, p: float = 0.5, training: bool = not alpha, inplace: bool = False) -> Tensor:
+    def replacement(
+        input: Tensor, p: float = 0.5, training: bool = not alpha, inplace: bool = False
+    ) -> Tensor:
         key = _key_in_training() if training and p > 0 else None
         if key is None or not 0 < p <= 1:
             return original(input, p, training, inplace)
-        made = _alpha_dropped(input, p, key, channels) if alpha else dropped(input, p, key, channels)
+        made = (
+            _alpha_dropped(input, p, key, channels) if alpha else dropped(input, p, key, channels)
+        )
         return input.copy_(made) if inplace else made
 
     return replacement
@@ -158,7 +175,9 @@ def _filled(original: Callable[..., Tensor], draw: Callable[..., Tensor]) -> Cal
     """Return what replaces ``torch.rand`` or ``torch.randn``."""
 
     def replacement(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        given = options.pop("size", None) or (size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        given = options.pop("size", None) or (
+            size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        )
         made = _drawn(given, draw, dtype or torch.get_default_dtype())
         return original(*size, dtype=dtype, **options) if made is None else made
 
@@ -178,7 +197,9 @@ def _like(original: Callable[..., Tensor], draw: Callable[..., Tensor]) -> Calla
 def _bernoulli(input: Tensor, p: float | None = None, **options: Any) -> Tensor:
     made = _drawn(input.shape, uniform, torch.float64)
     if made is None:
-        return torch.bernoulli(input, **options) if p is None else torch.bernoulli(input, p, **options)
+        return (
+            torch.bernoulli(input, **options) if p is None else torch.bernoulli(input, p, **options)
+        )
     return (made < (input if p is None else p)).to(input.dtype)
 
 
@@ -189,18 +210,28 @@ def _bernoulli_(input: Tensor, p: float | Tensor = 0.5, **options: Any) -> Tenso
 
 def _uniform_(input: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
     made = _drawn(input.shape, uniform, input.dtype)
-    return Tensor.uniform_(input, low, high, **options) if made is None else input.copy_(low + (high - low) * made)
+    return (
+        Tensor.uniform_(input, low, high, **options)
+        if made is None
+        else input.copy_(low + (high - low) * made)
+    )
 
 
 def _normal_(input: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any) -> Tensor:
     made = _drawn(input.shape, normal, input.dtype)
-    return Tensor.normal_(input, mean, std, **options) if made is None else input.copy_(mean + std * made)
+    return (
+        Tensor.normal_(input, mean, std, **options)
+        if made is None
+        else input.copy_(mean + std * made)
+    )
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------------
 
 
-def attention_weights(scores: Tensor, masks: Sequence[Tensor | None], *, is_causal: bool = False) -> Tensor:
+def attention_weights(
+    scores: Tensor, masks: Sequence[Tensor | None], *, is_causal: bool = False
+) -> Tensor:
     """Return the softmax of scores over the last axis, without what masks exclude.
 
     A query for which everything is excluded gets weights of zero.
@@ -254,9 +285,14 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if enable_gqa:
-        key, value = (tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) for tensor in (key, value))
+        key, value = (
+            tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3)
+            for tensor in (key, value)
+        )
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    weights = attention_weights((query * factor) @ key.transpose(-1, -2), [attn_mask], is_causal=is_causal)
+    weights = attention_weights(
+        (query * factor) @ key.transpose(-1, -2), [attn_mask], is_causal=is_causal
+    )
     # Through the function, so that dropout outside of training is treated as everywhere.
     return _REPLACED[F.dropout](weights, dropout_p, dropout_p > 0) @ value
 
@@ -295,7 +331,9 @@ def _multi_head_attention(
             "static keys or values"
         )
     own = (q_proj_weight, k_proj_weight, v_proj_weight)
-    factors: Any = own if use_separate_proj_weight or in_proj_weight is None else in_proj_weight.chunk(3)
+    factors: Any = (
+        own if use_separate_proj_weight or in_proj_weight is None else in_proj_weight.chunk(3)
+    )
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     # Samples first: random numbers must not depend on how many samples a batch has.
     batches = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -308,12 +346,16 @@ def _multi_head_attention(
         added += 1
     q, k, v = (tensor.unflatten(-1, (num_heads, -1)).transpose(1, 2) for tensor in (q, k, v))
     masks = [
-        None if attn_mask is None else _taking_part(attn_mask, added).view(-1, *_grid(attn_mask, num_heads, added)),
+        None
+        if attn_mask is None
+        else _taking_part(attn_mask, added).view(-1, *_grid(attn_mask, num_heads, added)),
         None if key_padding_mask is None else _taking_part(key_padding_mask, added)[:, None, None],
     ]
     weights = attention_weights((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2), masks)
     weights = _REPLACED[F.dropout](weights, dropout_p, training)
-    made = _linear((weights @ v).transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)
+    made = _linear(
+        (weights @ v).transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias
+    ).transpose(0, 1)
     return made, (weights.mean(1) if average_attn_weights else weights) if need_weights else None
 
 

@@ -46,7 +46,9 @@ def with_head(module: nn.Module, head: str) -> Headed:
     if not isinstance(module, nn.Module):
         raise InputError(f"a head belongs to an nn.Module, got {module!r}")
     if not isinstance(head, str) or not head:
-        raise InputError(f"head must be the name of a layer of the model, such as 'classifier', got {head!r}")
+        raise InputError(
+            f"head must be the name of a layer of the model, such as 'classifier', got {head!r}"
+        )
     layers = [name for name, _ in module.named_modules() if name]
     if head not in layers:
         raise unknown("head", head, layers, where=f"the model {type(module).__name__}")

@@ -33,7 +33,9 @@ def work_on(device: torch.device) -> bool:
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2))
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
-        warnings.warn(f"Triton cannot build kernels for {device}, steps will be slower: {error}", stacklevel=2)
+        warnings.warn(
+            f"Triton cannot build kernels for {device}, steps will be slower: {error}", stacklevel=2
+        )
         return False
     return True
 
@@ -46,7 +48,11 @@ _TILE = 4096
 
 @triton.jit
 def _tile(
-    tile: tl.tensor, samples: tl.tensor, positions: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    tile: tl.tensor,
+    samples: tl.tensor,
+    positions: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tl.tuple:
     """Say which samples and positions a tile covers, and which of its places exist."""
     across = tl.cdiv(positions, COLUMNS)
@@ -72,7 +78,9 @@ def _places(
 
 
 @triton.jit
-def _kept(mask: tl.tensor, client: tl.tensor, rows: tl.tensor, samples: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+def _kept(
+    mask: tl.tensor, client: tl.tensor, rows: tl.tensor, samples: tl.tensor, MASKED: tl.constexpr
+) -> tl.tensor:
     """Say which rows are samples and not padding."""
     inside = rows < samples
     if MASKED:
@@ -106,7 +114,11 @@ def _moments(
     client, channel = unit // channels, unit % channels
     rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
     inside = inside & _kept(mask, client, rows, samples, MASKED)[:, None]
-    values = tl.load(_places(x, client, channel, rows, columns, x_client, x_sample, x_channel), mask=inside, other=0.0)
+    values = tl.load(
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        mask=inside,
+        other=0.0,
+    )
     count = _total(inside.to(tl.float32))
     mean = _total(values) / tl.maximum(count, 1.0)
     deviation = tl.where(inside, values - mean, 0.0)
@@ -177,11 +189,19 @@ def _normalise(
         tl.store(used + unit * 3 + 1, scale)
         tl.store(used + unit * 3 + 2, share)
     rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
-    values = tl.load(_places(x, client, channel, rows, columns, x_client, x_sample, x_channel), mask=inside, other=0.0)
+    values = tl.load(
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        mask=inside,
+        other=0.0,
+    )
     values = (values - mean) * scale
     if AFFINE:
         values = values * tl.load(weight + unit) + tl.load(bias + unit)
-    tl.store(_places(y, client, channel, rows, columns, y_client, y_sample, y_channel), values, mask=inside)
+    tl.store(
+        _places(y, client, channel, rows, columns, y_client, y_sample, y_channel),
+        values,
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -207,9 +227,15 @@ def _gradient_sums(
     client, channel = unit // channels, unit % channels
     rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
     change = tl.load(
-        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel), mask=inside, other=0.0
+        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel),
+        mask=inside,
+        other=0.0,
     )
-    values = tl.load(_places(x, client, channel, rows, columns, x_client, x_sample, x_channel), mask=inside, other=0.0)
+    values = tl.load(
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        mask=inside,
+        other=0.0,
+    )
     # Where a place does not exist the upper gradient is zero, and so is what it adds.
     normalised = (values - tl.load(used + unit * 3)) * tl.load(used + unit * 3 + 1)
     to = sums + unit.to(tl.int64) * 2 * tiles + tile
@@ -256,19 +282,33 @@ def _gradient(
     if tile == 0:
         tl.store(of_bias + unit, through_bias)
         tl.store(of_weight + unit, through_weight)
-    mean, scale, share = tl.load(used + unit * 3), tl.load(used + unit * 3 + 1), tl.load(used + unit * 3 + 2)
+    mean, scale, share = (
+        tl.load(used + unit * 3),
+        tl.load(used + unit * 3 + 1),
+        tl.load(used + unit * 3 + 2),
+    )
     rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
     change = tl.load(
-        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel), mask=inside, other=0.0
+        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel),
+        mask=inside,
+        other=0.0,
     )
-    values = tl.load(_places(x, client, channel, rows, columns, x_client, x_sample, x_channel), mask=inside, other=0.0)
+    values = tl.load(
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        mask=inside,
+        other=0.0,
+    )
     # Padding is normalised like samples, but statistics do not depend on it.
     through_statistics = share * (through_bias + (values - mean) * scale * through_weight)
     kept = _kept(mask, client, rows, samples, MASKED)
     change -= tl.where(kept[:, None], through_statistics, 0.0)
     if AFFINE:
         scale = scale * tl.load(weight + unit)
-    tl.store(_places(of_x, client, channel, rows, columns, o_client, o_sample, o_channel), change * scale, mask=inside)
+    tl.store(
+        _places(of_x, client, channel, rows, columns, o_client, o_sample, o_channel),
+        change * scale,
+        mask=inside,
+    )
 
 
 def norm(
@@ -326,7 +366,9 @@ class StackedNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Normalise."""
         values = _flat(x)
-        weight, bias, mask, mean, var = (_dense(tensor) for tensor in (weight, bias, mask, mean, var))
+        weight, bias, mask, mean, var = (
+            _dense(tensor) for tensor in (weight, bias, mask, mean, var)
+        )
         clients, samples, channels, positions = values.shape
         tiles, options = _tiling(samples, positions)
         grid = (clients * channels, tiles)
@@ -335,7 +377,15 @@ class StackedNorm(torch.autograd.Function):
         new_mean, new_var, used = (x.new_empty(clients, channels, *more) for more in ((), (), (3,)))
         sizes = samples, positions, channels
         with torch.cuda.device_of(x):
-            _moments[grid](values, mask, moments, *sizes, *values.stride()[:3], MASKED=mask is not None, **options)
+            _moments[grid](
+                values,
+                mask,
+                moments,
+                *sizes,
+                *values.stride()[:3],
+                MASKED=mask is not None,
+                **options,
+            )
             _normalise[grid](
                 values,
                 y,
@@ -416,7 +466,10 @@ class StackedNorm(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], *inputs: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, int, int, int]]:
         """Count stacked clients among the clients there already are."""
-        tensors = (_merged(tensor, dim, info.batch_size) for tensor, dim in zip(inputs[:6], in_dims, strict=False))
+        tensors = (
+            _merged(tensor, dim, info.batch_size)
+            for tensor, dim in zip(inputs[:6], in_dims, strict=False)
+        )
         made = StackedNorm.apply(*tensors, *inputs[6:])
         return tuple(tensor.unflatten(0, (info.batch_size, -1)) for tensor in made), (0, 0, 0, 0)
 
@@ -427,14 +480,21 @@ def _plain_norm(
     """Make the function of input, weight and bias that the kernels compute, of operations that can be differentiated."""
 
     def of_one(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor, mean: Tensor | None, var: Tensor | None
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mask: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
     ) -> Tensor:
         return masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)[0]
 
     def of_all(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         rows = x.new_ones(x.shape[:2]) if mask is None else mask
         given = (x, weight, bias, rows, mean, var)
-        made: Tensor = vmap(of_one, in_dims=tuple(None if tensor is None else 0 for tensor in given))(*given)
+        made: Tensor = vmap(
+            of_one, in_dims=tuple(None if tensor is None else 0 for tensor in given)
+        )(*given)
         return made
 
     return of_all
@@ -567,7 +627,11 @@ def _pool_gradient(
     of = (plane * (ROWS * COLUMNS))[:, None] + window[None, :]
     won = tl.load(winner + of, mask=pooled, other=-1).to(tl.int32) == own[None, :]
     change = tl.load(upper + of, mask=pooled, other=0.0)
-    tl.store(of_x + (plane * (HEIGHT * WIDTH))[:, None] + place[None, :], tl.where(won, change, 0.0), mask=inside)
+    tl.store(
+        of_x + (plane * (HEIGHT * WIDTH))[:, None] + place[None, :],
+        tl.where(won, change, 0.0),
+        mask=inside,
+    )
 
 
 def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
@@ -604,10 +668,14 @@ class StackedMaxPool(torch.autograd.Function):
         with torch.cuda.device_of(x):
             _pool[grid](planes, y, winner, len(planes), **options)
         leading = [x.shape[axis] for axis in order]
-        return _in_place(y.unflatten(0, leading), order), _in_place(winner.unflatten(0, leading), order)
+        return _in_place(y.unflatten(0, leading), order), _in_place(
+            winner.unflatten(0, leading), order
+        )
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, int]], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, tuple[int, int]], output: tuple[Tensor, Tensor]
+    ) -> None:
         """Keep which values have won."""
         x, ctx.window = inputs
         ctx.size = x.shape[3:]
@@ -626,7 +694,9 @@ class StackedMaxPool(torch.autograd.Function):
         planes = of_x[..., 0, 0].numel()
         grid, options = _pooling(planes, ctx.size, ctx.size, ctx.window, *_INPUTS)
         with torch.cuda.device_of(upper):
-            _pool_gradient[grid](_in_planes(upper, order), _in_planes(winner, order), of_x, planes, **options)
+            _pool_gradient[grid](
+                _in_planes(upper, order), _in_planes(winner, order), of_x, planes, **options
+            )
         return _in_place(of_x, order), None
 
     @staticmethod
@@ -644,7 +714,12 @@ def _in_planes(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _pooling(
-    planes: int, places: Sequence[int], size: Sequence[int], window: tuple[int, int], results: int, warps: int
+    planes: int,
+    places: Sequence[int],
+    size: Sequence[int],
+    window: tuple[int, int],
+    results: int,
+    warps: int,
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose how many planes, and how many places of each, a program works on."""
     of_plane = places[0] * places[1]
@@ -654,7 +729,9 @@ def _pooling(
     return (triton.cdiv(planes, results // each), triton.cdiv(of_plane, each)), options
 
 
-def _plain_pool_gradient(upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]) -> Tensor:
+def _plain_pool_gradient(
+    upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]
+) -> Tensor:
     """Return every window's gradient to the value that has won, by operations that can be differentiated."""
     candidates = torch.arange(window[0] * window[1], device=winner.device)
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)

@@ -165,7 +165,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 "BatchNorm with momentum=None (a cumulative average) cannot be federated; give it a momentum"
             )
         super().__init__(
-            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            layer.affine,
+            layer.track_running_stats,
+            device="meta",
         )
         _adopt(self, layer)
         # A count of batches has no meaning after averaging, and nothing reads it while momentum is a number.
@@ -177,12 +182,19 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def replaces(layer: nn.Module) -> bool:
         """Say whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
         kind = type(layer)
-        usual = kind.forward is nn.modules.batchnorm._BatchNorm.forward and kind.train is nn.Module.train
-        return kind is nn.SyncBatchNorm or (usual and isinstance(layer, nn.modules.batchnorm._BatchNorm))
+        usual = (
+            kind.forward is nn.modules.batchnorm._BatchNorm.forward
+            and kind.train is nn.Module.train
+        )
+        return kind is nn.SyncBatchNorm or (
+            usual and isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        )
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
-            raise InputError(f"BatchNorm needs at least two dimensions (samples, channels), got {x.dim()}")
+            raise InputError(
+                f"BatchNorm needs at least two dimensions (samples, channels), got {x.dim()}"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch ``[samples, channels, ...]``."""
@@ -194,7 +206,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
         if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
         if (kernels := _kernels(x)) is not None:
             return self._followed(kernels.norm, x, mask)
         if mask is None and not lone and not _nested():
@@ -209,9 +223,13 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_mean, self.running_var = mean, var
         return y
 
-    def _followed(self, normalise: Callable[..., tuple[Tensor, Any, Any]], x: Tensor, mask: Tensor | None) -> Tensor:
+    def _followed(
+        self, normalise: Callable[..., tuple[Tensor, Any, Any]], x: Tensor, mask: Tensor | None
+    ) -> Tensor:
         old = self.running_mean, self.running_var
-        y, *new = normalise(x, mask, self.weight, self.bias, *old, momentum=self.momentum or 0.0, eps=self.eps)
+        y, *new = normalise(
+            x, mask, self.weight, self.bias, *old, momentum=self.momentum or 0.0, eps=self.eps
+        )
         if self.running_mean is not None:
             self.running_mean, self.running_var = new
         return y
@@ -363,7 +381,9 @@ class Linear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        super().__init__(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+        )
         _adopt(self, layer)
         # Set by Frozen: weights and bias are never trained.
         self.constant = False
@@ -430,7 +450,12 @@ class Convolution(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve a batch ``[samples, channels, height, width]``."""
-        in_groups = _current is None or not _current.stacked or not x.is_cuda or torch.is_autocast_enabled("cuda")
+        in_groups = (
+            _current is None
+            or not _current.stacked
+            or not x.is_cuda
+            or torch.is_autocast_enabled("cuda")
+        )
         if in_groups or torch.backends.cudnn.allow_tf32:
             return super().forward(x)
         y, _ = _PatchProduct.apply(x, self.weight, self.stride, self.padding)
@@ -444,7 +469,9 @@ class _PatchProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def forward(
+        x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         images = x.permute(0, 1, 3, 4, 2).contiguous()
         if any(padding):
             images = F.pad(images, [0, 0, padding[1], padding[1], padding[0], padding[0]])
@@ -474,7 +501,9 @@ class _PatchProduct(torch.autograd.Function):
             shares = torch.bmm(rows, _weight_matrix(weight).transpose(1, 2))
             shares = shares.view(clients, samples, height, width, *kernel, channels)
             top, left = ctx.padding
-            padded = shares.new_zeros(clients, samples, size[0] + 2 * top, size[1] + 2 * left, channels)
+            padded = shares.new_zeros(
+                clients, samples, size[0] + 2 * top, size[1] + 2 * left, channels
+            )
             for i, j in _places(kernel):
                 window = _window(padded, (i, j), ctx.stride, (height, width))
                 window += shares[..., i, j, :]
@@ -483,7 +512,12 @@ class _PatchProduct(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, stride: Any, padding: Any
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        x: Tensor,
+        weight: Tensor,
+        stride: Any,
+        padding: Any,
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         x, weight = (
             tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -502,15 +536,23 @@ def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
     return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
 
 
-def _window(images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]) -> Tensor:
+def _window(
+    images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]
+) -> Tensor:
     """View ``size`` pixels from ``first`` on, in steps of ``stride``; images are ``[..., height, width, channels]``."""
-    down, across = (slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True))
+    down, across = (
+        slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True)
+    )
     return images[..., down, across, :]
 
 
-def _cut(images: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
+def _cut(
+    images: Tensor, kernel: Sequence[int], stride: Sequence[int]
+) -> tuple[Tensor, tuple[int, int]]:
     """Cut channels-last images into patches ``[clients, samples * height * width, kernel * channels]``."""
-    height, width = ((n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True))
+    height, width = (
+        (n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True)
+    )
     windows = [_window(images, place, stride, (height, width)) for place in _places(kernel)]
     patches = torch.cat(windows, dim=-1) if len(windows) > 1 else windows[0]
     return patches.reshape(images.shape[0], -1, patches.shape[-1]), (height, width)
@@ -558,7 +600,9 @@ class Embedding(nn.Embedding):
     """An embedding whose padding row never moves, stacked or not: PyTorch's rule for ``vmap`` forgets about it."""
 
     def __init__(self, layer: nn.Embedding) -> None:
-        super().__init__(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
+        super().__init__(
+            layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta"
+        )
         _adopt(self, layer)
 
     @staticmethod

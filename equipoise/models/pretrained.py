@@ -40,7 +40,15 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # A name on the hub is "name" or "owner/name"; anything else can only be a path.
 _ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 # What a configuration says about who wrote it, or for another purpose than the encoder.
-_UNRELATED = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version")
+_UNRELATED = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "torch_dtype",
+    "transformers_version",
+)
 
 
 def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: bool = False) -> Model:
@@ -84,7 +92,9 @@ def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: boo
     """
     image(shape, "pretrained", smallest=1)
     frozen = flag(freeze, "freeze of model 'pretrained'")
-    backbone, width = _backbone(_Source.of(source, "model 'pretrained'"), shape, frozen=frozen, fused=frozen)
+    backbone, width = _backbone(
+        _Source.of(source, "model 'pretrained'"), shape, frozen=frozen, fused=frozen
+    )
     head = nn.Linear(width, classes)
     if frozen:
         return Model(nn.Identity(), head, stem=Frozen(backbone))
@@ -183,7 +193,9 @@ class TextEmbedder:
         Hash of weights, configuration, tokens and pooling, in hexadecimal digits.
     """
 
-    def __init__(self, module: nn.Module, tokenizer: Any, longest: int, pooling: str, width: int, digest: str) -> None:
+    def __init__(
+        self, module: nn.Module, tokenizer: Any, longest: int, pooling: str, width: int, digest: str
+    ) -> None:
         self.module, self._tokenizer = module.requires_grad_(False).eval(), tokenizer
         self._longest, self._pooling = longest, pooling
         self.width, self.digest = width, digest
@@ -196,7 +208,10 @@ class TextEmbedder:
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings of texts, ``[texts, width]``."""
-        made = [self._embed(list(texts[start : start + _TEXTS])) for start in range(0, len(texts), _TEXTS)]
+        made = [
+            self._embed(list(texts[start : start + _TEXTS]))
+            for start in range(0, len(texts), _TEXTS)
+        ]
         return torch.cat(made)
 
     def _embed(self, texts: list[str]) -> Tensor:
@@ -246,12 +261,20 @@ def text_encoder(source: str) -> TextEmbedder:
     clip = read.kind == "clip"
     off = {"attention_dropout": 0.0} if clip else {"add_pooling_layer": False}
     module = read.load(TEXT_FAMILIES[read.kind], **_SDPA, **off)
-    pooling = "first" if not clip and read.also("1_Pooling/config.json").get("pooling_mode_cls_token") else "mean"
+    pooling = (
+        "first"
+        if not clip and read.also("1_Pooling/config.json").get("pooling_mode_cls_token")
+        else "mean"
+    )
     width = module.config.projection_dim if clip else module.config.hidden_size
     config = {key: value for key, value in read.config.items() if key not in _UNRELATED}
-    stated = json.dumps([config, pooling, sorted(tokenizer.get_vocab().items()), digest_of(module)], sort_keys=True)
+    stated = json.dumps(
+        [config, pooling, sorted(tokenizer.get_vocab().items()), digest_of(module)], sort_keys=True
+    )
     identity = hashlib.sha256(stated.encode()).hexdigest()
-    return TextEmbedder(module, tokenizer, module.config.max_position_embeddings, pooling, width, identity)
+    return TextEmbedder(
+        module, tokenizer, module.config.max_position_embeddings, pooling, width, identity
+    )
 
 
 def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool) -> ClassToken:
@@ -329,7 +352,9 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
     text = whole.text_model
     blocks = [merged(layer, text.config, fused) for layer in _layers(text)]
     if any(block is None for block in blocks):
-        raise InputError(f"the text encoder of source {source!r} of model {model!r} has an unknown structure")
+        raise InputError(
+            f"the text encoder of source {source!r} of model {model!r} has an unknown structure"
+        )
     encoder = TextEncoder(
         text.embeddings.position_embedding.weight.detach().clone(),
         cast(list[Block], blocks),
@@ -393,19 +418,24 @@ class _Source:
             raise unknown("model type", config.get("model_type"), valid, where=where)
         processing = cls._read(files, "preprocessor_config.json", source, user) or {}
         mean, std = (
-            processing.get(key) or usual for key, usual in zip(("image_mean", "image_std"), IMAGENET, strict=True)
+            processing.get(key) or usual
+            for key, usual in zip(("image_mean", "image_std"), IMAGENET, strict=True)
         )
         if processing.get("do_normalize") is False:
             mean, std = (0.0,), (1.0,)
         return cls(source, user, place, config, tuple(mean), tuple(std))
 
     @staticmethod
-    def _read(files: Callable[[str], Path | None], name: str, source: str, user: str) -> dict[str, Any] | None:
+    def _read(
+        files: Callable[[str], Path | None], name: str, source: str, user: str
+    ) -> dict[str, Any] | None:
         try:
             file = files(name)
             content = None if file is None else json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise InputError(f"{name} of source {source!r} of {user} is not valid JSON: {error}") from error
+            raise InputError(
+                f"{name} of source {source!r} of {user} is not valid JSON: {error}"
+            ) from error
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise InputError(
@@ -428,7 +458,9 @@ class _Source:
 
     def normalise(self, channels: int) -> Normalise:
         """Return the normalisation for images with a number of channels."""
-        mean, std = (values * channels if len(values) == 1 else values for values in (self.mean, self.std))
+        mean, std = (
+            values * channels if len(values) == 1 else values for values in (self.mean, self.std)
+        )
         if {len(mean), len(std)} != {channels}:
             raise InputError(
                 f"source {self.name!r} of {self.user} normalises {len(mean)} channels, but takes {channels}; see its "
@@ -453,7 +485,9 @@ class _Source:
                 )
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 reason = str(error).strip().partition("\n")[0]
-                raise InputError(f"source {self.name!r} of {self.user} cannot be loaded: {reason}") from error
+                raise InputError(
+                    f"source {self.name!r} of {self.user} cannot be loaded: {reason}"
+                ) from error
         if missing := sorted(outcome["missing_keys"]):
             raise InputError(
                 f"source {self.name!r} of {self.user} lacks {missing[0]!r} and thereby {len(missing)} of the weights of a "
@@ -465,15 +499,17 @@ class _Source:
         """Load the tokenizer that lies beside the weights."""
         library = _library(f"source {self.name!r} of {self.user}")
         folder = Path(self.place)
-        valid = (
-            "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
-        )
+        valid = "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
         files = ("tokenizer.json", "vocab.json", "vocab.txt")
         if folder.is_dir() and not any((folder / name).is_file() for name in files):
-            raise InputError(f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}")
+            raise InputError(
+                f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}"
+            )
         with _quiet(library):
             try:
-                return library.AutoTokenizer.from_pretrained(self.place, local_files_only=folder.is_dir())
+                return library.AutoTokenizer.from_pretrained(
+                    self.place, local_files_only=folder.is_dir()
+                )
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reason = str(error).strip().partition("\n")[0]
                 raise InputError(
@@ -508,7 +544,9 @@ def _library(what: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        raise InputError(f"{what} needs transformers: pip install 'equipoise[pretrained]'") from error
+        raise InputError(
+            f"{what} needs transformers: pip install 'equipoise[pretrained]'"
+        ) from error
     return transformers
 
 
@@ -527,7 +565,9 @@ def _quiet(library: ModuleType) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _backbone(source: _Source, shape: tuple[int, ...] | None, *, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
+def _backbone(
+    source: _Source, shape: tuple[int, ...] | None, *, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     """Load a source for images of one shape, or of any; return it with the length of its vectors."""
     config = source.config.get("vision_config", source.config)
     channels = config.get("num_channels", 3)
@@ -615,7 +655,9 @@ class Layer(nn.Module):
         super().__init__()
         self.layer = layer
         self._left_out = dict.fromkeys(
-            name for name in inspect.signature(layer.forward).parameters if name.endswith("attention_mask")
+            name
+            for name in inspect.signature(layer.forward).parameters
+            if name.endswith("attention_mask")
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -625,7 +667,9 @@ class Layer(nn.Module):
         return first
 
 
-def _resnet(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
+def _resnet(
+    source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     body = source.load("ResNetModel")
     # The average is taken here; theirs would be computed for nothing.
     body.pooler = nn.Identity()
@@ -643,15 +687,21 @@ def _mobilenet_v2(
     return Convolutional(normalise, body), body.conv_1x1.convolution.out_channels
 
 
-def _vit(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
+def _vit(
+    source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = source.load("ViTModel", add_pooling_layer=False, **_SDPA, **off)
     return _with_class_token(source, model, normalise, shape, frozen, fused)
 
 
-def _dinov2(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
+def _dinov2(
+    source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    return _with_class_token(source, source.load("Dinov2Model", **_SDPA, **off), normalise, shape, frozen, fused)
+    return _with_class_token(
+        source, source.load("Dinov2Model", **_SDPA, **off), normalise, shape, frozen, fused
+    )
 
 
 def _with_class_token(
@@ -671,7 +721,9 @@ def _with_class_token(
     return ClassToken(tokens, _blocks(model, model.layernorm, frozen, fused)), tokens.width
 
 
-def _clip(source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool) -> tuple[nn.Module, int]:
+def _clip(
+    source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
+) -> tuple[nn.Module, int]:
     model = source.load("CLIPVisionModelWithProjection", attention_dropout=0.0, **_SDPA)
     vision = model.vision_model
     embeddings = vision.embeddings
@@ -715,7 +767,10 @@ def _tokens(
         )
     # Without initial values, which would be drawn from the global generator.
     project = nn.utils.skip_init(
-        nn.Linear, convolution.weight[0].numel(), convolution.out_channels, bias=convolution.bias is not None
+        nn.Linear,
+        convolution.weight[0].numel(),
+        convolution.out_channels,
+        bias=convolution.bias is not None,
     )
     with torch.no_grad():
         project.weight.copy_(convolution.weight.flatten(1))
@@ -740,12 +795,17 @@ def _blocks(model: Any, norm: nn.Module, frozen: bool, fused: bool) -> Encoder:
     """Make an encoder of the layers of a model."""
     layers = _layers(model)
     blocks = [merged(layer, model.config, fused) if frozen else None for layer in layers]
-    return Encoder([block or layer for block, layer in zip(blocks, layers, strict=True)], norm, fused=fused)
+    return Encoder(
+        [block or layer for block, layer in zip(blocks, layers, strict=True)], norm, fused=fused
+    )
 
 
 def _layers(model: Any) -> list[Layer]:
     """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
-    return [Layer(layer) for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))]
+    return [
+        Layer(layer)
+        for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    ]
 
 
 @torch.no_grad()
@@ -795,19 +855,29 @@ def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
     )
     for target, sources, scale in targets:
         weight = torch.cat([source.weight for source in sources])
-        bias = torch.cat([torch.zeros(s.out_features) if s.bias is None else s.bias for s in sources])
+        bias = torch.cat(
+            [torch.zeros(s.out_features) if s.bias is None else s.bias for s in sources]
+        )
         target.weight.copy_(weight if scale is None else weight * scale.unsqueeze(1))
         target.bias.copy_(bias if scale is None else bias * scale)
     with seeded(0):
         probe = torch.randn(2, 5, width)
     wanted, made = layer(probe), block(probe)
-    return block if torch.allclose(made, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())) else None
+    return (
+        block
+        if torch.allclose(made, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+        else None
+    )
 
 
 # What models of ``transformers`` call the layers that make queries, keys and values.
 _ATTENTION_INPUTS = {
     name: role
-    for role, names in {"q": ("query", "q_proj"), "k": ("key", "k_proj"), "v": ("value", "v_proj")}.items()
+    for role, names in {
+        "q": ("query", "q_proj"),
+        "k": ("key", "k_proj"),
+        "v": ("value", "v_proj"),
+    }.items()
     for name in names
 }
 

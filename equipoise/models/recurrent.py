@@ -51,10 +51,14 @@ def charlstm(
     Linear(in_features=256, out_features=80, bias=True)
     """
     if len(shape) != 1:
-        raise InputError(f"model 'charlstm' needs samples that are sequences of characters, got shape {shape}")
+        raise InputError(
+            f"model 'charlstm' needs samples that are sequences of characters, got shape {shape}"
+        )
     width = count(hidden, "hidden of model 'charlstm'")
     size = count(embedding, "embedding of model 'charlstm'")
-    characters = classes if vocabulary is None else count(vocabulary, "vocabulary of model 'charlstm'")
+    characters = (
+        classes if vocabulary is None else count(vocabulary, "vocabulary of model 'charlstm'")
+    )
     recurrent = Lstm(size, width, count(layers, "layers of model 'charlstm'"))
     return Model(nn.Sequential(Embedding(characters, size), recurrent), nn.Linear(width, classes))
 
@@ -132,13 +136,18 @@ class Lstm(nn.Module):
     def _outputs(self, steps: Tensor, layer: int) -> Tensor:
         """Return one layer's output at every step of ``[steps, samples, inputs]``."""
         weight_ih, weight_hh, bias_ih, bias_hh = (
-            getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            getattr(self, f"{name}_l{layer}")
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         # What does not depend on the step before is one product for all steps; stacked clients make it one a client only
         # where it has no axis of steps.
-        driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(0, steps.shape[:2])
+        driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
+            0, steps.shape[:2]
+        )
         if driven.is_cuda and driven.dtype == weight_hh.dtype:
-            made = FusedRecurrence.apply(driven.unsqueeze(1), weight_hh.unsqueeze(0), torch.is_grad_enabled())
+            made = FusedRecurrence.apply(
+                driven.unsqueeze(1), weight_hh.unsqueeze(0), torch.is_grad_enabled()
+            )
             outputs: Tensor = made[0].squeeze(1)
             return outputs
         return recurrence(driven, weight_hh)
@@ -193,17 +202,24 @@ class FusedRecurrence(torch.autograd.Function):
         outputs, cells, gates = [], [cell], []
         # Stacked clients come with other strides; one copy now saves one a step.
         for drive in driven.contiguous().unbind(0):
-            output, cell, gate = fused_cell(drive.flatten(0, 1), (output @ back).flatten(0, 1), cell)
+            output, cell, gate = fused_cell(
+                drive.flatten(0, 1), (output @ back).flatten(0, 1), cell
+            )
             output = output.unflatten(0, (clients, samples))
             outputs.append(output)
             if keep:
                 cells.append(cell)
                 gates.append(gate)
-        kept = [torch.stack(tensors).unflatten(1, (clients, samples)) for tensors in (cells, gates or cells)]
+        kept = [
+            torch.stack(tensors).unflatten(1, (clients, samples))
+            for tensors in (cells, gates or cells)
+        ]
         return torch.stack(outputs), kept[0], kept[1]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         """Keep what the gradient needs."""
         outputs, cells, gates = output
         ctx.mark_non_differentiable(cells, gates)
@@ -223,18 +239,28 @@ class FusedRecurrence(torch.autograd.Function):
         changes = []
         for step in reversed(range(steps)):
             of_output = upper[step].baddbmm_(change, weight)
-            before, cell, gate = (tensor.flatten(0, 1) for tensor in (cells[step], cells[step + 1], gates[step]))
-            flat, of_cell = fused_cell_gradient(of_output.flatten(0, 1), of_cell, before, cell, gate)
+            before, cell, gate = (
+                tensor.flatten(0, 1) for tensor in (cells[step], cells[step + 1], gates[step])
+            )
+            flat, of_cell = fused_cell_gradient(
+                of_output.flatten(0, 1), of_cell, before, cell, gate
+            )
             change = flat.unflatten(0, (clients, samples))
             changes.append(change)
         of_driven = torch.stack(changes[::-1])
         # No output drives the first step, so it adds nothing to the weights' gradient.
-        later, before = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (of_driven[1:], outputs[:-1]))
+        later, before = (
+            tensor.transpose(0, 1).flatten(1, 2) for tensor in (of_driven[1:], outputs[:-1])
+        )
         return of_driven, later.transpose(1, 2) @ before, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, int | None, None], driven: Tensor, weight: Tensor, keep: bool
+        info: Any,
+        in_dims: tuple[int | None, int | None, None],
+        driven: Tensor,
+        weight: Tensor,
+        keep: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
         """Count stacked clients among the clients there already are."""
         merged = []
@@ -248,7 +274,9 @@ class FusedRecurrence(torch.autograd.Function):
 
 def fused_cell(drive: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Make one step of an LSTM on a GPU: give output, cell and open gates, in rows of samples."""
-    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._thnn_fused_lstm_cell(drive, recurrent, cell)
+    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._thnn_fused_lstm_cell(
+        drive, recurrent, cell
+    )
     return made
 
 
@@ -256,5 +284,7 @@ def fused_cell_gradient(
     of_output: Tensor, of_cell: Tensor, before: Tensor, cell: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of that step by what drove its gates, and by the cell before it."""
-    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(of_output, of_cell, before, cell, gate, False)
+    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
+        of_output, of_cell, before, cell, gate, False
+    )
     return made[0], made[1]

@@ -13,7 +13,9 @@ from equipoise.models.base import Model
 Norm = Callable[[int], nn.Module]
 
 
-def resnet18(shape: tuple[int, ...], classes: int, *, norm: str = "batch", width: int = 64, groups: int = 2) -> Model:
+def resnet18(
+    shape: tuple[int, ...], classes: int, *, norm: str = "batch", width: int = 64, groups: int = 2
+) -> Model:
     """Build ResNet-18 with the stem used for CIFAR: a 3x3 convolution with stride 1 and no max-pool.
 
     Parameters
@@ -90,7 +92,8 @@ class BasicBlock(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), norm(channels_out)
+                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False),
+                norm(channels_out),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +119,8 @@ class ImageMean(nn.Module):
 
 def _stage(channels_in: int, channels_out: int, stride: int, norm: Norm) -> nn.Sequential:
     return nn.Sequential(
-        BasicBlock(channels_in, channels_out, stride, norm), BasicBlock(channels_out, channels_out, 1, norm)
+        BasicBlock(channels_in, channels_out, stride, norm),
+        BasicBlock(channels_out, channels_out, 1, norm),
     )
 
 

@@ -40,8 +40,16 @@ class Recurrent(nn.Module):
     def __init__(self, layer: nn.RNNBase, number: int) -> None:
         super().__init__()
         self.mode, self.bias, self.batch_first = layer.mode, layer.bias, layer.batch_first
-        self.input_size, self.hidden_size, self.proj_size = layer.input_size, layer.hidden_size, layer.proj_size
-        self.num_layers, self.dropout, self.bidirectional = layer.num_layers, layer.dropout, layer.bidirectional
+        self.input_size, self.hidden_size, self.proj_size = (
+            layer.input_size,
+            layer.hidden_size,
+            layer.proj_size,
+        )
+        self.num_layers, self.dropout, self.bidirectional = (
+            layer.num_layers,
+            layer.dropout,
+            layer.bidirectional,
+        )
         self._parameters.update(layer._parameters)
         self.number = number
         # Set by the engine: dropout is off in a part that does not move in this phase.
@@ -87,7 +95,9 @@ class Recurrent(nn.Module):
                 steps = self._dropped(steps, rate)
             ways = []
             for way in range(2 if self.bidirectional else 1):
-                outputs, final = self._layer(steps, layer, way, tuple(state[len(last)] for state in states))
+                outputs, final = self._layer(
+                    steps, layer, way, tuple(state[len(last)] for state in states)
+                )
                 ways.append(outputs)
                 last.append(final)
             steps = torch.cat(ways, -1) if self.bidirectional else ways[0]
@@ -98,7 +108,11 @@ class Recurrent(nn.Module):
     def _rate(self) -> float:
         """Return the probability of dropout in this pass."""
         forward = current_pass()
-        trains = self.training if forward is None else forward.train and self.moves and forward.key is not None
+        trains = (
+            self.training
+            if forward is None
+            else forward.train and self.moves and forward.key is not None
+        )
         return float(self.dropout) if trains and self.num_layers > 1 else 0.0
 
     def _dropped(self, steps: Tensor, rate: float) -> Tensor:
@@ -112,7 +126,9 @@ class Recurrent(nn.Module):
         if hx is not None:
             return hx if isinstance(hx, tuple) else (hx,)
         count, samples = self.num_layers * (2 if self.bidirectional else 1), steps.shape[1]
-        sizes = [self.proj_size or self.hidden_size, self.hidden_size][: 2 if self.mode == "LSTM" else 1]
+        sizes = [self.proj_size or self.hidden_size, self.hidden_size][
+            : 2 if self.mode == "LSTM" else 1
+        ]
         return tuple(steps.new_zeros(count, samples, size) for size in sizes)
 
     def _weights(self, layer: int, way: int) -> list[Tensor | None]:
@@ -143,7 +159,10 @@ class Recurrent(nn.Module):
             output = leave.sigmoid() * cell.tanh()
             return (output if weight_hr is None else F.linear(output, weight_hr)), cell
         if self.mode == "GRU":
-            (reset, update, new), (reset_by, update_by, new_by) = drive.chunk(3, -1), recurrent.chunk(3, -1)
+            (reset, update, new), (reset_by, update_by, new_by) = (
+                drive.chunk(3, -1),
+                recurrent.chunk(3, -1),
+            )
             candidate = (new + (reset + reset_by).sigmoid() * new_by).tanh()
             share = (update + update_by).sigmoid()
             return ((1 - share) * candidate + share * state[0],)

@@ -91,11 +91,15 @@ class UNetFeatures(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         before = [channels, *widths[:-1]]
-        self.down = nn.ModuleList(_convolutions(old, new, norm) for old, new in zip(before, widths, strict=True))
+        self.down = nn.ModuleList(
+            _convolutions(old, new, norm) for old, new in zip(before, widths, strict=True)
+        )
         self.pool = nn.MaxPool2d(2)
         # From the lowest resolution to the highest.
         self.narrow = nn.ModuleList(nn.Conv2d(2 * wide, wide, 1) for wide in reversed(widths[:-1]))
-        self.up = nn.ModuleList(_convolutions(2 * wide, wide, norm) for wide in reversed(widths[:-1]))
+        self.up = nn.ModuleList(
+            _convolutions(2 * wide, wide, norm) for wide in reversed(widths[:-1])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return one map for each channel, of the size of the images."""
@@ -108,7 +112,9 @@ class UNetFeatures(nn.Module):
         for narrow, block in zip(self.narrow, self.up, strict=True):
             beside = kept.pop()
             # The 1x1 convolution comes first: it gives the same result on a quarter of the pixels.
-            z = block(torch.cat([beside, enlarged(narrow(z), beside.shape[-2], beside.shape[-1])], dim=-3))
+            z = block(
+                torch.cat([beside, enlarged(narrow(z), beside.shape[-2], beside.shape[-1])], dim=-3)
+            )
         return z
 
 
@@ -135,7 +141,12 @@ def enlarged(x: Tensor, height: int, width: int) -> Tensor:
               [1., 1., 2., 2.]]]])
     """
     *first, down, across = x.shape
-    doubled = x.unsqueeze(-1).unsqueeze(-3).expand(*first, down, 2, across, 2).reshape(*first, 2 * down, 2 * across)
+    doubled = (
+        x.unsqueeze(-1)
+        .unsqueeze(-3)
+        .expand(*first, down, 2, across, 2)
+        .reshape(*first, 2 * down, 2 * across)
+    )
     if height > 2 * down:
         doubled = torch.cat([doubled, doubled[..., -1:, :]], dim=-2)
     if width > 2 * across:
@@ -161,7 +172,9 @@ def _norm(name: str, width: int, groups: int) -> Norm:
     if name == "instance":
         return lambda channels: nn.GroupNorm(channels, channels)
     if name != "group":
-        raise unknown("norm", name, ("instance", "group", "batch"), where="the options of model 'unet'")
+        raise unknown(
+            "norm", name, ("instance", "group", "batch"), where="the options of model 'unet'"
+        )
     if width % groups:
         raise InputError(f"groups={groups} of model 'unet' does not divide width={width}")
     return lambda channels: nn.GroupNorm(groups, channels)

@@ -114,9 +114,19 @@ def vitprompts(
     ['features.prompts', 'head.weight', 'head.bias']
     """
     number = count(prompts, "prompts of model 'vitprompts'")
-    small: dict[str, Any] = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
+    small: dict[str, Any] = {
+        "patch": patch,
+        "width": width,
+        "depth": depth,
+        "heads": heads,
+        "mlp_ratio": mlp_ratio,
+    }
     tower = tokens_of(source, shape, fused=flag(fused, "fused of model 'vitprompts'"), **small)
-    return Model(Prompted(tower.encoder, number, tower.width), nn.Linear(tower.width, classes), stem=tower.stem)
+    return Model(
+        Prompted(tower.encoder, number, tower.width),
+        nn.Linear(tower.width, classes),
+        stem=tower.stem,
+    )
 
 
 class Tower(NamedTuple):
@@ -142,7 +152,12 @@ SMALL: Mapping[str, Any] = {"patch": 2, "width": 64, "depth": 2, "heads": 4, "ml
 
 
 def tokens_of(
-    source: str | None, shape: tuple[int, ...], *, model: str = "vitprompts", fused: bool = True, **small: Any
+    source: str | None,
+    shape: tuple[int, ...],
+    *,
+    model: str = "vitprompts",
+    fused: bool = True,
+    **small: Any,
 ) -> Tower:
     """Return a frozen vision transformer in two parts, between which tokens can be changed or added.
 
@@ -214,11 +229,15 @@ def _small(
     side = count(patch, f"patch of model {model!r}")
     channels, height, across = image(shape, model, smallest=side)
     if height % side or across % side:
-        raise InputError(f"patch={side} of model {model!r} does not divide images of {height} x {across}")
+        raise InputError(
+            f"patch={side} of model {model!r} does not divide images of {height} x {across}"
+        )
     if count(width, f"width of model {model!r}") % count(heads, f"heads of model {model!r}"):
         raise InputError(f"heads={heads} of model {model!r} do not divide width={width}")
     if isinstance(mlp_ratio, bool) or not isinstance(mlp_ratio, int | float) or not mlp_ratio > 0:
-        raise InputError(f"mlp_ratio of model {model!r} must be a number above 0, got {mlp_ratio!r}")
+        raise InputError(
+            f"mlp_ratio of model {model!r} must be a number above 0, got {mlp_ratio!r}"
+        )
     rate = probability(dropout, f"dropout of model {model!r}")
     layers = range(count(depth, f"depth of model {model!r}"))
     grid = (height // side, across // side)
@@ -397,7 +416,9 @@ class ClassToken(nn.Module):
     torch.Size([6, 8])
     """
 
-    def __init__(self, tokens: Tokens, encoder: Encoder, projection: nn.Module | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens, encoder: Encoder, projection: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.tokens = tokens
         self.encoder = encoder

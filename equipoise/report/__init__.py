@@ -127,7 +127,10 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
     counted = [plural(len(labels), "method"), plural(len(seeds), "seed")]
     if len(settings) > 1:
         counted.insert(1, plural(len(settings), "setting"))
-    return f"{plural(len(labels), 'method')} on {data}", f"{plural(len(records), 'run')}: {', '.join(counted)}."
+    return (
+        f"{plural(len(labels), 'method')} on {data}",
+        f"{plural(len(records), 'run')}: {', '.join(counted)}.",
+    )
 
 
 def _distinct(sections: Sequence[Section]) -> list[Section]:
@@ -141,5 +144,9 @@ def _distinct(sections: Sequence[Section]) -> list[Section]:
     made = []
     for section in sections:
         name = free(section.name)
-        made.append(replace(section, name=name, charts=[replace(c, name=free(c.name)) for c in section.charts]))
+        made.append(
+            replace(
+                section, name=name, charts=[replace(c, name=free(c.name)) for c in section.charts]
+            )
+        )
     return made

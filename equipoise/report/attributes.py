@@ -42,13 +42,25 @@ def of_run(record: RunRecord) -> list[Section]:
         body += _figures_table(part, found) + _withheld(found)
     if not body:
         return []
-    return [Section("attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart])]
+    return [
+        Section(
+            "attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart]
+        )
+    ]
 
 
 def _rates_table(record: RunRecord, part: Part, name: str, of: Mapping[str, Any]) -> str:
-    rates = (record.score, *(rate for rate in RATES if any(value[rate] is not None for value in of["values"].values())))
+    rates = (
+        record.score,
+        *(
+            rate
+            for rate in RATES
+            if any(value[rate] is not None for value in of["values"].values())
+        ),
+    )
     rows = [
-        [value, f"{rate['n']:,}", *(number(rate[column]) for column in rates)] for value, rate in of["values"].items()
+        [value, f"{rate['n']:,}", *(number(rate[column]) for column in rates)]
+        for value, rate in of["values"].items()
     ]
     header = [name, "samples", *(_HEADERS.get(rate, rate) for rate in rates)]
     return table(f"By {name}: {part.words}", header, rows)
@@ -61,9 +73,18 @@ def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
         if any(of[figure] is not None for of in found.values())
     ]
     rows.append(
-        ["worst value", *(str(of["worst_value"] or "–") for of in found.values()), "the value with the worst score"]
+        [
+            "worst value",
+            *(str(of["worst_value"] or "–") for of in found.values()),
+            "the value with the worst score",
+        ]
     )
-    return table(f"Between values: {part.words}", ["figure", *found, "what it is"], rows, texts=[len(found) + 1])
+    return table(
+        f"Between values: {part.words}",
+        ["figure", *found, "what it is"],
+        rows,
+        texts=[len(found) + 1],
+    )
 
 
 def _withheld(found: Mapping[str, Any]) -> str:
@@ -74,7 +95,11 @@ def _withheld(found: Mapping[str, Any]) -> str:
         for name, of in found.items()
         if of["withheld"] or of["without_targets"]
     ]
-    return paragraph(f"Counts of small cells are withheld by clients. {'; '.join(said)}.") if said else ""
+    return (
+        paragraph(f"Counts of small cells are withheld by clients. {'; '.join(said)}.")
+        if said
+        else ""
+    )
 
 
 def _over_rounds(record: RunRecord, part: Part, name: str) -> Chart | None:
@@ -88,12 +113,27 @@ def _over_rounds(record: RunRecord, part: Part, name: str) -> Chart | None:
     for hue, (figure, label) in enumerate(_OVER_ROUNDS.items()):
         points = {round_: of[figure] for round_, of in history.items() if of[figure] is not None}
         if points:
-            series.append(Series(label, list(points), list(points.values()), hue=hue, dashed=not hue))
+            series.append(
+                Series(label, list(points), list(points.values()), hue=hue, dashed=not hue)
+            )
     if not series:
         return None
-    says = ". ".join(f"At round {line.x[-1]:g} the {line.label} is {number(line.y[-1])}" for line in series) + "."
+    says = (
+        ". ".join(
+            f"At round {line.x[-1]:g} the {line.label} is {number(line.y[-1])}" for line in series
+        )
+        + "."
+    )
     chart = f"attributes-{slug(name)}-{part.model}-{part.who}"
-    return Chart(chart, f"Differences by {name}: {part.words}", says, "round", "difference", series, y_range=(0.0, 0.0))
+    return Chart(
+        chart,
+        f"Differences by {name}: {part.words}",
+        says,
+        "round",
+        "difference",
+        series,
+        y_range=(0.0, 0.0),
+    )
 
 
 def compared(comparison: Comparison) -> list[Section]:
@@ -102,7 +142,13 @@ def compared(comparison: Comparison) -> list[Section]:
     for who in comparison.whose:
         for name in _names(comparison, who):
             rows = [
-                [label, *(spread(_values(comparison, label, who, name, figure)) for figure in ("worst", *FIGURES))]
+                [
+                    label,
+                    *(
+                        spread(_values(comparison, label, who, name, figure))
+                        for figure in ("worst", *FIGURES)
+                    ),
+                ]
                 for label in comparison.runs
             ]
             header = [f"{name}, {who}", "score of the worst value", *FIGURES]
@@ -110,7 +156,11 @@ def compared(comparison: Comparison) -> list[Section]:
             charts.append(_trade_off(comparison, who, name))
     if not body:
         return []
-    return [Section("attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart])]
+    return [
+        Section(
+            "attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart]
+        )
+    ]
 
 
 def _names(comparison: Comparison, who: str) -> list[str]:
@@ -138,14 +188,20 @@ def _trade_off(comparison: Comparison, who: str, name: str) -> Chart | None:
     figure = "demographic_parity_difference"
     points = {}
     for label in comparison.runs:
-        mean, parity = comparison.mean(label, who, "mean"), _values(comparison, label, who, name, figure)
+        mean, parity = (
+            comparison.mean(label, who, "mean"),
+            _values(comparison, label, who, name, figure),
+        )
         if mean is not None and parity:
             points[label] = (fmean(parity), mean)
     if not points:
         return None
     x, y = zip(*points.values(), strict=True)
     series = [Series("methods", x, y, line=False, names=list(points), named=True)]
-    least, best = min(points, key=lambda label: points[label][0]), max(points, key=lambda label: points[label][1])
+    least, best = (
+        min(points, key=lambda label: points[label][0]),
+        max(points, key=lambda label: points[label][1]),
+    )
     says = f"{least} has the smallest difference ({number(points[least][0])}), {best} the highest mean ({number(points[best][1])})."
     score = comparison.first.score
     return Chart(

@@ -89,7 +89,12 @@ class Chart:
     def limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """The ranges of both axes, with a margin around the points."""
         xs = np.concatenate([np.asarray(series.x, float) for series in self.series])
-        ys = [np.asarray(values, float) for s in self.series for values in (s.y, s.low, s.high) if len(values)]
+        ys = [
+            np.asarray(values, float)
+            for s in self.series
+            for values in (s.y, s.low, s.high)
+            if len(values)
+        ]
         y = np.concatenate([*ys, np.asarray(self.y_range or (), float)])
         if self.columns:
             return (-0.6, len(self.columns) - 0.4), _widened(y, 0.06)

@@ -13,7 +13,16 @@ from equipoise.report.reading import RunRecord, is_run, read_run
 from equipoise.study.runs import flat
 
 # Keys in which runs of the same experiment may differ: seeds and machines.
-_NOT_COMPARED = ("seed", "data.seed", "machine.", "resolved.", "checkpoint_every", "flower.", "imports", "tracking")
+_NOT_COMPARED = (
+    "seed",
+    "data.seed",
+    "machine.",
+    "resolved.",
+    "checkpoint_every",
+    "flower.",
+    "imports",
+    "tracking",
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,9 @@ class Entry:
     record: RunRecord
 
 
-def find_entries(paths: Sequence[str | Path], *, trust: bool = False) -> tuple[list[Entry], dict[Path, str]]:
+def find_entries(
+    paths: Sequence[str | Path], *, trust: bool = False
+) -> tuple[list[Entry], dict[Path, str]]:
     """Find and read the runs in directories.
 
     Parameters
@@ -65,13 +76,17 @@ def find_entries(paths: Sequence[str | Path], *, trust: bool = False) -> tuple[l
     equipoise.errors.InputError: no/such/run does not exist; give a run directory or the directory of a study
     """
     if not paths:
-        raise InputError("there is nothing to report; give a run directory or the directory of a study")
+        raise InputError(
+            "there is nothing to report; give a run directory or the directory of a study"
+        )
     single: list[RunRecord] = []
     entries: list[Entry] = []
     left_out: dict[Path, str] = {}
     for path in dict.fromkeys(Path(path) for path in paths):
         if not path.exists():
-            raise InputError(f"{path} does not exist; give a run directory or the directory of a study")
+            raise InputError(
+                f"{path} does not exist; give a run directory or the directory of a study"
+            )
         if not path.is_dir():
             raise InputError(f"{path} is a file; give a run directory or the directory of a study")
         if is_run(path):
@@ -84,7 +99,9 @@ def find_entries(paths: Sequence[str | Path], *, trust: bool = False) -> tuple[l
 
 
 def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str]]:
-    found = sorted((path.parent for path in directory.glob("*/*/seed*/config.yaml")), key=_by_number)
+    found = sorted(
+        (path.parent for path in directory.glob("*/*/seed*/config.yaml")), key=_by_number
+    )
     if not found:
         raise InputError(
             f"{directory} holds no run and no study: there is neither a config.yaml in it nor in any "
@@ -104,7 +121,9 @@ def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str
         raise InputError(f"{directory} has nothing to report yet: {next(iter(left_out.values()))}")
     order = _order(directory)
     last = len(order)
-    return sorted(entries, key=lambda entry: order.get((entry.setting, entry.label), last)), left_out
+    return sorted(
+        entries, key=lambda entry: order.get((entry.setting, entry.label), last)
+    ), left_out
 
 
 def _by_number(run: Path) -> tuple[Path, int, str]:
@@ -135,7 +154,8 @@ def _labelled(records: list[RunRecord]) -> list[Entry]:
         told = [
             f"{key.removeprefix('method.')}={settings[key]}"
             for key in differing
-            if key in settings and (not key.startswith("method.") or len({repr(other.get(key)) for other in mine}) > 1)
+            if key in settings
+            and (not key.startswith("method.") or len({repr(other.get(key)) for other in mine}) > 1)
         ]
         entries.append(Entry("", ", ".join([str(settings["method.name"]), *told]), record))
     return _numbered(entries)
@@ -148,7 +168,9 @@ def _numbered(entries: list[Entry]) -> list[Entry]:
     for entry in entries:
         key = (entry.label, entry.record.seed)
         seen[key] = seen.get(key, 0) + 1
-        numbered.append(replace(entry, label=f"{entry.label} ({seen[key]})") if seen[key] > 1 else entry)
+        numbered.append(
+            replace(entry, label=f"{entry.label} ({seen[key]})") if seen[key] > 1 else entry
+        )
     return numbered
 
 

@@ -48,7 +48,9 @@ def save_figures(charts: Iterable[Chart], directory: str | Path) -> list[Path]:
             try:
                 written.append(save(figure, directory / f"{chart.name}.{suffix}"))
             except OSError as error:
-                raise InputError(f"cannot write figures to {directory}: {error.strerror}") from error
+                raise InputError(
+                    f"cannot write figures to {directory}: {error.strerror}"
+                ) from error
     return written
 
 
@@ -64,7 +66,9 @@ def _drawn(chart: Chart) -> Any:
     panel.set_xlabel(chart.x_label, color=INK)
     panel.set_ylabel(chart.y_label, color=INK)
     if chart.columns:
-        panel.set_xticks(range(len(chart.columns)), chart.columns, rotation=35, ha="right", fontsize=8)
+        panel.set_xticks(
+            range(len(chart.columns)), chart.columns, rotation=35, ha="right", fontsize=8
+        )
     elif chart.whole:
         panel.xaxis.get_major_locator().set_params(integer=True)
     if chart.diagonal:
@@ -74,12 +78,23 @@ def _drawn(chart: Chart) -> Any:
         if series.named:
             for x, y, name in zip(series.x, series.y, series.names, strict=True):
                 panel.annotate(
-                    name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8, color=INK
+                    name,
+                    (x, y),
+                    xytext=(0, 6),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=INK,
                 )
     if sum(bool(series.label) for series in chart.series) > 1:
         # Inside the panel it might cover marks.
         figure.legend(
-            loc="outside lower center", ncols=4, fontsize=8, labelcolor=INK, edgecolor="none", handletextpad=0.4
+            loc="outside lower center",
+            ncols=4,
+            fontsize=8,
+            labelcolor=INK,
+            edgecolor="none",
+            handletextpad=0.4,
         )
     return figure
 
@@ -89,7 +104,12 @@ def _draw_series(panel: Any, series: Series) -> None:
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if len(series.low):
         panel.fill_between(
-            x, np.asarray(series.low, float), np.asarray(series.high, float), color=hue, alpha=0.18, linewidth=0
+            x,
+            np.asarray(series.low, float),
+            np.asarray(series.high, float),
+            color=hue,
+            alpha=0.18,
+            linewidth=0,
         )
     marker = shape if not series.line or len(x) <= MARKED else None
     style = ("--" if series.dashed else "-") if series.line else "none"

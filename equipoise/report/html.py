@@ -62,7 +62,11 @@ def paragraph(text: str) -> str:
 
 
 def table(
-    caption: str, header: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, texts: Iterable[int] = ()
+    caption: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str | Cell]],
+    *,
+    texts: Iterable[int] = (),
 ) -> str:
     """Return a table whose first column has the headers of its rows.
 

@@ -57,7 +57,9 @@ def headline(record: RunRecord) -> Section:
     if lead is None:
         every = record.config.get("evaluation", {}).get("every")
         why = (
-            "Nothing was evaluated (evaluation.every is 0)." if every == 0 else "No client has test or validation data."
+            "Nothing was evaluated (evaluation.every is 0)."
+            if every == 0
+            else "No client has test or validation data."
         )
         return Section("headline", "Results", missing=why)
     part = record.parts[lead]
@@ -74,21 +76,29 @@ def headline(record: RunRecord) -> Section:
 
 def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
     """Name the client that is served worst."""
-    return str(part.get("worst_client_name", record.client_name(part["worst_client_id"]).removeprefix("client ")))
+    return str(
+        part.get(
+            "worst_client_name", record.client_name(part["worst_client_id"]).removeprefix("client ")
+        )
+    )
 
 
 def which(record: RunRecord, part: Part) -> str:
     """Say which accuracy it is: the four questions of ``docs/metrics.md``, answered."""
     answers = {
         "Which model?": MODELS[part.model],
-        "On whose data?": WHOSE[part.who].format(split="validation" if part.split == "val" else "test"),
+        "On whose data?": WHOSE[part.who].format(
+            split="validation" if part.split == "val" else "test"
+        ),
         "Averaged how?": (
             f"Each client has one value, the mean {record.score} over its own samples. The mean is over "
             f"{plural(record.parts[part]['clients'], 'client')}: each client counts once."
         ),
         "At which round?": at_round(record),
     }
-    items = "".join(f"<div><dt>{question}</dt><dd>{answer}</dd></div>" for question, answer in answers.items())
+    items = "".join(
+        f"<div><dt>{question}</dt><dd>{answer}</dd></div>" for question, answer in answers.items()
+    )
     return f'<h3>Which {record.score} is it?</h3><dl class="which">{items}</dl>'
 
 
@@ -109,11 +119,17 @@ def at_round(record: RunRecord) -> str:
     planned = record.config.get("training", {}).get("rounds", summary["rounds"])
     if "tail" in summary:
         over = capital(averaged_over(summary["tail"]["rounds"]))
-        unfinished = "" if record.finished else f" The run is unfinished ({summary['rounds']} of {planned} rounds)."
+        unfinished = (
+            ""
+            if record.finished
+            else f" The run is unfinished ({summary['rounds']} of {planned} rounds)."
+        )
         return f"{over} of {planned}: the mean of each client, then summarised.{unfinished}"
     if not record.finished:
         return f"Round {summary['round']}, the last evaluated one; the run is unfinished ({summary['rounds']} of {planned} rounds)."
-    chosen = "the last" if summary.get("select", "last") == "last" else "the best on validation data"
+    chosen = (
+        "the last" if summary.get("select", "last") == "last" else "the best on validation data"
+    )
     return f"Round {summary['round']} of {summary['rounds']}, {chosen}."
 
 
@@ -121,12 +137,18 @@ def metrics_table(record: RunRecord) -> str:
     """Return all metrics of all models and clients."""
     parts = record.parts
     rows: list[list[str | Cell]] = [
-        [name, *(number(part.get(name)) for part in parts.values()), Cell(escape(metric.description), "long")]
+        [
+            name,
+            *(number(part.get(name)) for part in parts.values()),
+            Cell(escape(metric.description), "long"),
+        ]
         for name, metric in METRICS.items()
         if any(part.get(name) is not None for part in parts.values())
     ]
     header = ["metric", *(part.words for part in parts), "what it is"]
-    return table(f"All metrics of the {record.score} of clients", header, rows, texts=[len(parts) + 1])
+    return table(
+        f"All metrics of the {record.score} of clients", header, rows, texts=[len(parts) + 1]
+    )
 
 
 # ---- clients ---------------------------------------------------------------------------------------------------------
@@ -158,7 +180,9 @@ def palette(record: RunRecord) -> Palette:
     known = {name: sign * mean for name, mean in means.items() if mean is not None}
     worst = sorted(names, key=lambda name: known.get(name, np.inf))[: HUES - 1]
     hues = {name: worst.index(name) if name in worst else HUES - 1 for name in names}
-    return Palette(hues, {**dict(enumerate(worst)), HUES - 1: f"the other {len(names) - len(worst)} groups"})
+    return Palette(
+        hues, {**dict(enumerate(worst)), HUES - 1: f"the other {len(names) - len(worst)} groups"}
+    )
 
 
 def clients(record: RunRecord) -> Section:
@@ -166,23 +190,43 @@ def clients(record: RunRecord) -> Section:
     title = f"Who is left behind: {record.score} of each client"
     values = {part: record.values(part) for part in record.parts}
     if not any(values.values()):
-        return Section("clients", title, missing="The journal has no rows of the round that counts.")
+        return Section(
+            "clients", title, missing="The journal has no rows of the round that counts."
+        )
     every = [value for of_part in values.values() for value in of_part.values()]
     colours = palette(record)
-    charts = [strip(record, part, of_part, colours, (min(every), max(every))) for part, of_part in values.items()]
-    both = [(Part("global", "seen", split), Part("personal", "seen", split)) for split in ("test", "val")]
-    charts += [gained(record, values[a], values[b], colours) for a, b in both if a in values and b in values]
+    charts = [
+        strip(record, part, of_part, colours, (min(every), max(every)))
+        for part, of_part in values.items()
+    ]
+    both = [
+        (Part("global", "seen", split), Part("personal", "seen", split))
+        for split in ("test", "val")
+    ]
+    charts += [
+        gained(record, values[a], values[b], colours)
+        for a, b in both
+        if a in values and b in values
+    ]
     intro = (
         "Each mark is one client, from the worst served to the best. Colour and shape show its group. "
         "All panels have the same scale, except for that of personal against global models."
     )
     return Section(
-        "clients", title, paragraph(intro), charts, details("Table of all clients", client_table(record, values))
+        "clients",
+        title,
+        paragraph(intro),
+        charts,
+        details("Table of all clients", client_table(record, values)),
     )
 
 
 def strip(
-    record: RunRecord, part: Part, values: Mapping[int, float], colours: Palette, scale: tuple[float, float]
+    record: RunRecord,
+    part: Part,
+    values: Mapping[int, float],
+    colours: Palette,
+    scale: tuple[float, float],
 ) -> Chart:
     """Return the clients of a part, ordered by score."""
     sign = 1 if record.task.higher_is_better else -1
@@ -195,7 +239,10 @@ def strip(
     axis = "clients, worst first"
     if len(order) > MOST_IN_A_LINE and len(colours.labels) > 1:
         # So many marks would cover those of other groups.
-        means = {hue: fmean(values[c] for c in members) for hue, members in colours.split(order, record.groups).items()}
+        means = {
+            hue: fmean(values[c] for c in members)
+            for hue, members in colours.split(order, record.groups).items()
+        }
         order.sort(key=lambda client: sign * means[colours.hues[record.groups[client]]])
         axis = "clients, worst group first"
     series = ranked(record, order, values, colours)
@@ -203,7 +250,9 @@ def strip(
     return Chart(name, capital(part.words), says, axis, record.score, series, y_range=scale)
 
 
-def ranked(record: RunRecord, order: Sequence[int], values: Mapping[int, float], colours: Palette) -> list[Series]:
+def ranked(
+    record: RunRecord, order: Sequence[int], values: Mapping[int, float], colours: Palette
+) -> list[Series]:
     """Return a mark for the value of each client, clients in the given order, a series for each colour."""
     rank = {client: position for position, client in enumerate(order, start=1)}
     return [
@@ -219,7 +268,9 @@ def ranked(record: RunRecord, order: Sequence[int], values: Mapping[int, float],
     ]
 
 
-def gained(record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette) -> Chart:
+def gained(
+    record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette
+) -> Chart:
     """Return the personal model of each client against the global one."""
     both = [client for client in shared if client in personal]
     series = [
@@ -238,7 +289,15 @@ def gained(record: RunRecord, shared: Mapping[int, float], personal: Mapping[int
     worse = sum(sign * personal[client] < sign * shared[client] for client in both)
     says = f"The personal model is better for {better} of {plural(len(both), 'seen client')}, and worse for {worse}."
     axes = (f"{record.score} of the global model", f"{record.score} of the personal model")
-    return Chart("personal-against-global", "Personal against global", says, *axes, series, whole=False, diagonal=True)
+    return Chart(
+        "personal-against-global",
+        "Personal against global",
+        says,
+        *axes,
+        series,
+        whole=False,
+        diagonal=True,
+    )
 
 
 def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) -> str:
@@ -249,13 +308,18 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     rows = []
     for client in there:
         mine = {
-            label: of_part[client] for label, of_part in zip(short, values.values(), strict=True) if client in of_part
+            label: of_part[client]
+            for label, of_part in zip(short, values.values(), strict=True)
+            if client in of_part
         }
         whose = "unseen" if client in record.unseen else "seen"
         cells = [number(mine.get(label)) for label in header]
         rows.append([record.client_name(client), record.groups[client], whose, *cells])
     return table(
-        f"{capital(record.score)} of each client", ["client", "group", "in training", *header], rows, texts=[1, 2]
+        f"{capital(record.score)} of each client",
+        ["client", "group", "in training", *header],
+        rows,
+        texts=[1, 2],
     )
 
 
@@ -272,11 +336,21 @@ def progress(record: RunRecord) -> Section:
             continue
         numbers = list(of_part)
         series = [
-            Series(TILES[name], numbers, [of_part[n][name] for n in numbers], hue=hue, dashed=name == "sigma_clients")
+            Series(
+                TILES[name],
+                numbers,
+                [of_part[n][name] for n in numbers],
+                hue=hue,
+                dashed=name == "sigma_clients",
+            )
             for name, hue in HUE.items()
         ]
         last = of_part[numbers[-1]]
-        says = f"At round {numbers[-1]}: " + ", ".join(f"{TILES[name]} {number(last[name])}" for name in HUE) + "."
+        says = (
+            f"At round {numbers[-1]}: "
+            + ", ".join(f"{TILES[name]} {number(last[name])}" for name in HUE)
+            + "."
+        )
         name = f"progress-{part.model}-{part.who}"
         charts.append(Chart(name, capital(part.words), says, "round", record.score, series))
     if not charts:
@@ -292,7 +366,11 @@ def groups(record: RunRecord) -> Section:
     for who in ("seen", "unseen"):
         part = record.leading(who)
         of_part = record.history.get(part, {}) if part else {}
-        if part is None or not of_part or max(len(summary["groups"]) for summary in of_part.values()) < 2:
+        if (
+            part is None
+            or not of_part
+            or max(len(summary["groups"]) for summary in of_part.values()) < 2
+        ):
             continue
         single = False
         colours = palette(record)
@@ -307,13 +385,17 @@ def groups(record: RunRecord) -> Section:
     return Section("groups", title, "", charts)
 
 
-def group_means(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str, Any]], colours: Palette) -> Chart:
+def group_means(
+    record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str, Any]], colours: Palette
+) -> Chart:
     """Return the mean of each group over rounds; groups of one colour are averaged."""
     series = []
     for hue, label in colours.labels.items():
         points = {}
         for round_, summary in of_part.items():
-            means = [mean for group, mean in summary["groups"].items() if colours.hues[group] == hue]
+            means = [
+                mean for group, mean in summary["groups"].items() if colours.hues[group] == hue
+            ]
             if means:
                 points[round_] = fmean(means)
         if points:
@@ -330,7 +412,10 @@ def group_means(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str
 def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str, Any]]) -> Chart:
     """Return the gap between groups and σ over groups, over rounds."""
     numbers = list(of_part)
-    labels = {"group_gap": "gap between the best and the worst group", "sigma_groups": "σ over groups"}
+    labels = {
+        "group_gap": "gap between the best and the worst group",
+        "sigma_groups": "σ over groups",
+    }
     series = [
         Series(label, numbers, [of_part[n][name] for n in numbers], hue=hue, dashed=bool(hue))
         for hue, (name, label) in enumerate(labels.items())
@@ -339,7 +424,9 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
     says += f"{number(of_part[numbers[-1]]['group_gap'])} at round {numbers[-1]}."
     title = f"Gaps between groups: {part.words}"
     name = f"gaps-{part.model}-{part.who}"
-    return Chart(name, title, says, "round", f"difference of {record.score}", series, y_range=(0.0, 0.0))
+    return Chart(
+        name, title, says, "round", f"difference of {record.score}", series, y_range=(0.0, 0.0)
+    )
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -349,7 +436,9 @@ def weights(record: RunRecord, before: str = "") -> Section:
     """Return the weights of clients against their losses; ``before`` makes the names of charts unique."""
     title = "Weights against losses"
     if not record.weighed:
-        return Section("weights", title, missing="The method wrote no weights into the notes of its rounds.")
+        return Section(
+            "weights", title, missing="The method wrote no weights into the notes of its rounds."
+        )
     colours = palette(record)
     shares = {weighed.round: equal_shares(weighed) for weighed in record.weighed}
     charts = [
@@ -373,9 +462,13 @@ def weights(record: RunRecord, before: str = "") -> Section:
             if points:
                 series.append(Series(label, list(points), list(points.values()), hue=hue))
         says = f"Mean over the clients of each group: {record.loss_part.words}."
-        charts.append(Chart(f"{before}losses-by-group", "Loss of each group", says, "round", "loss", series))
+        charts.append(
+            Chart(f"{before}losses-by-group", "Loss of each group", says, "round", "loss", series)
+        )
     charts += correlations(record, shares, before)
-    body = paragraph("Fair aggregations raise the weights of clients whose losses, or gaps, are high.")
+    body = paragraph(
+        "Fair aggregations raise the weights of clients whose losses, or gaps, are high."
+    )
     return Section("weights", title, body, charts)
 
 
@@ -389,10 +482,16 @@ def equal_shares(weighed: Weighed) -> dict[int, float]:
     """
     total = sum(weighed.weights.values())
     count = len(weighed.weights)
-    return {client: weight * count / total for client, weight in weighed.weights.items()} if total else {}
+    return (
+        {client: weight * count / total for client, weight in weighed.weights.items()}
+        if total
+        else {}
+    )
 
 
-def by_group(record: RunRecord, values: Mapping[int, Mapping[int, float]], colours: Palette) -> list[Series]:
+def by_group(
+    record: RunRecord, values: Mapping[int, Mapping[int, float]], colours: Palette
+) -> list[Series]:
     """Return the mean of each group over rounds, of the clients that have a value."""
     points: dict[int, dict[int, float]] = {hue: {} for hue in colours.labels}
     for round_, of_round in values.items():
@@ -400,24 +499,34 @@ def by_group(record: RunRecord, values: Mapping[int, Mapping[int, float]], colou
         for hue, members in colours.split(known, record.groups).items():
             points[hue][round_] = fmean(of_round[client] for client in members)
     return [
-        Series(colours.labels[hue], list(mine), list(mine.values()), hue=hue) for hue, mine in points.items() if mine
+        Series(colours.labels[hue], list(mine), list(mine.values()), hue=hue)
+        for hue, mine in points.items()
+        if mine
     ]
 
 
-def correlations(record: RunRecord, shares: Mapping[int, Mapping[int, float]], before: str) -> list[Chart]:
+def correlations(
+    record: RunRecord, shares: Mapping[int, Mapping[int, float]], before: str
+) -> list[Chart]:
     """Return the correlation of weights and losses over rounds, as far as both vary."""
     found = {}
     for weighed in record.weighed:
         both = [client for client in shares[weighed.round] if client in weighed.losses]
-        pairs = np.array([[shares[weighed.round][client], weighed.losses[client]] for client in both])
+        pairs = np.array(
+            [[shares[weighed.round][client], weighed.losses[client]] for client in both]
+        )
         if len(both) > 2 and (np.ptp(pairs, axis=0) > 1e-12).all():
             found[weighed.round] = float(np.corrcoef(pairs.T)[0, 1])
     if not found:
         return []
     series = [Series("ρ", list(found), list(found.values()))]
-    says = f"Pearson's ρ over the clients of each cohort: on average {number(fmean(found.values()))}."
+    says = (
+        f"Pearson's ρ over the clients of each cohort: on average {number(fmean(found.values()))}."
+    )
     title = "Correlation of weight and loss"
-    return [Chart(f"{before}weights-and-losses", title, says, "round", "ρ", series, y_range=(-1.0, 1.0))]
+    return [
+        Chart(f"{before}weights-and-losses", title, says, "round", "ρ", series, y_range=(-1.0, 1.0))
+    ]
 
 
 # ---- sampling and clusters -------------------------------------------------------------------------------------------
@@ -441,15 +550,25 @@ def sampling(record: RunRecord) -> Section:
     series = ranked(record, order, counts, colours)
     says = f"From {counts[order[0]]} to {counts[order[-1]]} of {plural(rounds, 'round')}."
     chart = Chart(
-        "sampled", "Rounds of each client", says, "clients, fewest rounds first", "rounds", series, y_range=(0, 0)
+        "sampled",
+        "Rounds of each client",
+        says,
+        "clients, fewest rounds first",
+        "rounds",
+        series,
+        y_range=(0, 0),
     )
     rows = []
     for group in record.group_names:
         mine = [count for client, count in counts.items() if record.groups[client] == group]
         if mine:
-            rows.append([group, f"{len(mine)}", f"{fmean(mine):.1f}", f"{min(mine)}", f"{max(mine)}"])
+            rows.append(
+                [group, f"{len(mine)}", f"{fmean(mine):.1f}", f"{min(mine)}", f"{max(mine)}"]
+            )
     by_groups = table(
-        "Rounds in which a client of each group took part", ["group", "clients", "mean", "fewest", "most"], rows
+        "Rounds in which a client of each group took part",
+        ["group", "clients", "mean", "fewest", "most"],
+        rows,
     )
     return Section("sampling", title, "", [chart], by_groups)
 
@@ -459,7 +578,9 @@ def clusters(record: RunRecord) -> Section:
     title = "Clusters against groups"
     known = [client for client in record.clusters if client in record.groups]
     if not known:
-        return Section("clusters", title, missing="The method wrote no clusters into the notes of its rounds.")
+        return Section(
+            "clusters", title, missing="The method wrote no clusters into the notes of its rounds."
+        )
     body = paragraph(
         "Rows are the true groups, columns the clusters that the method found, each client in the last round in which it "
         f"took part. Adjusted Rand index: {number(rand_index(record))} (1 if clusters and groups agree, about 0 by chance)."
@@ -472,17 +593,27 @@ def rand_index(record: RunRecord) -> float:
     from sklearn.metrics import adjusted_rand_score
 
     known = [client for client in record.clusters if client in record.groups]
-    return float(adjusted_rand_score([record.groups[c] for c in known], [record.clusters[c] for c in known]))
+    return float(
+        adjusted_rand_score([record.groups[c] for c in known], [record.clusters[c] for c in known])
+    )
 
 
-def contingency(record: RunRecord, known: Sequence[int], caption: str = "Clients of each group in each cluster") -> str:
+def contingency(
+    record: RunRecord, known: Sequence[int], caption: str = "Clients of each group in each cluster"
+) -> str:
     """Return how many clients of each group are in each cluster."""
-    names = [group for group in record.group_names if any(record.groups[client] == group for client in known)]
+    names = [
+        group
+        for group in record.group_names
+        if any(record.groups[client] == group for client in known)
+    ]
     numbers = sorted({record.clusters[client] for client in known})
     rows: list[list[str | Cell]] = []
     for group in names:
         mine = [record.clusters[client] for client in known if record.groups[client] == group]
-        cells = [Cell(f"{mine.count(n)}", f"heat{round(4 * mine.count(n) / len(mine))}") for n in numbers]
+        cells = [
+            Cell(f"{mine.count(n)}", f"heat{round(4 * mine.count(n) / len(mine))}") for n in numbers
+        ]
         rows.append([group, *cells])
     return table(caption, ["group", *(f"cluster {n}" for n in numbers)], rows)
 
@@ -500,14 +631,22 @@ def costs(record: RunRecord) -> Section:
         ["sent by clients", size(summary["bytes_up"]), size(summary["bytes_up"] / rounds)],
         ["received by clients", size(summary["bytes_down"]), size(summary["bytes_down"] / rounds)],
     ]
-    laps = {name: [row[name] for row in record.timings if name in row] for name in ("train", "combine", "evaluate")}
-    for name, label in (("train", "local training"), ("combine", "aggregation"), ("evaluate", "evaluation")):
+    laps = {
+        name: [row[name] for row in record.timings if name in row]
+        for name in ("train", "combine", "evaluate")
+    }
+    for name, label in (
+        ("train", "local training"),
+        ("combine", "aggregation"),
+        ("evaluate", "evaluation"),
+    ):
         if laps[name]:
             rows.append([label, f"{sum(laps[name]):.2f} s", f"{fmean(laps[name]):.3f} s"])
     after = table("In total and for each round", ["what", "total", "each round"], rows)
     if "messages" in record.rounds[0]:
         messages, evaluations = (
-            fmean(row[name] / row["cohort"] for row in record.rounds) for name in ("messages", "evaluations")
+            fmean(row[name] / row["cohort"] for row in record.rounds)
+            for name in ("messages", "evaluations")
         )
         after += paragraph(
             f"A client of a cohort gets {messages:.1f} messages a round and evaluates a model on one of its splits "
@@ -523,7 +662,9 @@ def costs(record: RunRecord) -> Section:
     if not series:
         return Section("costs", title, after + paragraph("The run has no timings."))
     says = f"{sum(map(sum, laps.values())):.1f} s in total, on {record.config['resolved'].get('device', 'an unknown device')}."
-    chart = Chart("seconds", "Seconds of each round", says, "round", "seconds", series, y_range=(0.0, 0.0))
+    chart = Chart(
+        "seconds", "Seconds of each round", says, "round", "seconds", series, y_range=(0.0, 0.0)
+    )
     return Section("costs", title, after, [chart])
 
 
@@ -548,7 +689,9 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
                 f"{record.config['resolved'].get('fingerprint', 'unknown')}."
             )
         written = yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True)
-        body += how + details(f"Configuration of {record.directory}", f"<pre><code>{escape(written)}</code></pre>")
+        body += how + details(
+            f"Configuration of {record.directory}", f"<pre><code>{escape(written)}</code></pre>"
+        )
     return Section("reproduce", "Configuration and how to reproduce", body)
 
 

@@ -12,8 +12,20 @@ from equipoise.report.svg import DEFINITIONS
 _LIGHT = ("#0072b2", "#c04e00", "#00855f", "#b3568d", "#a87000", "#2a8cc7", "#7a5195", "#7a5f2a")
 _DARK = ("#56a8e0", "#ff8a3c", "#35c79b", "#e79cc6", "#f0b429", "#8fd0f5", "#b79ad1", "#c9ad74")
 _SCHEMES = {
-    "light": {"ink": "#23252b", "soft": "#5a5f6b", "grid": "#e3e6eb", "paper": "#ffffff", "panel": "#f6f7f9"},
-    "dark": {"ink": "#e8eaee", "soft": "#a9afbb", "grid": "#3a3f49", "paper": "#16181d", "panel": "#1f2229"},
+    "light": {
+        "ink": "#23252b",
+        "soft": "#5a5f6b",
+        "grid": "#e3e6eb",
+        "paper": "#ffffff",
+        "panel": "#f6f7f9",
+    },
+    "dark": {
+        "ink": "#e8eaee",
+        "soft": "#a9afbb",
+        "grid": "#3a3f49",
+        "paper": "#16181d",
+        "panel": "#1f2229",
+    },
 }
 
 
@@ -111,7 +123,9 @@ def page(title: str, about: str, sections: Sequence[Section], *, made: str) -> s
     """
     shown = [section for section in sections if not section.missing]
     left_out = [section for section in sections if section.missing]
-    links = "".join(f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in shown)
+    links = "".join(
+        f'<li><a href="#{section.name}">{escape(section.title)}</a></li>' for section in shown
+    )
     body = "".join(section.html() for section in shown)
     if left_out:
         items = "".join(

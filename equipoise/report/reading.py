@@ -142,7 +142,9 @@ class RunRecord:
             for split, key in (("test", "results"), ("val", "validation")):
                 of_split = self.summary.get(key, {})
                 here = {
-                    Part(model, who, split): of_split[model][who] for model in MODELS if who in of_split.get(model, {})
+                    Part(model, who, split): of_split[model][who]
+                    for model in MODELS
+                    if who in of_split.get(model, {})
                 }
                 found |= here
                 if here:
@@ -159,7 +161,8 @@ class RunRecord:
         return {
             row["client"]: row[self.score]
             for row in self.rows
-            if (row["model"], row["split"], row["unseen"]) == (part.model, part.split, part.who == "unseen")
+            if (row["model"], row["split"], row["unseen"])
+            == (part.model, part.split, part.who == "unseen")
         }
 
     def client_name(self, client: int) -> str:
@@ -235,13 +238,23 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise RunError(
             f"cannot read the run in {directory}: {type(error).__name__}: {error}; a file of the run is damaged"
         ) from error
     if not finished:
         if not made.history:
-            raise InputError(f"the run in {directory} has no evaluated round yet, so there is nothing to report")
+            raise InputError(
+                f"the run in {directory} has no evaluated round yet, so there is nothing to report"
+            )
         summary |= made.so_far()
     elif "validation" not in summary:
         # Written by a release whose summaries are of test data only.
@@ -278,7 +291,9 @@ def _begun(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task_of(summary: dict[str, Any], config: Mapping[str, Any], directory: Path, *, trust: bool) -> Task:
+def _task_of(
+    summary: dict[str, Any], config: Mapping[str, Any], directory: Path, *, trust: bool
+) -> Task:
     imports = config.get("imports", [])
     if "task" not in summary and "rounds" not in summary:
         # An unfinished run: its task is found by the metrics in its rows.
@@ -297,7 +312,9 @@ def _task_of(summary: dict[str, Any], config: Mapping[str, Any], directory: Path
 
 def _task_with(row: Mapping[str, Any]) -> str | None:
     """Return the name of the task whose score is in a row, unless that is the loss."""
-    scores = {tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"}
+    scores = {
+        tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"
+    }
     return next((scores[metric] for metric in row if metric in scores), None)
 
 
@@ -380,13 +397,19 @@ class _Journals:
         """Note the mean loss of each group of seen clients, and return the losses of clients."""
         if self.loss_part is None:
             there = {(row["model"], row["split"]) for row in rows if not row["unseen"]}
-            wanted = ((model, split) for model in ("global", "personal") for split in ("val", "test"))
+            wanted = (
+                (model, split) for model in ("global", "personal") for split in ("val", "test")
+            )
             found = next((which for which in wanted if which in there), None)
             if found is None:
                 return {}
             self.loss_part = Part(found[0], "seen", found[1])
         part = self.loss_part
-        mine = [row for row in rows if (row["model"], row["split"], row["unseen"]) == (part.model, part.split, False)]
+        mine = [
+            row
+            for row in rows
+            if (row["model"], row["split"], row["unseen"]) == (part.model, part.split, False)
+        ]
         by_group: dict[str, list[float]] = defaultdict(list)
         for row in mine:
             by_group[row["group"]].append(row["loss"])
@@ -400,7 +423,10 @@ class _Journals:
         if not self.rounds or any(size != clients - len(self.unseen) for size in self._unlisted):
             return None
         always = len(self._unlisted)
-        return {client: always + self._taken_part.get(client, 0) for client in sorted(trained | {*self._taken_part})}
+        return {
+            client: always + self._taken_part.get(client, 0)
+            for client in sorted(trained | {*self._taken_part})
+        }
 
     def so_far(self) -> dict[str, Any]:
         """Return the results of the last evaluated round of an unfinished run."""
@@ -411,10 +437,15 @@ class _Journals:
                 results[part.split].setdefault(part.model, {})[part.who] = of_part[last]
         tail = {}
         if self._tail:
-            results = {split: summarize_rows(self.rows, self._task, split=split) for split in results}
+            results = {
+                split: summarize_rows(self.rows, self._task, split=split) for split in results
+            }
             tail = {"tail": {"rounds": list(self._tail)}}
         done = len(self.rounds)
-        totals = {name: sum(row.get(name, 0) for row in self.rounds) for name in ("bytes_up", "bytes_down")}
+        totals = {
+            name: sum(row.get(name, 0) for row in self.rounds)
+            for name in ("bytes_up", "bytes_down")
+        }
         return {
             "rounds": done,
             "round": last,
@@ -430,4 +461,6 @@ def _by_client(clients: list[int], noted: Any) -> dict[int, float]:
     if not isinstance(noted, list) or len(noted) != len(clients):
         return {}
     numbers = (isinstance(value, (int, float)) for value in noted)
-    return {client: value for client, value, fine in zip(clients, noted, numbers, strict=True) if fine}
+    return {
+        client: value for client, value, fine in zip(clients, noted, numbers, strict=True) if fine
+    }

@@ -13,14 +13,33 @@ import numpy as np
 from equipoise.report import attributes, one
 from equipoise.report.charts import Chart, Series
 from equipoise.report.entries import Entry
-from equipoise.report.html import Cell, Section, details, number, paragraph, plural, size, slug, spread, table
+from equipoise.report.html import (
+    Cell,
+    Section,
+    details,
+    number,
+    paragraph,
+    plural,
+    size,
+    slug,
+    spread,
+    table,
+)
 from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
 from equipoise.study.intervals import CONFIDENCE, OF_GROUPS, RESAMPLES, resampled_interval
 from equipoise.study.metrics import should_be_high
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, rank_methods
 
-COLUMNS = ("mean", "worst10", "sigma_clients", "mean_groups", "worst_group", "group_gap", "sigma_groups")
+COLUMNS = (
+    "mean",
+    "worst10",
+    "sigma_clients",
+    "mean_groups",
+    "worst_group",
+    "group_gap",
+    "sigma_groups",
+)
 CRITERIA = ("mean", "worst10", "sigma_clients")
 # More marks than this make a chart slow and unreadable; then it shows one seed.
 MOST_MARKS = 6000
@@ -85,7 +104,9 @@ class Comparison:
         found = {label: self.by_seed(label, who, metric) for label in self.runs}
         return rank_methods(found, higher_is_better=self.should_be_high(metric))
 
-    def interval(self, records: Sequence[RunRecord], who: str, metric: str) -> tuple[float, float] | None:
+    def interval(
+        self, records: Sequence[RunRecord], who: str, metric: str
+    ) -> tuple[float, float] | None:
         """Return the bootstrap interval over clients of a method's runs."""
         parts = [(record, part) for record in records if (part := record.leading(who))]
         if not parts:
@@ -96,7 +117,9 @@ class Comparison:
         if not common or (metric in OF_GROUPS and any(own != groups[0] for own in groups)):
             return None
         array = np.array([[own[client] for client in common] for own in values])
-        return resampled_interval(array, groups[0], metric, higher_is_better=self.first.task.higher_is_better)
+        return resampled_interval(
+            array, groups[0], metric, higher_is_better=self.first.task.higher_is_better
+        )
 
     def cell(self, label: str, who: str, metric: str) -> str:
         """Write mean ± sample standard deviation over seeds."""
@@ -122,7 +145,11 @@ class Comparison:
     @cached_property
     def whose(self) -> list[str]:
         """Which clients have results: seen, unseen or both."""
-        return [who for who in WHO if any(r.leading(who) for records in self.runs.values() for r in records)]
+        return [
+            who
+            for who in WHO
+            if any(r.leading(who) for records in self.runs.values() for r in records)
+        ]
 
     def part(self, label: str, who: str) -> Part | None:
         """Return the part that numbers of a method are of."""
@@ -141,7 +168,8 @@ def pareto_set(points: Mapping[str, Sequence[float]]) -> list[str]:
     def beaten(label: str) -> bool:
         mine = points[label]
         return any(
-            all(theirs >= own for theirs, own in zip(other, mine, strict=True)) and list(other) != list(mine)
+            all(theirs >= own for theirs, own in zip(other, mine, strict=True))
+            and list(other) != list(mine)
             for other in points.values()
         )
 
@@ -173,7 +201,9 @@ def sections(compared: Sequence[Comparison]) -> list[Section]:
             costs(comparison),
         ]
         made += [_placed(section, comparison) for section in own]
-    records = [record for comparison in compared for runs in comparison.runs.values() for record in runs]
+    records = [
+        record for comparison in compared for runs in comparison.runs.values() for record in runs
+    ]
     return [*made, one.reproduce(records)]
 
 
@@ -203,7 +233,10 @@ def results(comparison: Comparison) -> Section:
     )
     marks = paragraph(about_marks(comparison))
     return Section(
-        "results", "Results", which(comparison) + body + marks + explained + after + cautions(comparison), charts
+        "results",
+        "Results",
+        which(comparison) + body + marks + explained + after + cautions(comparison),
+        charts,
     )
 
 
@@ -220,7 +253,9 @@ def which(comparison: Comparison) -> str:
     record = comparison.first
     counts = {len(runs) for runs in comparison.runs.values()}
     over = plural(max(counts), "seed") if len(counts) == 1 else "the seeds of each method"
-    counted = f"mean ± sample standard deviation (n − 1) over {over}" if counts != {1} else "one seed"
+    counted = (
+        f"mean ± sample standard deviation (n − 1) over {over}" if counts != {1} else "one seed"
+    )
     ends = {one.at_round(run) for runs in comparison.runs.values() for run in runs}
     answers = {
         "Which model?": (
@@ -236,22 +271,43 @@ def which(comparison: Comparison) -> str:
         if len(ends) <= 3
         else "At rounds that differ; see the table of runs.",
     }
-    items = "".join(f"<div><dt>{question}</dt><dd>{escape(answer)}</dd></div>" for question, answer in answers.items())
+    items = "".join(
+        f"<div><dt>{question}</dt><dd>{escape(answer)}</dd></div>"
+        for question, answer in answers.items()
+    )
     return f'<h3>Which {record.score} is it?</h3><dl class="which">{items}</dl>'
 
 
 def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
     """Return the metrics of all methods for seen or unseen clients."""
-    metrics = [m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)]
+    metrics = [
+        m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)
+    ]
     rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
     rows: list[list[str | Cell]] = []
     for label, runs in comparison.runs.items():
         part = comparison.part(label, who)
-        cells = [_ranked(escape(comparison.cell(label, who, metric)), rankings[metric], label) for metric in metrics]
-        mark = Cell('<span role="img" aria-label="in the Pareto set">●</span>') if label in best else Cell("")
-        model = f"{part.model}, validation data" if part and part.split == "val" else part.model if part else "–"
+        cells = [
+            _ranked(escape(comparison.cell(label, who, metric)), rankings[metric], label)
+            for metric in metrics
+        ]
+        mark = (
+            Cell('<span role="img" aria-label="in the Pareto set">●</span>')
+            if label in best
+            else Cell("")
+        )
+        model = (
+            f"{part.model}, validation data"
+            if part and part.split == "val"
+            else part.model
+            if part
+            else "–"
+        )
         rows.append([label, mark, model, f"{len(runs)}", *cells])
-    arrows = [f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}" for metric in metrics]
+    arrows = [
+        f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}"
+        for metric in metrics
+    ]
     header = ["method", "Pareto", "model", "runs", *arrows]
     named = f"{one.capital(comparison.first.score)}, {who} clients"
     whole = table(comparison.title(named), header, rows, texts=[2])
@@ -259,7 +315,9 @@ def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
 
 
 def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
-    marked = f'{text}\N{NO-BREAK SPACE}<span role="img" aria-label="worse than the best">{WORSE}</span>'
+    marked = (
+        f'{text}\N{NO-BREAK SPACE}<span role="img" aria-label="worse than the best">{WORSE}</span>'
+    )
     look = "best" if label in ranking.best else "second" if label in ranking.second else ""
     return Cell(marked if label in ranking.worse else text, look)
 
@@ -295,12 +353,16 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
                 for name in comparison.runs
                 if (name in best) == mine
             }
-            known = {name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None}
+            known = {
+                name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None
+            }
             if known:
                 x, y = zip(*known.values(), strict=True)
                 # Names of many methods would cover each other.
                 named = mine or len(comparison.runs) <= MOST_NAMES
-                series.append(Series(label, x, y, hue=hue, line=False, names=list(known), named=named))
+                series.append(
+                    Series(label, x, y, hue=hue, line=False, names=list(known), named=named)
+                )
         if not series:
             continue
         better = "top right" if comparison.should_be_high(metric) else "bottom right"
@@ -319,21 +381,29 @@ def cautions(comparison: Comparison) -> str:
     records = [record for runs in comparison.runs.values() for record in runs]
     said = []
     if len({record.score for record in records}) > 1:
-        said.append(f"Runs have different scores: {', '.join(sorted({record.score for record in records}))}.")
+        said.append(
+            f"Runs have different scores: {', '.join(sorted({record.score for record in records}))}."
+        )
     prints: dict[int, set[str]] = {}
     for record in records:
         prints.setdefault(record.seed, set()).add(str(record.config["resolved"].get("fingerprint")))
     if any(len(there) > 1 for there in prints.values()):
-        said.append("Runs with the same seed were trained on different data, so their numbers are not comparable.")
+        said.append(
+            "Runs with the same seed were trained on different data, so their numbers are not comparable."
+        )
     if len({tuple(sorted(r.seed for r in runs)) for runs in comparison.runs.values()}) > 1:
         said.append("Methods have different seeds.")
     unfinished = [str(record.directory) for record in records if not record.finished]
     if unfinished:
-        said.append(f"Unfinished, so judged at their last evaluated round: {', '.join(unfinished)}.")
+        said.append(
+            f"Unfinished, so judged at their last evaluated round: {', '.join(unfinished)}."
+        )
     for who in comparison.whose:
         parts = [part for label in comparison.runs if (part := comparison.part(label, who))]
         if len({part.split for part in parts}) > 1:
-            said.append(f"Numbers of {who} clients are partly of test and partly of validation data.")
+            said.append(
+                f"Numbers of {who} clients are partly of test and partly of validation data."
+            )
     items = "".join(f"<li>{escape(text)}</li>" for text in said)
     return f'<div class="caution"><h3>Compare with care</h3><ul>{items}</ul></div>' if said else ""
 
@@ -346,34 +416,53 @@ def clients(comparison: Comparison) -> Section:
     title = f"Who is left behind: {comparison.first.score} of each client"
     charts = [chart for who in comparison.whose if (chart := columns(comparison, who))]
     if not charts:
-        return Section("clients", title, missing="The journals have no rows of the selected rounds.")
-    return Section("clients", title, paragraph("Each mark is one client of one run."), charts, group_tables(comparison))
+        return Section(
+            "clients", title, missing="The journals have no rows of the selected rounds."
+        )
+    return Section(
+        "clients",
+        title,
+        paragraph("Each mark is one client of one run."),
+        charts,
+        group_tables(comparison),
+    )
 
 
 def columns(comparison: Comparison, who: str) -> Chart | None:
     """Return the clients of each method in a column of its own, coloured by group."""
     runs = {
-        label: [(r, part) for r in records if (part := r.leading(who))] for label, records in comparison.runs.items()
+        label: [(r, part) for r in records if (part := r.leading(who))]
+        for label, records in comparison.runs.items()
     }
     if sum(len(r.rows) for pairs in runs.values() for r, _ in pairs) > MOST_MARKS:
         runs = {label: pairs[:1] for label, pairs in runs.items()}
-    names = list(dict.fromkeys(name for pairs in runs.values() for record, _ in pairs for name in record.group_names))
+    names = list(
+        dict.fromkeys(
+            name for pairs in runs.values() for record, _ in pairs for name in record.group_names
+        )
+    )
     coloured = len(names) <= HUES
     marks: dict[int, list[tuple[float, float, str]]] = {}
     for position, pairs in enumerate(runs.values()):
         for record, part in pairs:
-            for rank, (client, value) in enumerate(sorted(record.values(part).items(), key=lambda item: item[1])):
+            for rank, (client, value) in enumerate(
+                sorted(record.values(part).items(), key=lambda item: item[1])
+            ):
                 group = record.groups[client]
                 # Spread by the golden ratio, so that neighbours do not cover each other.
                 aside = 0.56 * ((rank * 0.618034) % 1 - 0.5)
                 said = f"{record.client_name(client)}, {group}, seed {record.seed}"
-                marks.setdefault(names.index(group) if coloured else 0, []).append((position + aside, value, said))
+                marks.setdefault(names.index(group) if coloured else 0, []).append(
+                    (position + aside, value, said)
+                )
     if not marks:
         return None
     series = []
     for hue, mine in sorted(marks.items()):
         x, y, called = zip(*mine, strict=True)
-        series.append(Series(names[hue] if coloured else "", x, y, hue=hue, line=False, names=called))
+        series.append(
+            Series(names[hue] if coloured else "", x, y, hue=hue, line=False, names=called)
+        )
     seeds = {record.seed for pairs in runs.values() for record, _ in pairs}
     says = f"{one.capital(who)} clients of {plural(len(runs), 'method')}, {plural(len(seeds), 'seed')}."
     name, axis = f"clients-{who}", comparison.first.score
@@ -393,7 +482,10 @@ def group_tables(comparison: Comparison) -> str:
             averages = {name: statistics.fmean(values) for name, values in means.items()}
             sign = 1 if comparison.first.task.higher_is_better else -1
             worst = min(averages, key=lambda name: sign * averages[name], default=None)
-            cells = [Cell(escape(spread(means.get(name, []))), "worst" if name == worst else "") for name in names]
+            cells = [
+                Cell(escape(spread(means.get(name, []))), "worst" if name == worst else "")
+                for name in names
+            ]
             rows.append([label, *cells, worst or "–"])
         caption = comparison.title(f"Mean over the clients of each group, {who} clients")
         pieces += table(caption, ["method", *names, "served worst"], rows, texts=[len(names) + 1])
@@ -436,11 +528,16 @@ def groups(comparison: Comparison) -> Section:
         if any(len(_group_means(comparison, label, who)) > 1 for label in comparison.runs)
     ]
     if not several:
-        return Section("groups", title, missing="All evaluated clients are in one group, so there are no gaps.")
+        return Section(
+            "groups", title, missing="All evaluated clients are in one group, so there are no gaps."
+        )
     charts = [
         chart
         for who in several
-        for metric, label in (("group_gap", one.TILES["group_gap"]), ("sigma_groups", "σ over groups"))
+        for metric, label in (
+            ("group_gap", one.TILES["group_gap"]),
+            ("sigma_groups", "σ over groups"),
+        )
         if (chart := over_rounds(comparison, who, metric, label))
     ]
     return Section("groups", title, "", charts)
@@ -469,8 +566,12 @@ def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Ch
                 means,
                 hue=position % HUES,
                 dashed=position >= HUES,
-                low=[mean - deviation for mean, deviation in zip(means, deviations, strict=True)] if band else (),
-                high=[mean + deviation for mean, deviation in zip(means, deviations, strict=True)] if band else (),
+                low=[mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+                if band
+                else (),
+                high=[mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+                if band
+                else (),
             )
         )
     if not series:
@@ -488,14 +589,21 @@ def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Ch
 def weights(comparison: Comparison) -> Section:
     """Return the weights of the methods that note them, for their first seed."""
     title = "Weights against losses"
-    noted = {label: next((r for r in runs if r.weighed), None) for label, runs in comparison.runs.items()}
+    noted = {
+        label: next((r for r in runs if r.weighed), None) for label, runs in comparison.runs.items()
+    }
     there = {label: record for label, record in noted.items() if record}
     if not there:
-        return Section("weights", title, missing="No method wrote weights into the notes of its rounds.")
+        return Section(
+            "weights", title, missing="No method wrote weights into the notes of its rounds."
+        )
     charts = []
     for label, record in list(there.items())[:MOST_WEIGHTS]:
         own = one.weights(record, before=f"{slug(label)}-").charts
-        charts += [replace(chart, title=f"{label}: {chart.title[0].lower()}{chart.title[1:]}") for chart in own]
+        charts += [
+            replace(chart, title=f"{label}: {chart.title[0].lower()}{chart.title[1:]}")
+            for chart in own
+        ]
     shown = list(there)[:MOST_WEIGHTS]
     body = paragraph(f"Of one run of each method that notes weights: {', '.join(shown)}.")
     if len(there) > len(shown):
@@ -513,12 +621,32 @@ def sampling(comparison: Comparison) -> Section:
         for record in records:
             if record.sampled:
                 counts = list(record.sampled.values())
-                numbers = (f"{min(counts)}", f"{statistics.median(counts):g}", f"{max(counts)}", f"{counts.count(0)}")
-                rows.append([label, f"{record.seed}", f"{len(record.rounds)}", f"{len(counts)}", *numbers])
+                numbers = (
+                    f"{min(counts)}",
+                    f"{statistics.median(counts):g}",
+                    f"{max(counts)}",
+                    f"{counts.count(0)}",
+                )
+                rows.append(
+                    [label, f"{record.seed}", f"{len(record.rounds)}", f"{len(counts)}", *numbers]
+                )
     if not rows:
         return Section("sampling", title, missing="The runs do not say which clients took part.")
-    header = ["method", "seed", "rounds", "clients", "fewest", "median", "most", "clients never chosen"]
-    return Section("sampling", title, table(comparison.title("Rounds in which a client took part"), header, rows))
+    header = [
+        "method",
+        "seed",
+        "rounds",
+        "clients",
+        "fewest",
+        "median",
+        "most",
+        "clients never chosen",
+    ]
+    return Section(
+        "sampling",
+        title,
+        table(comparison.title("Rounds in which a client took part"), header, rows),
+    )
 
 
 def clusters(comparison: Comparison) -> Section:
@@ -526,16 +654,24 @@ def clusters(comparison: Comparison) -> Section:
     title = "Clusters against groups"
     body = ""
     for label, records in comparison.runs.items():
-        noted = [record for record in records if any(client in record.groups for client in record.clusters)]
+        noted = [
+            record
+            for record in records
+            if any(client in record.groups for client in record.clusters)
+        ]
         if noted:
             indices = [one.rand_index(record) for record in noted]
             body += f"<h3>{escape(label)}</h3>"
-            body += paragraph(f"Adjusted Rand index {spread(indices)}; the table is of seed {noted[0].seed}.")
+            body += paragraph(
+                f"Adjusted Rand index {spread(indices)}; the table is of seed {noted[0].seed}."
+            )
             known = [client for client in noted[0].clusters if client in noted[0].groups]
             caption = comparison.title(f"Clients of each group in each cluster of {label}")
             body += one.contingency(noted[0], known, caption)
     if not body:
-        return Section("clusters", title, missing="No method wrote clusters into the notes of its rounds.")
+        return Section(
+            "clusters", title, missing="No method wrote clusters into the notes of its rounds."
+        )
     return Section("clusters", title, body)
 
 
@@ -544,12 +680,17 @@ def costs(comparison: Comparison) -> Section:
     title = "Bytes and seconds"
     rows = []
     for label, records in comparison.runs.items():
-        moved = [statistics.fmean(r.summary[name] for r in records) for name in ("bytes_up", "bytes_down")]
+        moved = [
+            statistics.fmean(r.summary[name] for r in records)
+            for name in ("bytes_up", "bytes_down")
+        ]
         seconds = [record.seconds for record in records if record.seconds is not None]
         rounds = statistics.fmean(len(record.rounds) for record in records)
         taken = f"{statistics.fmean(seconds):.2f}" if seconds else "–"
         each = f"{statistics.fmean(seconds) / rounds:.3f}" if seconds and rounds else "–"
         rows.append([label, f"{rounds:g}", *map(size, moved), taken, each])
     header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds a round"]
-    body = paragraph("Means over seeds. Bytes are without evaluation for this report, seconds with it.")
+    body = paragraph(
+        "Means over seeds. Bytes are without evaluation for this report, seconds with it."
+    )
     return Section("costs", title, body + table(comparison.title("Cost of a run"), header, rows))

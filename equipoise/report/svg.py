@@ -49,7 +49,9 @@ def figure(chart: Chart) -> str:
     said = escape(f"{chart.title}. {chart.says}", quote=True)
     drawing = f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" aria-label="{said}">{_drawing(chart)}</svg>'
     caption = f"<figcaption><h4>{escape(chart.title)}</h4><p>{escape(chart.says)}</p></figcaption>"
-    return f'<figure id="{escape(chart.name, quote=True)}">{caption}{drawing}{_legend(chart)}</figure>'
+    return (
+        f'<figure id="{escape(chart.name, quote=True)}">{caption}{drawing}{_legend(chart)}</figure>'
+    )
 
 
 def _height(chart: Chart) -> float:
@@ -94,18 +96,26 @@ def _axes(chart: Chart, across: Scale, up: Scale) -> str:
     lines, labels = [], []
     for value in ticks(low, high):
         lines.append(f"M{LEFT:g} {up(value):.1f}H{WIDTH - RIGHT:g}")
-        labels.append(f'<text x="{LEFT - 6:g}" y="{up(value) + 3.6:.1f}" text-anchor="end">{tick_label(value)}</text>')
+        labels.append(
+            f'<text x="{LEFT - 6:g}" y="{up(value) + 3.6:.1f}" text-anchor="end">{tick_label(value)}</text>'
+        )
     if chart.columns:
         for position, name in enumerate(chart.columns):
             shown = escape(name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…")
             shown += f"<title>{escape(name)}</title>" if len(name) > LONGEST else ""
             at = f"{across(position):.1f}"
-            turn = f' text-anchor="end" transform="rotate(-60 {at} {bottom + 14:g})"' if _slanted(chart) else ""
+            turn = (
+                f' text-anchor="end" transform="rotate(-60 {at} {bottom + 14:g})"'
+                if _slanted(chart)
+                else ""
+            )
             labels.append(f'<text x="{at}" y="{bottom + 14:g}"{turn or MIDDLE}>{shown}</text>')
     else:
         for value in ticks(left, right, whole=chart.whole):
             lines.append(f"M{across(value):.1f} {TOP:g}V{bottom:g}")
-            labels.append(f'<text x="{across(value):.1f}" y="{bottom + 15:g}"{MIDDLE}>{tick_label(value)}</text>')
+            labels.append(
+                f'<text x="{across(value):.1f}" y="{bottom + 15:g}"{MIDDLE}>{tick_label(value)}</text>'
+            )
     middle = (TOP + bottom) / 2
     names = (
         f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{_height(chart) - 6:g}"{MIDDLE}>{escape(chart.x_label)}</text>'
@@ -132,13 +142,17 @@ def _series(series: Series, across: Scale, up: Scale) -> str:
     hue, pieces = series.hue % HUES, []
     if series.line:
         dashed = " dashed" if series.dashed else ""
-        pieces.append(f'<path class="line{dashed} h{hue}" d="{_path(series.x, series.y, across, up)}"/>')
+        pieces.append(
+            f'<path class="line{dashed} h{hue}" d="{_path(series.x, series.y, across, up)}"/>'
+        )
     if not series.line or len(series.x) <= MARKED:
         names = series.names or [""] * len(series.x)
         for x, y, name in zip(series.x, series.y, names, strict=True):
             if np.isfinite(y):
                 hint = f"<title>{escape(name)}: {y:.4g}</title>" if name else ""
-                pieces.append(f'<use href="#marker{hue}" x="{across(x):.1f}" y="{up(y):.1f}">{hint}</use>')
+                pieces.append(
+                    f'<use href="#marker{hue}" x="{across(x):.1f}" y="{up(y):.1f}">{hint}</use>'
+                )
     return f'<g class="points h{hue}">{"".join(pieces)}</g>'
 
 
@@ -161,5 +175,9 @@ def _key(series: Series) -> str:
     hue = series.hue % HUES
     dashed = " dashed" if series.dashed else ""
     line = f'<path class="line{dashed} h{hue}" d="M1 6H21"/>' if series.line else ""
-    marker = f'<use href="#marker{hue}" x="11" y="6"/>' if not series.line or len(series.x) <= MARKED else ""
+    marker = (
+        f'<use href="#marker{hue}" x="11" y="6"/>'
+        if not series.line or len(series.x) <= MARKED
+        else ""
+    )
     return f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">{line}{marker}</g></svg>'

@@ -34,7 +34,13 @@ from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import convert
 from equipoise.optimizers import OPTIMIZER_OPTIONS
 from equipoise.run.callbacks import Callback, Listeners, checked
-from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_local, read_note, refuse_another_version
+from equipoise.run.checkpoint import (
+    CHECKPOINT,
+    IF_LONGER,
+    read_local,
+    read_note,
+    refuse_another_version,
+)
 from equipoise.run.checksums import SUMS, read_sums, verify, write_sums
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
@@ -115,7 +121,11 @@ def _names_arguments(function: F) -> F:
         try:
             return function(*args, **given)
         except InputError as error:
-            said = re.sub(r"^training\.(\w+)", lambda found: found[1] if found[1] in given else found[0], str(error))
+            said = re.sub(
+                r"^training\.(\w+)",
+                lambda found: found[1] if found[1] in given else found[0],
+                str(error),
+            )
             if said == str(error):
                 raise
             raise InputError(said) from error
@@ -210,7 +220,9 @@ def train(
     if resume and out is None:
         raise InputError("resume=True needs out=, the directory of the run to go on with")
     if isinstance(federation, str):
-        raise InputError(f"train() takes a federation, not the name of one: equipoise.data.load({federation!r})")
+        raise InputError(
+            f"train() takes a federation, not the name of one: equipoise.data.load({federation!r})"
+        )
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
@@ -218,14 +230,23 @@ def train(
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
         # Copied, because the method's parts may be added to it.
-        module, model_config = _divided(copy.deepcopy(model), head), {"name": f"custom:{type(model).__name__}"}
+        module, model_config = (
+            _divided(copy.deepcopy(model), head),
+            {"name": f"custom:{type(model).__name__}"},
+        )
         if head is not None:
             model_config["head"] = head
     else:
         if head is not None:
-            raise InputError(f"head={head!r} belongs to a module, but the model is {model!r}; leave it out")
-        model_config = models.with_class_names(_named(model or made.usual_model, "model"), federation.class_names)
-        module = models.build(shape=federation.shape, classes=federation.outputs, seed=seed, **model_config)
+            raise InputError(
+                f"head={head!r} belongs to a module, but the model is {model!r}; leave it out"
+            )
+        model_config = models.with_class_names(
+            _named(model or made.usual_model, "model"), federation.class_names
+        )
+        module = models.build(
+            shape=federation.shape, classes=federation.outputs, seed=seed, **model_config
+        )
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
     warm = start_from(start)
@@ -243,14 +264,31 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished, longer = _open(directory, config, federation, machine, module, begun, resume, attached or {})
+    config, finished, longer = _open(
+        directory, config, federation, machine, module, begun, resume, attached or {}
+    )
     if longer and directory:
-        _refuse_to_lengthen(directory, training, made, best=evaluation.select == "best" and engine is not StackedEngine)
+        _refuse_to_lengthen(
+            directory,
+            training,
+            made,
+            best=evaluation.select == "best" and engine is not StackedEngine,
+        )
     chosen = config["resolved"].get("chunk")
     if isinstance(chosen, int):
         machine = Machine(**{**to_plain(machine), "chunk": chosen})
     trainer = Trainer(
-        federation, made, module, training, machine, evaluation, seed, directory, checkpoint_every, engine, begun
+        federation,
+        made,
+        module,
+        training,
+        machine,
+        evaluation,
+        seed,
+        directory,
+        checkpoint_every,
+        engine,
+        begun,
     )
     if directory:
         trainer.identity = _identity(config)
@@ -297,7 +335,10 @@ def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> Non
     """Write the first files of a run. The configuration comes last: a directory with this file holds a run."""
     for name, content in attached.items():
         write_atomically(directory / name, content)
-    write_sums(directory, {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()})
+    write_sums(
+        directory,
+        {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()},
+    )
     write_atomically(directory / CONFIG, config)
 
 
@@ -311,7 +352,10 @@ def _lengthen(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> 
     (directory / SUMS).unlink(missing_ok=True)
     write_atomically(directory / CONFIG, config)
     if had_sums:
-        write_sums(directory, {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()})
+        write_sums(
+            directory,
+            {name: _sha256(content) for name, content in {**attached, CONFIG: config}.items()},
+        )
 
 
 def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) -> Run:
@@ -319,18 +363,34 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
     summary = trainer.summary()
     if directory:
         selected = trainer.selected()
-        save_tensors(directory / GLOBAL, selected.shared, {"round": selected.round, "whole": trainer.has_global})
+        save_tensors(
+            directory / GLOBAL,
+            selected.shared,
+            {"round": selected.round, "whole": trainer.has_global},
+        )
         if names := trainer.federation.client_names:
-            write_atomically(directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n")
+            write_atomically(
+                directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n"
+            )
         if selected.own:
-            save_tensors(directory / PERSONAL, selected.own, {"round": selected.round, "clients": selected.clients})
+            save_tensors(
+                directory / PERSONAL,
+                selected.own,
+                {"round": selected.round, "clients": selected.clients},
+            )
         if trainer.method.local.makes_index:
             trainer.client_index().write(directory / INDEX)
         content = json.dumps(summary, indent=2).encode() + b"\n"
         # Without checksums from the beginning, as in a run that an older version has begun, there are none at the end.
         if (sums := read_sums(directory)) is not None:
-            journals = {journal.path.name: journal.digest for journal in trainer.journals.values() if journal.path}
-            there = {name: digest for name, digest in journals.items() if (directory / name).exists()}
+            journals = {
+                journal.path.name: journal.digest
+                for journal in trainer.journals.values()
+                if journal.path
+            }
+            there = {
+                name: digest for name, digest in journals.items() if (directory / name).exists()
+            }
             named = {NAMES: _sha256((directory / NAMES).read_bytes())} if names else {}
             write_sums(directory, {**sums, **there, **named, SUMMARY: _sha256(content)})
         # The summary is written last: a run with a summary is complete.
@@ -390,9 +450,19 @@ def load(
         module = _model_of(config, directory, module)
     except InputError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"cannot build the model that {directory / CONFIG} describes ({said})") from error
+        raise InputError(
+            f"cannot build the model that {directory / CONFIG} describes ({said})"
+        ) from error
     # Runs of older versions hold their frozen tensors themselves.
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
@@ -422,7 +492,11 @@ def _divided(module: nn.Module, head: str | None) -> nn.Module:
 
 def _undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """Return a module that was divided by the argument ``head`` in one piece, as it was given."""
-    return module.whole().eval() if isinstance(module, Headed) and "head" in config["model"] else module
+    return (
+        module.whole().eval()
+        if isinstance(module, Headed) and "head" in config["model"]
+        else module
+    )
 
 
 def _model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | None) -> nn.Module:
@@ -431,9 +505,14 @@ def _model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | No
     if module is None:
         name = config["model"]["name"]
         if name.startswith("custom:"):
-            raise InputError(f"the run in {directory} used a model of its own ({name[7:]}); pass it as module=")
+            raise InputError(
+                f"the run in {directory} used a model of its own ({name[7:]}); pass it as module="
+            )
         module = models.build(
-            shape=resolved["shape"], classes=resolved["outputs"], seed=config["seed"], **config["model"]
+            shape=resolved["shape"],
+            classes=resolved["outputs"],
+            seed=config["seed"],
+            **config["model"],
         )
     else:
         module = _divided(copy.deepcopy(module), config["model"].get("head"))
@@ -482,7 +561,9 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
         return None
     if not isinstance(client, str):
         if isinstance(client, bool) or not hasattr(client, "__index__"):
-            raise InputError(f"client {client!r} is no client; give its number, a whole one, or its name")
+            raise InputError(
+                f"client {client!r} is no client; give its number, a whole one, or its name"
+            )
         number, own, names = int(client), str(int(client)), names or ()
         called = names[number] if 0 <= number < len(names) else None
         numeric = called is not None and all(name.removeprefix("-").isdecimal() for name in names)
@@ -490,8 +571,16 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
         # Where two clients share a name, only the number tells them apart.
         if agrees or names.count(called) > 1 or not (numeric or own in names):
             return number
-        here = f"there is no number {number}" if called is None else f"number {number} is called {called!r}"
-        there = f"{own!r} is number {names.index(own)}" if own in names else f"no client is called {own!r}"
+        here = (
+            f"there is no number {number}"
+            if called is None
+            else f"number {number} is called {called!r}"
+        )
+        there = (
+            f"{own!r} is number {names.index(own)}"
+            if own in names
+            else f"no client is called {own!r}"
+        )
         valid = " or ".join(f"client={name!r}" for name in (own, called) if name in names)
         raise InputError(f"client {number} is ambiguous: {here}, and {there}; give {valid}")
     if not names:
@@ -500,14 +589,20 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
     if not numbers:
         raise unknown("client", client, names)
     if len(numbers) > 1:
-        raise InputError(f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a number")
+        raise InputError(
+            f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a number"
+        )
     return numbers[0]
 
 
 def _local(models: Models, client: int | None) -> Tree:
     """Return the tensors of a client's local model."""
     if client is None or client not in models.clients:
-        asked = "local models belong to clients" if client is None else f"client {client} has no local model"
+        asked = (
+            "local models belong to clients"
+            if client is None
+            else f"client {client} has no local model"
+        )
         raise InputError(
             f"{asked}; valid: client= one of those that trained in round {models.round}: "
             f"{', '.join(map(str, models.clients))}"
@@ -516,28 +611,40 @@ def _local(models: Models, client: int | None) -> Tree:
     return {**models.shared, **{name: stack[row] for name, stack in models.own.items()}}
 
 
-def _module(module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool) -> nn.Module:
+def _module(
+    module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool
+) -> nn.Module:
     """Fill a module with the global model, or with a client's own if ``client`` is given.
 
     If clients keep parts of the shared model, there is no complete global model, and only clients
     that have taken part have a model.
     """
     tensors = dict(chosen.shared)
-    if not whole and (client is None or (0 <= client < registered and client not in chosen.clients)):
-        asked = "there is no global model" if client is None else f"client {client} has never taken part"
+    if not whole and (
+        client is None or (0 <= client < registered and client not in chosen.clients)
+    ):
+        asked = (
+            "there is no global model"
+            if client is None
+            else f"client {client} has never taken part"
+        )
         raise InputError(
             f"{asked}, and clients of this method keep parts of the model for themselves; "
             f"valid: client= one of {', '.join(map(str, chosen.clients))}"
         )
     if client is not None:
         if not chosen.own:
-            raise InputError(f"client {client} has no personal model; the method gives all clients the global model")
+            raise InputError(
+                f"client {client} has no personal model; the method gives all clients the global model"
+            )
         if not 0 <= client < registered:
             raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
         # A client that has never taken part still has the global model.
         if client in chosen.clients:
             row = chosen.clients.index(client)
-            tensors = personal_model(chosen.shared, {name: stack[row] for name, stack in chosen.own.items()})
+            tensors = personal_model(
+                chosen.shared, {name: stack[row] for name, stack in chosen.own.items()}
+            )
     return _filled(module, tensors)
 
 
@@ -546,9 +653,15 @@ def _filled(module: nn.Module, tensors: Tree) -> nn.Module:
     # A model without trained tensors keeps its type.
     dtype = next((tensor.dtype for tensor in tensors.values()), None)
     # Runs of older versions hold frozen tensors too.
-    slots = [s for s in slots_of(module.to(dtype=dtype, device="cpu")) if not s.frozen or s.name in tensors]
+    slots = [
+        s
+        for s in slots_of(module.to(dtype=dtype, device="cpu"))
+        if not s.frozen or s.name in tensors
+    ]
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if difference := first_difference(there, {slot.name: tuple(slot.tensor.shape) for slot in slots}):
+    if difference := first_difference(
+        there, {slot.name: tuple(slot.tensor.shape) for slot in slots}
+    ):
         raise InputError(f"the module does not fit the run: the shape of {difference}")
     with torch.no_grad():
         for slot in slots:
@@ -600,12 +713,20 @@ def _open(
         if longer:
             found["training"]["rounds"] = config["training"]["rounds"]
         # Another tracker does not make another experiment.
-        there, here = ({**given, "tracking": None} for given in (found, json.loads(json.dumps(config))))
+        there, here = (
+            {**given, "tracking": None} for given in (found, json.loads(json.dumps(config)))
+        )
         if difference := first_difference(there, here):
             # An older version differs in settings it did not have, which say less than its number.
             refuse_another_version(directory)
-            same = "pass the module the run began with or " if difference.startswith("resolved.module ") else ""
-            raise InputError(f"{directory} holds another experiment: {difference}; {same}choose another directory")
+            same = (
+                "pass the module the run began with or "
+                if difference.startswith("resolved.module ")
+                else ""
+            )
+            raise InputError(
+                f"{directory} holds another experiment: {difference}; {same}choose another directory"
+            )
         _check_code(directory, attached)
         finished = (directory / SUMMARY).exists()
         if finished and not (directory / CHECKPOINT).exists():
@@ -613,8 +734,14 @@ def _open(
                 f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results are intact and there "
                 "is nothing to resume. equipoise.load reads its models"
             )
-        return {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})}, finished and not longer, longer
-    if directory.exists() and (not directory.is_dir() or not all(_left_over(p, attached) for p in directory.iterdir())):
+        return (
+            {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})},
+            finished and not longer,
+            longer,
+        )
+    if directory.exists() and (
+        not directory.is_dir() or not all(_left_over(p, attached) for p in directory.iterdir())
+    ):
         raise InputError(f"{directory} exists and is no run directory; choose another")
     return config, False, False
 
@@ -662,7 +789,11 @@ def _left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
 
 def _identity(config: Mapping[str, Any]) -> str:
     """Hash the settings of a run that stay the same when it is made longer or followed by another tracker."""
-    resolved = {name: value for name, value in config["resolved"].items() if name not in ("clients", "chunk")}
+    resolved = {
+        name: value
+        for name, value in config["resolved"].items()
+        if name not in ("clients", "chunk")
+    }
     training = {name: value for name, value in config["training"].items() if name != "rounds"}
     same = {**config, "resolved": resolved, "training": training, "tracking": None}
     return _sha256(json.dumps(same, sort_keys=True).encode())[:16]
@@ -677,13 +808,18 @@ def _architecture(module: nn.Module) -> str:
     # Functions are printed with their address, which differs between processes.
     layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
     named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = [(name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    tensors = [
+        (name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in named
+    ]
     return hashlib.sha256(repr((layers, tensors)).encode()).hexdigest()[:16]
 
 
 def _refuse_a_run_in(directory: Path) -> None:
     if (directory / CONFIG).exists():
-        raise InputError(f"{directory} already holds a run; resume it (--resume) or choose another directory")
+        raise InputError(
+            f"{directory} already holds a run; resume it (--resume) or choose another directory"
+        )
 
 
 def first_difference(found: Any, wanted: Any, path: str = "") -> str | None:
@@ -696,7 +832,9 @@ def first_difference(found: Any, wanted: Any, path: str = "") -> str | None:
     """
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in [*found, *(k for k in wanted if k not in found)]:
-            inner = first_difference(found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
+            inner = first_difference(
+                found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key)
+            )
             if inner:
                 return inner
         return None

@@ -65,7 +65,9 @@ class Snapshot:
         """A copy of the global model as it is evaluated, by the names of its tensors; None if there is none."""
         if not self._trainer.has_global:
             return None
-        return {name: tensor.detach().clone() for name, tensor in self._trainer.global_model.items()}
+        return {
+            name: tensor.detach().clone() for name, tensor in self._trainer.global_model.items()
+        }
 
     def model(self) -> nn.Module | None:
         """Return the global model as a module in evaluation mode, on the CPU; None if there is none."""
@@ -108,7 +110,11 @@ class Snapshot:
             Such as ``{"global": {"north": 0.8, "south": 0.7}}``.
         """
         found = self.results(split)
-        return {model: dict(whose["seen"]["groups"]) for model, whose in found.items() if "seen" in whose}
+        return {
+            model: dict(whose["seen"]["groups"])
+            for model, whose in found.items()
+            if "seen" in whose
+        }
 
     def stop(self, reason: str) -> None:
         """End the run after this round, as if it had been the last.
@@ -174,7 +180,10 @@ class Listeners:
     """
 
     def __init__(
-        self, callbacks: Iterable[Callback] = (), config: dict[str, Any] | None = None, directory: Path | None = None
+        self,
+        callbacks: Iterable[Callback] = (),
+        config: dict[str, Any] | None = None,
+        directory: Path | None = None,
     ) -> None:
         self._callbacks, self._config, self._directory = checked(callbacks), config or {}, directory
         self._begun: list[Callback] = []
@@ -204,7 +213,9 @@ class Listeners:
             self._seen.rows = self._seen.rows if evaluated else []
             self._tell("round")
 
-    def end(self, summary: dict[str, Any] | None = None, error: BaseException | None = None) -> None:
+    def end(
+        self, summary: dict[str, Any] | None = None, error: BaseException | None = None
+    ) -> None:
         """Tell callbacks that have begun that the run has ended."""
         if self._seen:
             self._seen.summary, self._seen.error = summary, error
@@ -233,5 +244,7 @@ def checked(callbacks: Any) -> Sequence[Callback]:
                 f"callbacks has the class {callback.__name__}; make an object of it: {callback.__name__}()"
             )
         if not isinstance(callback, Callback):
-            raise InputError(f"callbacks has {callback!r}; valid: objects of classes derived from equipoise.Callback")
+            raise InputError(
+                f"callbacks has {callback!r}; valid: objects of classes derived from equipoise.Callback"
+            )
     return listed

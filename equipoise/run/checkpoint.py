@@ -86,10 +86,16 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
             memory[rest] = tensor
     # Numbers of clients stay on the CPU, where the server computes, whatever device the model is on.
     for tree, values in server.items():
-        server[tree] = values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
-    there, here = ({name: tuple(tensor.shape) for name, tensor in of.items()} for of in (model, like.model))
+        server[tree] = (
+            values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
+        )
+    there, here = (
+        {name: tuple(tensor.shape) for name, tensor in of.items()} for of in (model, like.model)
+    )
     if there != here or not isinstance(note.get("round"), int):
-        differing = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        differing = sorted(
+            name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
+        )
         raise RunError(
             f"{path} is a checkpoint of another model: {differing[0] if differing else 'its round'} differs; restore the "
             "file that belongs to this run"
@@ -155,7 +161,9 @@ def save_models(path: Path, models: Models) -> None:
     >>> read_models(path).clients
     [5]
     """
-    tensors = {f"global/{n}": t for n, t in models.shared.items()} | {f"own/{n}": t for n, t in models.own.items()}
+    tensors = {f"global/{n}": t for n, t in models.shared.items()} | {
+        f"own/{n}": t for n, t in models.own.items()
+    }
     save_tensors(path, tensors, {"round": models.round, "clients": models.clients})
 
 
@@ -163,7 +171,9 @@ def read_local(directory: Path) -> Models:
     """Read the local models that a run with ``evaluation.keep_local`` has left in its directory."""
     path = directory / LOCAL
     if not path.exists():
-        raise InputError(f"{directory} has no {LOCAL}; train with evaluation.keep_local: true to keep local models")
+        raise InputError(
+            f"{directory} has no {LOCAL}; train with evaluation.keep_local: true to keep local models"
+        )
     return read_models(path)
 
 
@@ -173,5 +183,7 @@ def read_models(path: Path) -> Models:
     shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
     own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
     if not isinstance(note.get("round"), int) or not isinstance(note.get("clients"), list):
-        raise RunError(f"{path} is not a file of models: it does not name its round and its clients")
+        raise RunError(
+            f"{path} is not a file of models: it does not name its round and its clients"
+        )
     return Models(note["round"], shared, note["clients"], own)

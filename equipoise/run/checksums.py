@@ -65,7 +65,9 @@ def read_sums(directory: Path) -> dict[str, str] | None:
         raise RunError(f"cannot read {path}: {error}") from error
     found = [_LINE.fullmatch(line) for line in lines]
     if not lines or not all(found):
-        raise RunError(f"{path} is damaged: it must hold a SHA-256 and the name of a file in each line")
+        raise RunError(
+            f"{path} is damaged: it must hold a SHA-256 and the name of a file in each line"
+        )
     return {match[2]: match[1] for match in found if match}
 
 
@@ -100,7 +102,9 @@ def verify(directory: Path, *names: str) -> None:
     for name in names or sums:
         path = directory / name
         if name not in sums:
-            raise RunError(f"{directory / SUMS} has no checksum of {name}; one of the two files was changed")
+            raise RunError(
+                f"{directory / SUMS} has no checksum of {name}; one of the two files was changed"
+            )
         try:
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -93,13 +93,17 @@ class Evaluation:
         count(self.every, "evaluation.every", least=0)
         count(self.min_cell, "evaluation.min_cell")
         if isinstance(self.positive, bool) or not isinstance(self.positive, int | str | None):
-            raise InputError(f"evaluation.positive must be a class, by number or name, got {self.positive!r}")
+            raise InputError(
+                f"evaluation.positive must be a class, by number or name, got {self.positive!r}"
+            )
         one_of(self.select, ("last", "best"), "evaluation.select")
         one_of(self.select_on, ("clients", "server"), "evaluation.select_on")
         if self.patience is not None:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
-            raise InputError("evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1")
+            raise InputError(
+                "evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1"
+            )
         if self.last is not None:
             count(self.last, "evaluation.last")
             if self.every == 0:
@@ -107,7 +111,9 @@ class Evaluation:
         if self.every == 0 and self.local:
             raise InputError("evaluation.local needs evaluation.every of at least 1")
         if self.select_by is not None and self.select != "best" and self.patience is None:
-            raise InputError("evaluation.select_by needs evaluation.select 'best' or evaluation.patience")
+            raise InputError(
+                "evaluation.select_by needs evaluation.select 'best' or evaluation.patience"
+            )
 
     def due(self, round_: int, *, last: bool) -> bool:
         """Say whether to evaluate after a round (counted from 1)."""
@@ -183,9 +189,19 @@ class Evaluator:
     """
 
     def __init__(
-        self, federation: Federation, method: Method, engine: Engine, training: Training, evaluation: Evaluation
+        self,
+        federation: Federation,
+        method: Method,
+        engine: Engine,
+        training: Training,
+        evaluation: Evaluation,
     ) -> None:
-        self.federation, self.method, self.engine, self.evaluation = federation, method, engine, evaluation
+        self.federation, self.method, self.engine, self.evaluation = (
+            federation,
+            method,
+            engine,
+            evaluation,
+        )
         self.standing = Standing()
         self.latest: dict[str, Any] = {}
         initial = engine.network.initial()
@@ -193,15 +209,24 @@ class Evaluator:
         keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
         # A model without trained tensors is the same for all.
-        self.has_global = not initial or (bool(layout.shared) and (not keeps_shared or evaluation.average_kept))
-        self._fine_tune = (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
+        self.has_global = not initial or (
+            bool(layout.shared) and (not keeps_shared or evaluation.average_kept)
+        )
+        self._fine_tune = (
+            (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
+        )
         # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
-        adaptations = [rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()]
+        adaptations = [
+            rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()
+        ]
         self._adapts = bool([Layout(rule, initial) for rule in adaptations])
         self.has_personal = method.personal or self._adapts
         if evaluation.keep_local:
             engine.refuse_keeping_local(method)
-        task, self.metrics = engine.network.task, several_from(evaluation.metrics, "evaluation.metrics")
+        task, self.metrics = (
+            engine.network.task,
+            several_from(evaluation.metrics, "evaluation.metrics"),
+        )
         check_metrics(self.metrics, task, engine.network.measures)
         engine.metrics = computed(self.metrics, task)
         # On Flower clients have the attributes, and count by themselves.
@@ -221,12 +246,16 @@ class Evaluator:
             raise unknown("metric", self._by, higher, where="evaluation.select_by")
         self._sign = -1.0 if higher[self._by] else 1.0
 
-    def evaluate(self, state: State, updates: Updates | None, cohort: RoundCohort | None) -> list[Row]:
+    def evaluate(
+        self, state: State, updates: Updates | None, cohort: RoundCohort | None
+    ) -> list[Row]:
         """Return a row for each client, model and split; before round 1 there are no updates and no cohort."""
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
 
-        def add(clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None) -> None:
+        def add(
+            clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None
+        ) -> None:
             named = {
                 "round_": state.round,
                 "model": model,
@@ -239,11 +268,15 @@ class Evaluator:
 
         if self.has_global:
             measured = self.engine.evaluate(self.global_model(state), everyone)
-            add(everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"]))
+            add(
+                everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"])
+            )
             add(everyone, measured, "global", "test")
         if self.has_personal:
             clients = self._with_personal_models
-            measured = self.engine.evaluate(self._handed_out(state), clients, personal=self._personal(state))
+            measured = self.engine.evaluate(
+                self._handed_out(state), clients, personal=self._personal(state)
+            )
             for split in ("val", "test"):
                 add(clients, measured, "personal", split)
         rows = [row for row in rows if row["client"] not in self.engine.absent]
@@ -259,7 +292,9 @@ class Evaluator:
             return []
         rows: list[Row] = []
         for split, measured in self.engine.evaluate_server(self.global_model(state)).items():
-            values = {name: float(value[0]) for name, value in measured.items() if np.isfinite(value[0])}
+            values = {
+                name: float(value[0]) for name, value in measured.items() if np.isfinite(value[0])
+            }
             if "loss" not in values:
                 raise RunError(
                     f"round {state.round}: the {split} loss of the global model on the server's data is not finite"
@@ -277,9 +312,13 @@ class Evaluator:
     def follow(self, round_: int, rows: list[Row], server: Sequence[Row] = ()) -> bool:
         """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
         shown = "personal" if self.has_personal else "global"
-        of_split = (summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val"))
+        of_split = (
+            summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val")
+        )
         # Seen clients may have validation data only.
-        if summary := next(filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None):
+        if summary := next(
+            filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None
+        ):
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
         on_server = self.evaluation.select_on == "server"
@@ -293,12 +332,17 @@ class Evaluator:
                 who = "the server does not hold" if on_server else "no seen client holds"
                 raise InputError(f"choosing a round needs validation data, but {who} {what}")
             return False
-        return self.standing.improves(round_, self._sign * float(np.mean(values))) and self.evaluation.select == "best"
+        return (
+            self.standing.improves(round_, self._sign * float(np.mean(values)))
+            and self.evaluation.select == "best"
+        )
 
     @property
     def out_of_patience(self) -> bool:
         """Whether the validation loss, or ``evaluation.select_by``, has not improved for too long."""
-        return self.evaluation.patience is not None and self.standing.stale >= self.evaluation.patience
+        return (
+            self.evaluation.patience is not None and self.standing.stale >= self.evaluation.patience
+        )
 
     def selected_round(self, latest: int) -> int:
         """Return the round that counts."""
@@ -332,7 +376,9 @@ class Evaluator:
         own = self.personal_models(state, np.array(clients))[1] if clients else {}
         return Models(state.round, dict(self.global_model(state)), clients, own)
 
-    def local_models(self, sent: Tree, updates: Updates, cohort: RoundCohort, round_: int) -> Models:
+    def local_models(
+        self, sent: Tree, updates: Updates, cohort: RoundCohort, round_: int
+    ) -> Models:
         """Return the models that clients have trained in a round, with the parts that they keep."""
         kept = self.engine.kept_parts(self.method, sent, cohort.ids)
         own = {**updates.params, **updates.buffers, **kept}
@@ -343,7 +389,9 @@ class Evaluator:
         return Personal(self.method, self._fine_tune, state.round)
 
 
-def diverged(number: int, what: str, client: int, federation: Federation, saved_round: int) -> RunError:
+def diverged(
+    number: int, what: str, client: int, federation: Federation, saved_round: int
+) -> RunError:
     """Return the error that says whose numbers are not finite, and which checkpoint is intact."""
     intact = f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
     return RunError(
@@ -352,7 +400,9 @@ def diverged(number: int, what: str, client: int, federation: Federation, saved_
     )
 
 
-def _gaps(updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]) -> Mapping[int, float]:
+def _gaps(
+    updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]
+) -> Mapping[int, float]:
     local = updates.reports.get("val_loss_after") if updates else None
     if local is None or cohort is None:
         return {}

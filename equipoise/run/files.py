@@ -150,7 +150,9 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
             f"cannot read {path}: {error}; the file is missing, truncated or not written by Equipoise"
         ) from error
     if entry[end:] and entry[end:] != f" sha256={_checksum(tensors, entry[:end])}":
-        raise RunError(f"{path} is damaged: its content differs from what was written (SHA-256); restore the file")
+        raise RunError(
+            f"{path} is damaged: its content differs from what was written (SHA-256); restore the file"
+        )
     return tensors, note
 
 
@@ -235,7 +237,9 @@ class Journal:
             return
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < mark:
-            raise RunError(f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed")
+            raise RunError(
+                f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed"
+            )
         self._digest = _digest_of(self.path, mark)
         if digest not in (None, self.digest):
             raise RunError(

@@ -32,7 +32,9 @@ def to_plain(settings: Any) -> Any:
     plain = {
         field.name: to_plain(getattr(settings, field.name))
         for field in dataclasses.fields(settings)
-        if not (field.metadata.get(UNLESS_DEFAULT) and getattr(settings, field.name) == field.default)
+        if not (
+            field.metadata.get(UNLESS_DEFAULT) and getattr(settings, field.name) == field.default
+        )
     }
     if isinstance(settings, Training) and settings.loss is not None:
         plain["loss"] = losses.to_plain(settings.loss)

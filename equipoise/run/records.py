@@ -88,7 +88,9 @@ def client_rows(
             row["left_out"] = left_out
         own = {name: float(values[position]) for name, values in counts.items()}
         higher = task.higher_is_better
-        if by_attribute := parity.of_client(own, row["n"], score=task.score, higher_is_better=higher):
+        if by_attribute := parity.of_client(
+            own, row["n"], score=task.score, higher_is_better=higher
+        ):
             row["attributes"] = by_attribute
         rows.append(row)
     return rows
@@ -163,9 +165,18 @@ def average_rows(rows: Iterable[Row]) -> list[Row]:
     averaged = []
     for own in found.values():
         row = {name: value for name, value in own[-1].items() if name in _NOT_AVERAGED}
-        columns = dict.fromkeys(name for each in own for name in each if name not in (*_NOT_AVERAGED, "left_out"))
-        row |= {name: float(np.mean([each[name] for each in own if name in each])) for name in columns}
-        faults = {name: fault for each in own for name, fault in each.get("left_out", {}).items() if name not in row}
+        columns = dict.fromkeys(
+            name for each in own for name in each if name not in (*_NOT_AVERAGED, "left_out")
+        )
+        row |= {
+            name: float(np.mean([each[name] for each in own if name in each])) for name in columns
+        }
+        faults = {
+            name: fault
+            for each in own
+            for name, fault in each.get("left_out", {}).items()
+            if name not in row
+        }
         averaged.append(row | ({"left_out": faults} if faults else {}))
     return averaged
 
@@ -223,7 +234,9 @@ def summarize_rows(
     result: dict[str, Any] = {}
     for model in MODELS:
         for who, unseen in (("seen", False), ("unseen", True)):
-            chosen = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)]
+            chosen = [
+                r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)
+            ]
             if chosen:
                 own_gaps = gaps if model == "global" and not unseen else {}
                 without = _without_samples(rows, federation, model, split, unseen)
@@ -231,7 +244,9 @@ def summarize_rows(
                 part = _summary(chosen, task.score, names, higher_is_better=higher, gaps=own_gaps)
                 part["left_out"] += len(without)
                 if metrics:
-                    part["metrics"] = {metric.name: _metric_summary(chosen, metric, without) for metric in metrics}
+                    part["metrics"] = {
+                        metric.name: _metric_summary(chosen, metric, without) for metric in metrics
+                    }
                 if by_attribute := parity.pooled(chosen, score=task.score, higher_is_better=higher):
                     part["attributes"] = by_attribute
                 result.setdefault(model, {})[who] = part
@@ -265,8 +280,13 @@ def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 part = _average_parts(parts)
                 own = dict.fromkeys(name for each in parts for name in each.get("metrics", {}))
                 if own:
-                    of_metric = {name: [each["metrics"][name] for each in parts if "metrics" in each] for name in own}
-                    part["metrics"] = {name: _average_parts(each) for name, each in of_metric.items()}
+                    of_metric = {
+                        name: [each["metrics"][name] for each in parts if "metrics" in each]
+                        for name in own
+                    }
+                    part["metrics"] = {
+                        name: _average_parts(each) for name, each in of_metric.items()
+                    }
                 averaged.setdefault(model, {})[who] = part
     return averaged
 
@@ -279,7 +299,11 @@ def _average_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = [name for name in (*fairness.METRICS, "loss") if any(name in part for part in parts)]
     averaged: dict[str, Any] = {name: mean(part.get(name) for part in parts) for name in names}
     groups = dict.fromkeys(name for part in parts for name in part.get("groups", {}))
-    return averaged | {"groups": {name: mean(part.get("groups", {}).get(name) for part in parts) for name in groups}}
+    return averaged | {
+        "groups": {
+            name: mean(part.get("groups", {}).get(name) for part in parts) for name in groups
+        }
+    }
 
 
 def _without_samples(
@@ -288,7 +312,9 @@ def _without_samples(
     """Return the groups of clients that have no samples in the split; of local models, of those that took part."""
     if federation is None:
         return {}
-    clients = np.flatnonzero((federation.unseen == unseen) & (federation.split(split).sizes == 0)).tolist()
+    clients = np.flatnonzero(
+        (federation.unseen == unseen) & (federation.split(split).sizes == 0)
+    ).tolist()
     if model == "local":
         trained = {row["client"] for row in rows if row["model"] == model}
         clients = [client for client in clients if client in trained]
@@ -298,7 +324,11 @@ def _without_samples(
 def _metric_summary(rows: list[Row], metric: Metric, without: Mapping[int, str]) -> dict[str, Any]:
     """Summarise a metric over the clients that have a value, and name the others."""
     name = metric.name
-    left_out = {str(row["client"]): row.get("left_out", {}).get(name, "undefined") for row in rows if name not in row}
+    left_out = {
+        str(row["client"]): row.get("left_out", {}).get(name, "undefined")
+        for row in rows
+        if name not in row
+    }
     left_out |= {str(client): "no samples" for client in without}
     having = [row for row in rows if name in row]
     names = _group_names(rows, without)

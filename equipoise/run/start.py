@@ -54,7 +54,11 @@ class Start:
         found, slots = self._read(module), {slot.name: slot for slot in slots_of(module)}
         trained = {name: slot.tensor for name, slot in slots.items() if not slot.frozen}
         for name, slot in slots.items():
-            if slot.frozen and name in found and not torch.equal(found[name].to(slot.tensor), slot.tensor):
+            if (
+                slot.frozen
+                and name in found
+                and not torch.equal(found[name].to(slot.tensor), slot.tensor)
+            ):
                 raise InputError(
                     f"start: {name} in {self.path} is frozen in the model and has other values there; "
                     "valid: a file of the same frozen tensors, or parts of it, such as start: {path: ..., parts: head}"

@@ -27,7 +27,16 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
-from equipoise.method import Aggregation, Guard, Method, Sampler, State, Updates, check_state, combine_checked
+from equipoise.method import (
+    Aggregation,
+    Guard,
+    Method,
+    Sampler,
+    State,
+    Updates,
+    check_state,
+    combine_checked,
+)
 from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.run.callbacks import Listeners
@@ -147,11 +156,18 @@ class Trainer:
         engine: MakeEngine = StackedEngine,
         start: Tree | None = None,
     ) -> None:
-        self.federation, self.method, self.training, self.evaluation = federation, method, training, evaluation
+        self.federation, self.method, self.training, self.evaluation = (
+            federation,
+            method,
+            training,
+            evaluation,
+        )
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
         self.view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
-        self.engine = engine(federation, model, training, machine.carrying_out(method), seed, self.view)
+        self.engine = engine(
+            federation, model, training, machine.carrying_out(method), seed, self.view
+        )
         # Where the server trains alone, it does so with another engine, on what it has gathered.
         self._trains: Engine = self.engine
         pools = self.view is not federation or method.view.gathers
@@ -161,13 +177,17 @@ class Trainer:
                     f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
                 )
         initial = self.engine.network.initial()
-        self.state = State(0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}})
+        self.state = State(
+            0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}}
+        )
         self._register()
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
         # A mask may hold −∞ from the start; only what training has made so is a fault.
-        self._begun_finite = {name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
+        self._begun_finite = {
+            name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())
+        }
         self._everyone: RoundCohort | None = None
         self.metrics, self.rounds, self.timings, self.server = (
             Journal(directory / f"{name}.jsonl" if directory else None)
@@ -190,7 +210,9 @@ class Trainer:
             registered = np.setdiff1d(registered, self._waiting)
         self._registered = registered
         pooled = self.view is not self.federation
-        self._cohort_size = len(registered) if pooled else self.training.cohort_size(len(registered))
+        self._cohort_size = (
+            len(registered) if pooled else self.training.cohort_size(len(registered))
+        )
         self._train_sizes = self.view.split("train").sizes[registered]
 
     def _refuse_to_train_nothing(self) -> None:
@@ -213,7 +235,9 @@ class Trainer:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self, on_round: Callable[[Progress], None] | None = None, listeners: Listeners | None = None) -> None:
+    def run(
+        self, on_round: Callable[[Progress], None] | None = None, listeners: Listeners | None = None
+    ) -> None:
         """Train until the last round, or until validation or a callback says to stop.
 
         With 0 rounds, evaluate the initial model.
@@ -236,14 +260,25 @@ class Trainer:
     @property
     def _that_need_everyone(self) -> list[Sampler | Aggregation]:
         # One part may be both.
-        parts: dict[Sampler | Aggregation, None] = dict.fromkeys((self.method.sampler, self.method.aggregation))
+        parts: dict[Sampler | Aggregation, None] = dict.fromkeys(
+            (self.method.sampler, self.method.aggregation)
+        )
         return [part for part in parts if part.needs_everyone]
 
     def begin(self) -> None:
         """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""
-        if self.method.view.gathers and self.view is self.federation and self.state.round < self.training.rounds:
+        if (
+            self.method.view.gathers
+            and self.view is self.federation
+            and self.state.round < self.training.rounds
+        ):
             self._gather()
-        if self.state.round or self._everyone or not self._that_need_everyone or not self.training.rounds:
+        if (
+            self.state.round
+            or self._everyone
+            or not self._that_need_everyone
+            or not self.training.rounds
+        ):
             return
         with exact_arithmetic(self.engine.machine):
             self._everyone = self._ask_everyone("begin", self._registered)
@@ -261,7 +296,11 @@ class Trainer:
         """
         begins = what == "begin"
         members = candidates if begins else np.union1d(self._registered, candidates)
-        everyone, state, admitted = self.engine.cohort(self.method, members, 0), self.state, candidates
+        everyone, state, admitted = (
+            self.engine.cohort(self.method, members, 0),
+            self.state,
+            candidates,
+        )
         while len(admitted):
             try:
                 for part in self._that_need_everyone:
@@ -344,13 +383,19 @@ class Trainer:
         clock.lap("train")
         updates, who_trained = trained, cohort.ids
         if self.method.guard is not None:
-            prepared, updates, cohort = self._screen(self.method.guard, prepared, sent, trained, cohort, number)
+            prepared, updates, cohort = self._screen(
+                self.method.guard, prepared, sent, trained, cohort, number
+            )
             clock.lap("guard")
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
         self._trains.commit(cohort)
         # What everyone was asked before round 1 is moved once, and counted there.
-        cohorts = [*admitting, *asked, *([self._everyone] if number == 1 and self._everyone else [])]
+        cohorts = [
+            *admitting,
+            *asked,
+            *([self._everyone] if number == 1 and self._everyone else []),
+        ]
         if self._trains is self.engine:
             cohorts.append(cohort)
         moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
@@ -361,11 +406,18 @@ class Trainer:
             if name in updates.reports
         }
         row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
-        left_out = {client: reason for each in cohorts for client, reason in each.left_out.items()} | cohort.left_out
-        left_out = {client: reason for client, reason in left_out.items() if client not in cohort.ids}
+        left_out = {
+            client: reason for each in cohorts for client, reason in each.left_out.items()
+        } | cohort.left_out
+        left_out = {
+            client: reason for client, reason in left_out.items() if client not in cohort.ids
+        }
         if left_out:
             row["left_out"] = {str(client): reason for client, reason in sorted(left_out.items())}
-        rest = {name: sum(getattr(each, name) for each in cohorts) for name in ("messages", "evaluations")}
+        rest = {
+            name: sum(getattr(each, name) for each in cohorts)
+            for name in ("messages", "evaluations")
+        }
         everyone = len(cohort.ids) == len(self._registered)
         written = _written(self.state, cohort, everyone=everyone)
         if only_as_last:
@@ -467,12 +519,20 @@ class Trainer:
         """Return the model that was sent to the clients, and their updates."""
         shared, each = self.method.aggregation.send(prepared, cohort)
         updates = cohort.train(shared, each, self.method.local)
-        finite = torch.isfinite(updates.reports["train_loss"] + updates.reports.get("method_terms", 0))
+        finite = torch.isfinite(
+            updates.reports["train_loss"] + updates.reports.get("method_terms", 0)
+        )
         self._refuse_non_finite(finite, cohort, number, "training loss")
         return shared["model"], updates
 
     def _screen(
-        self, guard: Guard, prepared: State, sent: Tree, updates: Updates, cohort: RoundCohort, number: int
+        self,
+        guard: Guard,
+        prepared: State,
+        sent: Tree,
+        updates: Updates,
+        cohort: RoundCohort,
+        number: int,
     ) -> tuple[State, Updates, RoundCohort]:
         """Have the guard look at all updates that have arrived; dropped clients are left out of the round."""
         if len(cohort.ids) < guard.least_clients():
@@ -481,19 +541,25 @@ class Trainer:
                 f"{len(cohort.ids)} sent one that can be used{self._intact}"
             )
         screened = guard.screen(sent, updates, cohort)
-        prepared = prepared.with_notes(**{f"guard_{name}": value for name, value in screened.notes.items()})
+        prepared = prepared.with_notes(
+            **{f"guard_{name}": value for name, value in screened.notes.items()}
+        )
         if not screened.dropped:
             return prepared, screened.updates, cohort
         kept = ~np.isin(cohort.ids, screened.dropped)
         if not kept.any():
-            raise RunError(f"round {number}: the guard {guard.name!r} dropped all clients{self._intact}")
+            raise RunError(
+                f"round {number}: the guard {guard.name!r} dropped all clients{self._intact}"
+            )
         prepared = prepared.with_notes(guard_dropped=sorted(screened.dropped))
         rest = cohort.without(screened.dropped, f"dropped by the guard {guard.name!r}")
         return prepared, screened.updates.of(kept), rest
 
     @property
     def _intact(self) -> str:
-        return f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
+        return (
+            f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
+        )
 
     def _aggregate(
         self, prepared: State, updates: Updates, cohort: RoundCohort, number: int
@@ -506,18 +572,26 @@ class Trainer:
             except ClientsLost as lost:
                 updates = updates.of(~np.isin(cohort.ids, lost.ids))
                 cohort = cohort.without(lost.ids)
-        checked = [torch.isfinite(tensor).all() for name, tensor in state.model.items() if name in self._begun_finite]
+        checked = [
+            torch.isfinite(tensor).all()
+            for name, tensor in state.model.items()
+            if name in self._begun_finite
+        ]
         if checked and not bool(torch.stack(checked).all()):
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for name, stack in (*updates.params.items(), *updates.buffers.items()):
                 if name in self._begun_finite:
                     finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
             self._refuse_non_finite(finite, cohort, number, "model")
-            raise RunError(f"round {number}: the global model became non-finite when updates were combined")
+            raise RunError(
+                f"round {number}: the global model became non-finite when updates were combined"
+            )
         self.state = replace(self.method.sampler.learn(state, cohort), round=number)
         return updates, cohort
 
-    def _refuse_non_finite(self, finite: Tensor, cohort: RoundCohort, number: int, what: str) -> None:
+    def _refuse_non_finite(
+        self, finite: Tensor, cohort: RoundCohort, number: int, what: str
+    ) -> None:
         if not bool(finite.all()):
             client = int(cohort.ids[int((~finite).nonzero()[0])])
             raise diverged(number, what, client, self.view, self._saved_round)
@@ -525,13 +599,19 @@ class Trainer:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, updates: Updates | None = None, cohort: RoundCohort | None = None, *, only_as_last: bool = False
+        self,
+        updates: Updates | None = None,
+        cohort: RoundCohort | None = None,
+        *,
+        only_as_last: bool = False,
     ) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
             if not np.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
-                raise diverged(row["round"], what, row["client"], self.federation, self._saved_round)
+                raise diverged(
+                    row["round"], what, row["client"], self.federation, self._saved_round
+                )
         self.metrics.append(rows)
         of_server = self.evaluator.evaluate_server(self.state)
         if of_server:
@@ -571,7 +651,9 @@ class Trainer:
         """Return the local models of the last round, which ``evaluation.keep_local`` has kept."""
         if self._local_models is None:
             if self.directory is None:
-                raise InputError("the run has kept no local models; train it with evaluation.keep_local: true")
+                raise InputError(
+                    "the run has kept no local models; train it with evaluation.keep_local: true"
+                )
             self._local_models = read_local(self.directory)
         return self._local_models
 
@@ -612,9 +694,13 @@ class Trainer:
             tail = {
                 "rounds": list(rounds),
                 "selected": results,
-                "each": {key: average_summaries([summary[key] for summary in each]) for key in results},
+                "each": {
+                    key: average_summaries([summary[key] for summary in each]) for key in results
+                },
             }
-            results = self._summarized(average_rows(row for rows in rounds.values() for row in rows))
+            results = self._summarized(
+                average_rows(row for rows in rounds.values() for row in rows)
+            )
         return {
             "method": self.method.name,
             "data": self.federation.name,
@@ -626,10 +712,18 @@ class Trainer:
             **({"stopped": self.stopped} if self.stopped else {}),
             "task": task.name,
             "score": task.score,
-            **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),
+            **(
+                {"metrics": {metric.name: _declared(metric) for metric in metrics}}
+                if metrics
+                else {}
+            ),
             **results,
             **({"tail": tail} if tail else {}),
-            **({"server": {split: _values(row) for split, row in of_server.items()}} if of_server else {}),
+            **(
+                {"server": {split: _values(row) for split, row in of_server.items()}}
+                if of_server
+                else {}
+            ),
             **_counted(self.bytes),
         }
 
@@ -637,17 +731,28 @@ class Trainer:
         """Summarise rows on test and on validation data."""
         task, metrics = self.engine.network.task, self.evaluator.metrics
         found = {
-            key: summarize_rows(rows, task, split=split, metrics=metrics, federation=self.federation)
+            key: summarize_rows(
+                rows, task, split=split, metrics=metrics, federation=self.federation
+            )
             for key, split in (("results", "test"), ("validation", "val"))
         }
-        for part in (part for by_model in found.values() for who in by_model.values() for part in who.values()):
+        for part in (
+            part
+            for by_model in found.values()
+            for who in by_model.values()
+            for part in who.values()
+        ):
             by_attribute = [
-                of for found in part.get("attributes", {}).values() for of in found["over_clients"].values()
+                of
+                for found in part.get("attributes", {}).values()
+                for of in found["over_clients"].values()
             ]
             for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
                 if "worst_client_id" in measured:
                     # A number says nothing to those who do not hold the data.
-                    measured["worst_client_name"] = self.federation.client_name(measured["worst_client_id"])
+                    measured["worst_client_name"] = self.federation.client_name(
+                        measured["worst_client_id"]
+                    )
         return found
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -655,7 +760,12 @@ class Trainer:
     @property
     def journals(self) -> dict[str, Journal]:
         """The journals by name."""
-        return {"metrics": self.metrics, "rounds": self.rounds, "timings": self.timings, "server": self.server}
+        return {
+            "metrics": self.metrics,
+            "rounds": self.rounds,
+            "timings": self.timings,
+            "server": self.server,
+        }
 
     def save_checkpoint(self) -> None:
         """Write all that the next round depends on into one file, after the journals are durable."""
@@ -711,7 +821,9 @@ class Trainer:
             try:
                 note = self._go_on_from(found)
             except (KeyError, TypeError, ValueError) as error:
-                raise RunError(f"{self.directory / CHECKPOINT} does not fit this run ({error!r})") from error
+                raise RunError(
+                    f"{self.directory / CHECKPOINT} does not fit this run ({error!r})"
+                ) from error
             if self.evaluator.standing.best_round and (self.directory / BEST).exists():
                 # Now and not after the last round, which may be days away.
                 read_models(self.directory / BEST)
@@ -779,7 +891,9 @@ class Trainer:
         cohort_size = self._cohort_size
         if engine.network.unstackable:
             return 1
-        candidates = sorted({1, min(4, cohort_size), min(16, cohort_size), min(64, cohort_size), cohort_size})
+        candidates = sorted(
+            {1, min(4, cohort_size), min(16, cohort_size), min(64, cohort_size), cohort_size}
+        )
 
         def seconds(chunk: int) -> float:
             engine.chunk = chunk
@@ -813,7 +927,11 @@ def _counted(moved: dict[str, int]) -> dict[str, int]:
 
 def _written(state: State, cohort: RoundCohort, *, everyone: bool) -> Row:
     """Return the cohort, unless it is everyone, and the server's notes, which are in the order of the cohort."""
-    notes = {"notes": {name: _plain(value) for name, value in state.notes.items()}} if state.notes else {}
+    notes = (
+        {"notes": {name: _plain(value) for name, value in state.notes.items()}}
+        if state.notes
+        else {}
+    )
     return notes if everyone and not notes else {"clients": cohort.ids.tolist(), **notes}
 
 

@@ -106,10 +106,17 @@ def write_choices(directory: Path, choices: Choices) -> None:
     path = directory / CHOSEN
     there = read_choices(path) if path.exists() else {}
     merged = {
-        setting: {**there.get(setting, {}), **choices.get(setting, {})} for setting in dict.fromkeys([*there, *choices])
+        setting: {**there.get(setting, {}), **choices.get(setting, {})}
+        for setting in dict.fromkeys([*there, *choices])
     }
-    plain = {s: {method: asdict(choice) for method, choice in of.items()} for s, of in merged.items() if of}
-    write_atomically(path, (_ABOUT + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).encode())
+    plain = {
+        s: {method: asdict(choice) for method, choice in of.items()}
+        for s, of in merged.items()
+        if of
+    }
+    write_atomically(
+        path, (_ABOUT + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)).encode()
+    )
 
 
 def read_choices(path: Path) -> Choices:
@@ -132,4 +139,6 @@ def read_choices(path: Path) -> Choices:
             for setting, of in read_yaml(path).items()
         }
     except (TypeError, AttributeError) as error:
-        raise InputError(f"{path} does not say what tuning has chosen ({error}); tune the study again") from error
+        raise InputError(
+            f"{path} does not say what tuning has chosen ({error}); tune the study again"
+        ) from error

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from equipoise.fairness import Floats
 from equipoise.run.records import Row
-from equipoise.study.metrics import TOTALS, apart, group_of, kind_of, model_of, of_validation, scored, which_of
+from equipoise.study.metrics import (
+    TOTALS,
+    apart,
+    group_of,
+    kind_of,
+    model_of,
+    of_validation,
+    scored,
+    which_of,
+)
 
 __all__ = ["CONFIDENCE", "LEAST_CLIENTS", "RESAMPLES", "interval", "resampled_interval"]
 
@@ -41,7 +50,9 @@ def _tenth(values: Floats, *, worst_first: bool) -> Floats:
 
 def _jain(values: Floats) -> Floats:
     squares = np.square(values).sum(-1) * values.shape[-1]
-    return np.divide(np.square(values.sum(-1)), squares, out=np.ones_like(squares), where=squares > 0)
+    return np.divide(
+        np.square(values.sum(-1)), squares, out=np.ones_like(squares), where=squares > 0
+    )
 
 
 # Metrics of one value for each client on the last axis; whether high values are good matters for tails only.
@@ -65,7 +76,12 @@ OF_GROUPS: dict[str, Callable[[Floats, bool], Floats]] = {
 
 
 def resampled_interval(
-    values: Floats, groups: Sequence[Any], metric: str, *, higher_is_better: bool = True, group: str = ""
+    values: Floats,
+    groups: Sequence[Any],
+    metric: str,
+    *,
+    higher_is_better: bool = True,
+    group: str = "",
 ) -> Interval | None:
     """Return the bootstrap interval of a metric.
 
@@ -105,7 +121,9 @@ def resampled_interval(
         drawn = (np.arange(clients),)
 
         def statistic(*ids: NDArray[np.int64], axis: int = -1) -> Floats:
-            found: Floats = compute(values[:, np.moveaxis(ids[0], axis, -1)], higher_is_better).mean(0)
+            found: Floats = compute(
+                values[:, np.moveaxis(ids[0], axis, -1)], higher_is_better
+            ).mean(0)
             return found
 
     elif metric in OF_GROUPS:
@@ -128,7 +146,9 @@ def resampled_interval(
     return _bca(drawn, statistic, batch=max(1, AT_A_TIME // values.size))
 
 
-def _bca(drawn: tuple[NDArray[np.int64], ...], statistic: Callable[..., Floats], *, batch: int) -> Interval:
+def _bca(
+    drawn: tuple[NDArray[np.int64], ...], statistic: Callable[..., Floats], *, batch: int
+) -> Interval:
     from scipy.stats import bootstrap  # Slow to import, and not every study needs it.
 
     # The same draws for all methods and metrics. The argument has another name since SciPy 1.15.
@@ -150,11 +170,15 @@ def _bca(drawn: tuple[NDArray[np.int64], ...], statistic: Callable[..., Floats],
         )
     low, high = found.confidence_interval
     if not np.isfinite([low, high]).all():
-        low, high = np.quantile(found.bootstrap_distribution, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        low, high = np.quantile(
+            found.bootstrap_distribution, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+        )
     return float(low), float(high)
 
 
-def interval(runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: str, *, split: str) -> Interval | None:
+def interval(
+    runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: str, *, split: str
+) -> Interval | None:
     """Return the bootstrap interval of a metric of runs that differ in their seed only.
 
     Parameters
@@ -185,14 +209,22 @@ def interval(runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: st
     for summary, rows in runs:
         column, higher = scored(summary, metric)
         wanted = (model_of(summary, metric), split, who == "unseen")
-        mine = [row for row in rows if (row["model"], row["split"], row["unseen"]) == wanted and column in row]
+        mine = [
+            row
+            for row in rows
+            if (row["model"], row["split"], row["unseen"]) == wanted and column in row
+        ]
         found.append({row["client"]: float(row[column]) for row in mine})
         groups.append({row["client"]: row["group"] for row in mine})
     common = sorted(set.intersection(*map(set, found))) if found else []
     if not common:
         return None
-    if kind in OF_GROUPS and any(own[client] != groups[0][client] for own in groups for client in common):
+    if kind in OF_GROUPS and any(
+        own[client] != groups[0][client] for own in groups for client in common
+    ):
         return None
     values = np.array([[own[client] for client in common] for own in found])
     of_client = [groups[0][client] for client in common]
-    return resampled_interval(values, of_client, kind, higher_is_better=higher, group=group_of(metric))
+    return resampled_interval(
+        values, of_client, kind, higher_is_better=higher, group=group_of(metric)
+    )

@@ -23,7 +23,9 @@ _SPECIAL = {
 }
 
 
-def latex_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, note: str = "") -> str:
+def latex_table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, note: str = ""
+) -> str:
     r"""Write a table.
 
     Parameters

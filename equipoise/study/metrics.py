@@ -28,7 +28,10 @@ BETTER: dict[str, Better] = {
     "loss": "low",
     "groups.NAME": "as v_k",
     "attributes.NAME.worst": "as v_k",
-    **{f"attributes.NAME.{figure}": "high" if figure.endswith("ratio") else "low" for figure in FIGURES},
+    **{
+        f"attributes.NAME.{figure}": "high" if figure.endswith("ratio") else "low"
+        for figure in FIGURES
+    },
     "bytes_up": "low",
     "bytes_down": "low",
     "server.score": "as v_k",
@@ -104,7 +107,9 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     if name in SERVER:
         return "global" if summary.get("server") else None
     candidates = (model,) if model else ("personal", "global")
-    return next((name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None)
+    return next(
+        (name for name in candidates if _results(summary, metric).get(name, {}).get(who)), None
+    )
 
 
 def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
@@ -119,7 +124,11 @@ def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
     if own:
         declared = summary.get("metrics", {}).get(own, {})
         return own, bool(declared.get("higher_is_better", True))
-    return ("loss", False) if name == "loss" else (str(summary["score"]), task_of(summary).higher_is_better)
+    return (
+        ("loss", False)
+        if name == "loss"
+        else (str(summary["score"]), task_of(summary).higher_is_better)
+    )
 
 
 def of_validation(metric: str) -> bool:
@@ -254,9 +263,16 @@ def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None
     """
     kind, (own, _), evaluated = kind_of(metric), own_of(metric), list(evaluated)
     if own and own not in evaluated and own in of_clients.names():
-        raise InputError(f"{metric!r} in {where}: {own!r} is not evaluated; add it to evaluation.metrics")
-    known = own in evaluated and (kind in METRICS or kind == "groups.NAME") if own else kind in BETTER
-    if not known or (kind in (*TOTALS, *SERVER) and kind != metric.removeprefix(VALIDATION if kind in SERVER else "")):
+        raise InputError(
+            f"{metric!r} in {where}: {own!r} is not evaluated; add it to evaluation.metrics"
+        )
+    known = (
+        own in evaluated and (kind in METRICS or kind == "groups.NAME") if own else kind in BETTER
+    )
+    if not known or (
+        kind in (*TOTALS, *SERVER)
+        and kind != metric.removeprefix(VALIDATION if kind in SERVER else "")
+    ):
         valid = [*BETTER, *(f"{name}.{inner}" for name in evaluated for inner in METRICS)]
         raise unknown("metric", metric, valid, where=where)
 

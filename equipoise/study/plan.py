@@ -115,11 +115,19 @@ class Tuning:
         return choose(similar, key=lambda label: measured[label][1])
 
     def similar(
-        self, measured: Mapping[str, tuple[float, float]], reference: float, *, higher_is_better: bool = True
+        self,
+        measured: Mapping[str, tuple[float, float]],
+        reference: float,
+        *,
+        higher_is_better: bool = True,
     ) -> list[str]:
         """Return the labels whose mean is at most ``tolerance`` worse than the reference; see :meth:`best`."""
         sign = 1 if higher_is_better else -1
-        return [label for label, (mean, _) in measured.items() if sign * mean >= sign * reference - self.tolerance]
+        return [
+            label
+            for label, (mean, _) in measured.items()
+            if sign * mean >= sign * reference - self.tolerance
+        ]
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,9 @@ class Study:
         for job in self.jobs:
             copied = reuse is not None and carry_over(job, Path(reuse), out)
             try:
-                summary = finished(out / job.path, self.split, validation=any(map(of_validation, self.metrics)))
+                summary = finished(
+                    out / job.path, self.split, validation=any(map(of_validation, self.metrics))
+                )
             except RunError as error:
                 failures[job.path] = str(error)
                 tell(job, f"failed: {error}")
@@ -229,7 +239,9 @@ class Study:
                 tell(job, "done")
         results = Results(self, summaries, failures, out)
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n")
+        write_atomically(
+            out / "results.json", json.dumps(results.plain(), indent=2).encode() + b"\n"
+        )
         if chosen := results.choices if self.tried else self.chosen:
             write_choices(out, chosen)
         return results
@@ -244,7 +256,9 @@ class Study:
             try:
                 first = next(job for job in self.jobs if job.setting == setting)
                 there.update(first.experiment.federation().group_names)
-            except Exception:  # Its own runs raise the error; runs of other settings must not be stopped by it.
+            except (
+                Exception
+            ):  # Its own runs raise the error; runs of other settings must not be stopped by it.
                 return
         for metric, group in named.items():
             if group not in there:

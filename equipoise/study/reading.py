@@ -30,7 +30,9 @@ OWN_COLUMNS = ("mean", "worst_group")
 LEAVE_OUT = "data.leave_out"
 # Keys that cannot be set for all runs of a study, and what to use instead.
 INSTEAD = {
-    **dict.fromkeys(("method", "methods"), "change the methods in the study, or choose among them with --method"),
+    **dict.fromkeys(
+        ("method", "methods"), "change the methods in the study, or choose among them with --method"
+    ),
     **dict.fromkeys(("seed", "seeds"), "use --seed"),
     "settings": "choose among them with --setting",
     "metrics": "use --metrics",
@@ -197,17 +199,26 @@ def study_from(
             raise unknown("key", key, KEYS, where=where)
     base = mapping.get("base")
     if not isinstance(base, Mapping):
-        raise InputError(f"{where}: base must be an experiment, such as 'data: digits', got {base!r}")
+        raise InputError(
+            f"{where}: base must be an experiment, such as 'data: digits', got {base!r}"
+        )
     for key in ("method", "seed"):
         if key in base:
             raise InputError(f"{where}: base.{key} has no meaning in a study; use {key}s")
-    described, changed = _methods(mapping.get("methods"), where), _settings(mapping.get("settings"), where)
+    described, changed = (
+        _methods(mapping.get("methods"), where),
+        _settings(mapping.get("settings"), where),
+    )
     tuning, changes = _tuning(mapping.get("tuning", {}), where)
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
     columns = metrics or mapping.get("metrics")
-    shown = _list(COLUMNS if columns is None else columns, "--metrics" if metrics else f"{where}: metrics", str)
+    shown = _list(
+        COLUMNS if columns is None else columns,
+        "--metrics" if metrics else f"{where}: metrics",
+        str,
+    )
     drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
@@ -215,12 +226,21 @@ def study_from(
     for_all = _for_all(overrides)
     divided = {
         label: _folds(
-            base, label, own, [*(changes if tune else ()), *for_all], where, named=mapping.get("settings") is not None
+            base,
+            label,
+            own,
+            [*(changes if tune else ()), *for_all],
+            where,
+            named=mapping.get("settings") is not None,
         )
         for label, own in changed.items()
     }
     kept, part = _kept(described, methods, "method"), _kept_settings(divided, settings, where)
-    folds = {label: tuple(fold for fold in own if fold in part) for label, own in divided.items() if label not in own}
+    folds = {
+        label: tuple(fold for fold in own if fold in part)
+        for label, own in divided.items()
+        if label not in own
+    }
     made, tried = _to_tune(described, kept, where) if tune else (kept, {})
     drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
 
@@ -229,7 +249,12 @@ def study_from(
     ) -> Experiment:
         named = Override("method", method.options, f"methods of {where}")
         tuned_with, differing = changes if tuned else [], also or part[setting]
-        between = [*differing.changes, *method.changes, *tuned_with, Override("seed", seed, drawn_by)]
+        between = [
+            *differing.changes,
+            *method.changes,
+            *tuned_with,
+            Override("seed", seed, drawn_by),
+        ]
         overrides = [named, *between, *for_all, *differing.left_out]
         return experiment_from(base, f"base of {where}", overrides, on_import=on_import)
 
@@ -249,10 +274,20 @@ def study_from(
         return Job(setting, label, seed, tuned, folder, variant)
 
     # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
-    jobs = [job(setting, label, method, seed) for seed in drawn for setting in part for label, method in made.items()]
+    jobs = [
+        job(setting, label, method, seed)
+        for seed in drawn
+        for setting in part
+        for label, method in made.items()
+    ]
     if tune and "leave-one-domain-out" in tuning.selection:
         jobs += [
-            Job(label, named, tuning.seed, experiment(method, label, tuning.seed, tuned=True, also=pair))
+            Job(
+                label,
+                named,
+                tuning.seed,
+                experiment(method, label, tuning.seed, tuned=True, also=pair),
+            )
             for whole, own in folds.items()
             for label, pair in _pairs(whole, own, part, where).items()
             for named, method in made.items()
@@ -266,7 +301,9 @@ def study_from(
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
     # Only now: the code that experiments import may have registered metrics.
     evaluated = dict.fromkeys(
-        metric.name for job in jobs for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
+        metric.name
+        for job in jobs
+        for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
     )
     if columns is None:
         shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
@@ -278,7 +315,11 @@ def study_from(
         origins = {}
     if tune:
         origins[tuning.by] = f"tuning of {where}"
-    baseline = None if tune else _baseline(mapping.get("baseline"), described, made, where, divided=bool(folds))
+    baseline = (
+        None
+        if tune
+        else _baseline(mapping.get("baseline"), described, made, where, divided=bool(folds))
+    )
     return Study(
         settings=tuple(part),
         methods=tuple(made),
@@ -341,7 +382,9 @@ class _Method:
 def _methods(given: Any, where: str) -> dict[str, _Method]:
     """Read the methods by their labels."""
     if not isinstance(given, list) or not given:
-        raise InputError(f"{where}: methods must be a list of names or mappings with a name, got {given!r}")
+        raise InputError(
+            f"{where}: methods must be a list of names or mappings with a name, got {given!r}"
+        )
     methods: dict[str, _Method] = {}
     for item in given:
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
@@ -353,7 +396,9 @@ def _methods(given: Any, where: str) -> dict[str, _Method]:
         if not isinstance(changes, Mapping):
             raise InputError(f"{origin} must hold keys with values, got {changes!r}")
         overrides = [Override(key, value, origin) for key, value in flat(changes)]
-        if strays := [override.key for override in overrides if override.key.partition(".")[0] in INSTEAD]:
+        if strays := [
+            override.key for override in overrides if override.key.partition(".")[0] in INSTEAD
+        ]:
             raise InputError(f"{origin}: {strays[0]} has no meaning there")
         methods[label] = _Method(options, variants, overrides)
     return methods
@@ -369,7 +414,9 @@ def _to_tune(
     """Return the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
     tried = {label: method.variants for label, method in kept.items() if method.variants}
     if not tried:
-        raise InputError(f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}")
+        raise InputError(
+            f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}"
+        )
     first, method = next(iter(described.items()))
     reference = dict(itertools.islice(method.variants.items(), 1)) or {first: {}}
     made: dict[str, _Method] = {}
@@ -383,7 +430,9 @@ def _to_tune(
 
 def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
     """Return every combination of a grid's values by the label it runs under."""
-    if not isinstance(grid, Mapping) or not all(isinstance(values, list) and values for values in grid.values()):
+    if not isinstance(grid, Mapping) or not all(
+        isinstance(values, list) and values for values in grid.values()
+    ):
         raise InputError(
             f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, got {grid!r}"
         )
@@ -392,7 +441,9 @@ def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
         values = dict(zip(grid, combination, strict=True))
         variant = _label(_variant(label, values), "methods", where)
         if variant in variants:
-            raise InputError(f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice")
+            raise InputError(
+                f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice"
+            )
         variants[variant] = values
     return variants
 
@@ -414,11 +465,20 @@ class _Setting:
 
 
 def _folds(
-    base: Mapping[str, Any], label: str, changes: list[Override], later: list[Override], where: str, *, named: bool
+    base: Mapping[str, Any],
+    label: str,
+    changes: list[Override],
+    later: list[Override],
+    where: str,
+    *,
+    named: bool,
 ) -> dict[str, _Setting]:
     """Return one setting for each group that is left out, by its label; the setting itself if ``leave_out`` is no list."""
     data = base.get("data")
-    given, origin = (data.get("leave_out") if isinstance(data, Mapping) else None), f"base of {where}"
+    given, origin = (
+        (data.get("leave_out") if isinstance(data, Mapping) else None),
+        f"base of {where}",
+    )
     for override in (*changes, *later):
         if override.key in ("data", LEAVE_OUT):
             given, origin = (override.value if override.key == LEAVE_OUT else None), override.origin
@@ -433,7 +493,9 @@ def _folds(
     }
 
 
-def _pairs(whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where: str) -> dict[str, _Setting]:
+def _pairs(
+    whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where: str
+) -> dict[str, _Setting]:
     """Return one setting for each two groups that are left out together, by its label."""
     if len(folds) < 3:
         raise InputError(
@@ -444,7 +506,9 @@ def _pairs(whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where
     for one, other in itertools.combinations(folds, 2):
         (first,), (second,) = part[one].left_out, part[other].left_out
         label = _label(pair_label(one, other), LEAVE_OUT, where)
-        found[label] = _Setting(part[one].changes, (replace(first, value=[first.value, second.value]),))
+        found[label] = _Setting(
+            part[one].changes, (replace(first, value=[first.value, second.value]),)
+        )
     return found
 
 
@@ -483,7 +547,9 @@ def _for_all(given: Sequence[str | Override]) -> list[Override]:
     for override in overrides:
         key = override.key.partition(".")[0]
         if key in INSTEAD:
-            raise InputError(f"{override.origin}: {key} cannot be set for all runs of a study; {INSTEAD[key]}")
+            raise InputError(
+                f"{override.origin}: {key} cannot be set for all runs of a study; {INSTEAD[key]}"
+            )
     return overrides
 
 
@@ -511,7 +577,9 @@ def _written(value: Any) -> str:
     """Write a value as part of a label; of ``{name: qffl, q: 1}``, that is ``qffl,q=1``."""
     if isinstance(value, Mapping):
         named = [_written(value["name"])] if "name" in value else []
-        return ",".join(named + [f"{key}={_written(inner)}" for key, inner in value.items() if key != "name"])
+        return ",".join(
+            named + [f"{key}={_written(inner)}" for key, inner in value.items() if key != "name"]
+        )
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return str(value)
@@ -521,7 +589,11 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
     origin = f"tuning of {where}"
     if not isinstance(given, Mapping) or not isinstance(given.get("set", {}), Mapping):
         raise InputError(f"{origin} must hold keys with values, got {given!r}")
-    kinds = {"seed": (int, "a whole number"), "by": (str, "a metric"), "tolerance": (int | float, "a number")}
+    kinds = {
+        "seed": (int, "a whole number"),
+        "by": (str, "a metric"),
+        "tolerance": (int | float, "a number"),
+    }
     fields = {key: value for key, value in given.items() if key != "set"}
     if "selection" in fields:
         fields["selection"] = tuple(_list(fields["selection"], f"{origin}: selection", str))
@@ -535,7 +607,9 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
         kind, words = kinds[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(f"{origin}: {key} must be {words}, got {value!r}")
-    return Tuning(**fields), [Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))]
+    return Tuning(**fields), [
+        Override(key, value, f"{origin}, set") for key, value in flat(given.get("set", {}))
+    ]
 
 
 def _settings(given: Any, where: str) -> dict[str, list[Override]]:
@@ -556,11 +630,20 @@ def _settings(given: Any, where: str) -> dict[str, list[Override]]:
 
 
 def _label(given: Any, key: str, where: str) -> str:
-    label = str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
-    if not label or label.startswith(".") or not label.isprintable() or set(label) & set('/\\:|"<>*?'):
+    label = (
+        str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+    )
+    if (
+        not label
+        or label.startswith(".")
+        or not label.isprintable()
+        or set(label) & set('/\\:|"<>*?')
+    ):
         raise InputError(f"{where}: {key} has the label {given!r}, which cannot name a directory")
     if len(label.encode()) > LONGEST_NAME:
-        raise InputError(f"{where}: {key} has the label {given!r}, which is too long to name a directory")
+        raise InputError(
+            f"{where}: {key} has the label {given!r}, which is too long to name a directory"
+        )
     return label
 
 

@@ -16,10 +16,27 @@ from equipoise.run.records import Row, task_of
 from equipoise.study.choice import Choice, Choices
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
 from equipoise.study.latex import latex_table
-from equipoise.study.metrics import TOTALS, apart, left_out, model_of, own_of, scored, should_be_high, value_of
+from equipoise.study.metrics import (
+    TOTALS,
+    apart,
+    left_out,
+    model_of,
+    own_of,
+    scored,
+    should_be_high,
+    value_of,
+)
 from equipoise.study.runs import counted_rows
 from equipoise.study.selection import RULES, Selected, select_by_rules
-from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, against, rank_methods
+from equipoise.study.significance import (
+    LEAST_SEEDS,
+    LEVEL,
+    TEST,
+    WORSE,
+    Ranking,
+    against,
+    rank_methods,
+)
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -73,12 +90,17 @@ class Results:
         """
         found = self._by_fold(setting, method, metric)
         folds = self.study.folds.get(setting, (setting,))
-        complete = [seed for seed in self.study.seeds if all((fold, seed) in found for fold in folds)]
+        complete = [
+            seed for seed in self.study.seeds if all((fold, seed) in found for fold in folds)
+        ]
         return {seed: statistics.fmean(found[fold, seed] for fold in folds) for seed in complete}
 
     def _by_fold(self, setting: str, method: str, metric: str) -> dict[tuple[str, int], float]:
         """Return a metric's value by fold and seed; a setting that is not divided is a fold of its own."""
-        found = {(job.setting, job.seed): value_of(summary, metric) for job, summary in self._runs(setting, method)}
+        found = {
+            (job.setting, job.seed): value_of(summary, metric)
+            for job, summary in self._runs(setting, method)
+        }
         return {which: value for which, value in found.items() if value is not None}
 
     def ranking(self, setting: str, metric: str) -> Ranking:
@@ -92,9 +114,15 @@ class Results:
 
     def _should_be_high(self, setting: str, metric: str) -> bool | None:
         """Say which way is better; None without a run."""
-        runs = (summary for method in self.study.methods for _, summary in self._runs(setting, method))
+        runs = (
+            summary for method in self.study.methods for _, summary in self._runs(setting, method)
+        )
         summary = next(runs, None)
-        return None if summary is None else should_be_high(metric, higher_is_better=scored(summary, metric)[1])
+        return (
+            None
+            if summary is None
+            else should_be_high(metric, higher_is_better=scored(summary, metric)[1])
+        )
 
     @property
     def about_marks(self) -> str:
@@ -114,15 +142,23 @@ class Results:
         """The rows of each run that its summary is about."""
         if self.directory is None:
             return {}
-        return {path: counted_rows(self.directory / path, summary) for path, summary in self.summaries.items()}
+        return {
+            path: counted_rows(self.directory / path, summary)
+            for path, summary in self.summaries.items()
+        }
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, str, str], Interval]:
         found = {}
         for setting in self.study.settings if self._counted else ():
-            metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            metrics = dict.fromkeys(
+                [*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))]
+            )
             for method in self.study.methods:
-                runs = [(summary, self._counted[job.path]) for job, summary in self._runs(setting, method)]
+                runs = [
+                    (summary, self._counted[job.path])
+                    for job, summary in self._runs(setting, method)
+                ]
                 for metric in metrics:
                     if (own := interval(runs, metric, split=self.study.split)) is not None:
                         found[setting, method, metric] = own
@@ -165,7 +201,11 @@ class Results:
         """Return the title of a table of differences."""
         over = "left-out groups and seeds" if setting in self.study.folds else "seeds"
         enough = len(self.study.seeds) >= LEAST_SEEDS
-        tested = "; p of a two-sided paired t-test over seeds, Holm correction over methods" if enough else ""
+        tested = (
+            "; p of a two-sided paired t-test over seeds, Holm correction over methods"
+            if enough
+            else ""
+        )
         return (
             f"{setting}: difference from {self.study.baseline}, paired over {over}: "
             f"mean ± standard error (standard deviation; number of pairs{tested})"
@@ -176,15 +216,23 @@ class Results:
         mean, spread, count = _statistics(self.values(setting, method, metric).values())
         if mean is None:
             folds = self.study.folds.get(setting, (setting,))
-            own = (job.path for job in self.study.jobs if job.setting in folds and job.method == method)
+            own = (
+                job.path for job in self.study.jobs if job.setting in folds and job.method == method
+            )
             lost = any(path in self.failures for path in own)
             return "failed" if lost else "–"
         text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
-        return text if count == len(self.study.seeds) else f"{text} ({count} of {len(self.study.seeds)})"
+        return (
+            text
+            if count == len(self.study.seeds)
+            else f"{text} ({count} of {len(self.study.seeds)})"
+        )
 
     def models(self, setting: str, metrics: Iterable[str]) -> dict[str, str]:
         """Say of each method which model its metrics that name none are of; nothing if that is always the global one."""
-        unnamed = [metric for metric in metrics if metric not in TOTALS and apart(metric)[0] is None]
+        unnamed = [
+            metric for metric in metrics if metric not in TOTALS and apart(metric)[0] is None
+        ]
         found = {method: self._models(setting, method, unnamed) for method in self.study.methods}
         if {model for models in found.values() for model in models.values()} <= {"global"}:
             return {}
@@ -223,7 +271,11 @@ class Results:
         scores = {group: mean for group, mean in means.items() if mean is not None}
         if not scores:
             return None
-        return max(scores, key=scores.__getitem__) if self._lower_is_better else min(scores, key=scores.__getitem__)
+        return (
+            max(scores, key=scores.__getitem__)
+            if self._lower_is_better
+            else min(scores, key=scores.__getitem__)
+        )
 
     @property
     def _lower_is_better(self) -> bool:
@@ -253,7 +305,9 @@ class Results:
                     measured[label] = (mean, by)
             if measured:
                 higher = not self._lower_is_better
-                label = tuning.best(measured, reference, higher_is_better=higher, by_higher=self._by_higher)
+                label = tuning.best(
+                    measured, reference, higher_is_better=higher, by_higher=self._by_higher
+                )
                 similar = tuning.similar(measured, reference, higher_is_better=higher)
                 mean, by = measured[label]
                 decided = [measured[other] for other in similar] or [(mean, by)]
@@ -292,7 +346,15 @@ class Results:
         rows = []
         for method in next(iter(found.values())):
             tested = [[one.tested for one in by_method[method]] for by_method in found.values()]
-            rows.append([method, *(_number(statistics.fmean(own)) if len(own) == folds else "–" for own in tested)])
+            rows.append(
+                [
+                    method,
+                    *(
+                        _number(statistics.fmean(own)) if len(own) == folds else "–"
+                        for own in tested
+                    ),
+                ]
+            )
         title = f"{setting}: mean over left-out groups, hyper-parameters chosen for each by"
         return title, ["method", *(RULES[rule] for rule in found)], rows
 
@@ -303,13 +365,22 @@ class Results:
     def undecided(self) -> list[tuple[str, str]]:
         """List the settings and methods with a grid for which nothing could be chosen."""
         settings, tried = self.study.whole_settings, self.study.tried
-        return [(setting, method) for setting in settings for method in tried if method not in self.chosen(setting)]
+        return [
+            (setting, method)
+            for setting in settings
+            for method in tried
+            if method not in self.chosen(setting)
+        ]
 
     @property
     def warnings(self) -> list[str]:
         """List the metrics that are missing although their runs succeeded."""
         summaries, by = self.summaries.values(), self.study.tuning.by
-        empty = [metric for metric in self.study.metrics if all(value_of(run, metric) is None for run in summaries)]
+        empty = [
+            metric
+            for metric in self.study.metrics
+            if all(value_of(run, metric) is None for run in summaries)
+        ]
         found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
         for metric in self.study.metrics:
             if most := max((left_out(run, metric) for run in summaries), default=0):
@@ -320,10 +391,14 @@ class Results:
         for setting in self.study.whole_settings:
             first, chosen = self.study.methods[0], self.chosen(setting)
             if chosen and self._tuned(setting, first, "mean") is None:
-                found.append(f"{setting}: chosen whatever the mean, because {first} has none to compare with")
+                found.append(
+                    f"{setting}: chosen whatever the mean, because {first} has none to compare with"
+                )
         for setting, method in self.undecided:
             if any(any(self._runs(setting, label)) for label in self.study.tried[method]):
-                found.append(f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}")
+                found.append(
+                    f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}"
+                )
         return found
 
     def plain(self) -> dict[str, Any]:
@@ -353,11 +428,21 @@ class Results:
         if self.compared:
             named = ("setting", "method", "metric")
             plain["differences"] = [
-                {**dict(zip(named, which, strict=True)), "baseline": self.study.baseline, **asdict(difference)}
+                {
+                    **dict(zip(named, which, strict=True)),
+                    "baseline": self.study.baseline,
+                    **asdict(difference),
+                }
                 for *which, difference in self._differences()
             ]
-        chosen = {setting: self.chosen(setting) for setting in self.study.whole_settings} if self.study.tried else None
-        if selections := {setting: self.selected(setting) for setting in self.study.folds if self.study.tried}:
+        chosen = (
+            {setting: self.chosen(setting) for setting in self.study.whole_settings}
+            if self.study.tried
+            else None
+        )
+        if selections := {
+            setting: self.selected(setting) for setting in self.study.folds if self.study.tried
+        }:
             plain["selection"] = [
                 {"setting": setting, "rule": rule, "method": method, **asdict(one)}
                 for setting, by_rule in selections.items()
@@ -366,7 +451,9 @@ class Results:
                 for one in chosen_for
             ]
         how = self.choices if self.study.tried else self.study.chosen
-        about = {s: {method: asdict(choice) for method, choice in of.items()} for s, of in how.items()}
+        about = {
+            s: {method: asdict(choice) for method, choice in of.items()} for s, of in how.items()
+        }
         return (
             plain
             | {"failures": failures, "warnings": self.warnings}
@@ -382,33 +469,50 @@ class Results:
                 lines += _table(title, header, rows)
             if intervals := self.interval_cells(setting):
                 rows = [[method, *cells] for method, cells in intervals.items()]
-                lines += _table(f"{setting}: {self.about_intervals}", ["method", *self.study.metrics], rows)
+                lines += _table(
+                    f"{setting}: {self.about_intervals}", ["method", *self.study.metrics], rows
+                )
         lines += [f"{self.about_marks}\n"] if len(self.study.methods) > 1 else []
         for setting in self.study.folds:
             if selection := self.selection_table(setting):
                 lines += _table(*selection)
         for setting in self.compared:
             rows = [
-                [method, *(self.difference(setting, method, metric).cell for metric in self.study.metrics)]
+                [
+                    method,
+                    *(
+                        self.difference(setting, method, metric).cell
+                        for metric in self.study.metrics
+                    ),
+                ]
                 for method in self.study.others
             ]
             lines += _table(self.about_differences(setting), ["method", *self.study.metrics], rows)
         lines += [f"Warning: {message}\n" for message in self.warnings]
-        lines += [f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()]
+        lines += [
+            f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()
+        ]
         return "\n".join(lines)
 
     def _written(self, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """Give title, header and rows of the table of metrics and of that of groups, marked as in Markdown."""
-        tables = {f"{self.data(setting)}: mean ± {self.spread}": {metric: metric for metric in self.study.metrics}}
+        tables = {
+            f"{self.data(setting)}: mean ± {self.spread}": {
+                metric: metric for metric in self.study.metrics
+            }
+        }
         if groups := self.groups(setting):
-            tables[f"{setting}: mean over the clients of each group"] = {group: f"groups.{group}" for group in groups}
+            tables[f"{setting}: mean over the clients of each group"] = {
+                group: f"groups.{group}" for group in groups
+            }
         for title, columns in tables.items():
             models = self.models(setting, columns.values())
             rankings = {metric: self.ranking(setting, metric) for metric in columns.values()}
             rows = []
             for method in self.study.methods:
                 cells = (
-                    _marked(self.cell(setting, method, metric), ranking, method) for metric, ranking in rankings.items()
+                    _marked(self.cell(setting, method, metric), ranking, method)
+                    for metric, ranking in rankings.items()
                 )
                 rows.append([method, *([models[method]] if models else []), *cells])
             yield title, ["method", *(["model"] if models else []), *columns], rows
@@ -416,7 +520,9 @@ class Results:
     def latex(self) -> str:
         """Write the tables as LaTeX, for the package booktabs."""
         return "\n".join(
-            latex_table(title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else "")
+            latex_table(
+                title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else ""
+            )
             for setting in self.tables
             for title, header, rows in self._written(setting)
         )
@@ -424,11 +530,30 @@ class Results:
     def csv(self) -> str:
         """Write one row a setting, method and metric, groups included."""
         rows = ([*which, *summed, *compared] for *which, summed, compared, _ in self._rows())
-        return _csv(["setting", "method", "model", "metric", "mean", "std", "n", "rank", "p", "low", "high"], rows)
+        return _csv(
+            [
+                "setting",
+                "method",
+                "model",
+                "metric",
+                "mean",
+                "std",
+                "n",
+                "rank",
+                "p",
+                "low",
+                "high",
+            ],
+            rows,
+        )
 
     def csv_seeds(self) -> str:
         """Write one row a setting, method, metric and seed."""
-        rows = ([*which, seed, value] for *which, _, _, seeds in self._rows() for seed, value in seeds.items())
+        rows = (
+            [*which, seed, value]
+            for *which, _, _, seeds in self._rows()
+            for seed, value in seeds.items()
+        )
         return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
     def csv_differences(self) -> str:
@@ -437,7 +562,16 @@ class Results:
             [setting, method, self.study.baseline, metric, *asdict(difference).values()]
             for setting, method, metric, difference in self._differences()
         )
-        return _csv(["setting", "method", "baseline", "metric", *(item.name for item in fields(Difference))], rows)
+        return _csv(
+            [
+                "setting",
+                "method",
+                "baseline",
+                "metric",
+                *(item.name for item in fields(Difference)),
+            ],
+            rows,
+        )
 
     def _differences(self) -> Iterator[tuple[str, str, str, Difference]]:
         for setting in self.compared:
@@ -445,9 +579,13 @@ class Results:
                 for metric in self.study.metrics:
                     yield setting, method, metric, self.difference(setting, method, metric)
 
-    def _rows(self) -> Iterator[tuple[str, str, str | None, str, _Statistics, _Compared, dict[int, float]]]:
+    def _rows(
+        self,
+    ) -> Iterator[tuple[str, str, str | None, str, _Statistics, _Compared, dict[int, float]]]:
         for setting in self.tables:
-            metrics = dict.fromkeys([*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))])
+            metrics = dict.fromkeys(
+                [*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))]
+            )
             rankings = {metric: self.ranking(setting, metric) for metric in metrics}
             for method in self.study.methods:
                 for metric, ranking in rankings.items():
@@ -464,7 +602,11 @@ class Results:
 
     def _compared(self, setting: str, method: str, metric: str, ranking: Ranking) -> _Compared:
         place = 1 if method in ranking.best else 2 if method in ranking.second else None
-        return place, (ranking.p or {}).get(method), *(self.interval(setting, method, metric) or (None, None))
+        return (
+            place,
+            (ranking.p or {}).get(method),
+            *(self.interval(setting, method, metric) or (None, None)),
+        )
 
 
 @dataclass(frozen=True)
@@ -513,7 +655,9 @@ class Difference:
         if self.std is None or self.standard_error is None:
             return f"{mean} ({self.pairs})"
         tested = "" if self.p is None else f"; p = {self.p:.3f}"
-        return f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs}{tested})"
+        return (
+            f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs}{tested})"
+        )
 
 
 _Statistics = tuple[float | None, float | None, int]

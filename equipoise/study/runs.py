@@ -37,7 +37,9 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
         if not (directory / CONFIG).exists():
             continue
         if difference := _difference(directory, job):
-            raise InputError(f"{directory} holds another experiment: {difference}; choose another directory with --out")
+            raise InputError(
+                f"{directory} holds another experiment: {difference}; choose another directory with --out"
+            )
 
 
 def _difference(directory: Path, job: Job) -> str | None:
@@ -69,7 +71,12 @@ def carry_over(job: Job, tuning: Path, out: Path) -> bool:
         Whether it was copied.
     """
     source, target = tuning / job.path_in_tuning, out / job.path
-    if target.exists() or not (source / SUMMARY).exists() or not (source / CONFIG).exists() or _difference(source, job):
+    if (
+        target.exists()
+        or not (source / SUMMARY).exists()
+        or not (source / CONFIG).exists()
+        or _difference(source, job)
+    ):
         return False
     # Renamed when it is complete: a study that is killed in between copies again.
     beside = target.with_name(f".{target.name}.copy")
@@ -117,7 +124,10 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
     if split == "test":
         return summary
     tail = summary.get("tail", {})
-    moved = {name: {**own, "results": own["validation"]} if name in WHICH else own for name, own in tail.items()}
+    moved = {
+        name: {**own, "results": own["validation"]} if name in WHICH else own
+        for name, own in tail.items()
+    }
     validated = {**summary, "results": summary["validation"], "tested": summary["results"]}
     if moved:
         validated["tail"] = moved
@@ -148,7 +158,9 @@ def counted_rows(directory: Path, summary: Mapping[str, Any]) -> list[Row]:
     tail = summary.get("tail", {}).get("rounds", [])
     rounds = set(tail) or {summary.get("round")}
     try:
-        rows = [row for row in Journal(directory / "metrics.jsonl").complete() if row["round"] in rounds]
+        rows = [
+            row for row in Journal(directory / "metrics.jsonl").complete() if row["round"] in rounds
+        ]
         return average_rows(rows) if tail else rows
     except (OSError, ValueError, KeyError, TypeError):
         return []
@@ -197,7 +209,10 @@ def carry_out(
     ``jobs`` is how many run at a time; with None as many as fill the cores or the GPU.
     """
     if jobs is None:
-        cores, devices = torch.get_num_threads(), [job.experiment.machine.torch_device for job in missing]
+        cores, devices = (
+            torch.get_num_threads(),
+            [job.experiment.machine.torch_device for job in missing],
+        )
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
         device = next((device for device in devices if device.type == "cuda"), None)
@@ -208,7 +223,10 @@ def carry_out(
             first, missing = missing[0], missing[1:]
             tell(first, "begun")
             yield first, _run(first, out / first.path, split, torch.get_num_threads())
-            use = {"peak": torch.cuda.max_memory_reserved(device), "memory": torch.cuda.mem_get_info(device)[1]}
+            use = {
+                "peak": torch.cuda.max_memory_reserved(device),
+                "memory": torch.cuda.mem_get_info(device)[1],
+            }
             torch.cuda.empty_cache()
         jobs = at_a_time(len(missing), cores, **use)
     if jobs == 1 or len(missing) < 2:
@@ -237,7 +255,9 @@ def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] 
     try:
         broken_off = (directory / CONFIG).exists()
         # A run keeps its number of threads: another one would round differently.
-        recorded = read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
+        recorded = (
+            read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
+        )
         with _threads(recorded):
             summary = job.experiment.run(directory, resume=broken_off).summary
         return _on_split(summary, split)

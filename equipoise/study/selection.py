@@ -121,7 +121,9 @@ class _Chooser:
             for job in results.study.jobs
             if job.path in results.summaries
         }
-        self._group = {job.setting: str(job.experiment.data["leave_out"]) for job in results.study.jobs}
+        self._group = {
+            job.setting: str(job.experiment.data["leave_out"]) for job in results.study.jobs
+        }
 
     def choose(self, rule: str, variants: Mapping[str, Mapping[str, Any]]) -> list[Selected]:
         chosen = []
@@ -148,7 +150,9 @@ class _Chooser:
             summary = self._runs.get((fold, label))
             return None if summary is None else value_of(summary, "mean")
         scores = [
-            self._tested(pair_label(fold, other), label, self._group[other]) for other in self._folds if other != fold
+            self._tested(pair_label(fold, other), label, self._group[other])
+            for other in self._folds
+            if other != fold
         ]
         known = [score for score in scores if score is not None]
         return statistics.fmean(known) if known and len(known) == len(scores) else None

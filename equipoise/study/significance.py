@@ -17,7 +17,17 @@ from dataclasses import dataclass
 
 from scipy.special import stdtr
 
-__all__ = ["LEAST_SEEDS", "LEVEL", "TEST", "WORSE", "Ranking", "against", "holm", "paired_p", "rank_methods"]
+__all__ = [
+    "LEAST_SEEDS",
+    "LEVEL",
+    "TEST",
+    "WORSE",
+    "Ranking",
+    "against",
+    "holm",
+    "paired_p",
+    "rank_methods",
+]
 
 LEVEL = 0.05
 LEAST_SEEDS = 5
@@ -44,7 +54,11 @@ def paired_p(differences: Sequence[float]) -> float:
     >>> round(paired_p([0.03, 0.01, 0.02, 0.02, 0.03]), 4)
     0.0042
     """
-    mean, deviation, pairs = statistics.fmean(differences), statistics.stdev(differences), len(differences)
+    mean, deviation, pairs = (
+        statistics.fmean(differences),
+        statistics.stdev(differences),
+        len(differences),
+    )
     # Equal differences have a deviation of about one rounding error of their mean, or 0.
     if deviation <= 1e-12 * abs(mean) or mean == 0:
         return 1.0 if mean == 0 else 0.0
@@ -145,7 +159,9 @@ def rank_methods(values: Mapping[str, Mapping[int, float]], *, higher_is_better:
 
 
 def _p_of_all(values: Mapping[str, Mapping[int, float]], best: str) -> dict[str, float] | None:
-    pairs = {(a, b): _differences(values[a], values[b]) for a, b in itertools.combinations(values, 2)}
+    pairs = {
+        (a, b): _differences(values[a], values[b]) for a, b in itertools.combinations(values, 2)
+    }
     tested = {pair: paired_p(own) for pair, own in pairs.items() if len(own) >= LEAST_SEEDS}
     if not tested:
         return None
@@ -153,7 +169,9 @@ def _p_of_all(values: Mapping[str, Mapping[int, float]], best: str) -> dict[str,
     return {a if b == best else b: value for (a, b), value in corrected.items() if best in (a, b)}
 
 
-def against(baseline: Mapping[int, float], others: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+def against(
+    baseline: Mapping[int, float], others: Mapping[str, Mapping[int, float]]
+) -> dict[str, float]:
     """Test methods against one that was named beforehand.
 
     Parameters

@@ -52,9 +52,13 @@ def register(name: str) -> Callable[[T], T]:
 
     def known(task: T) -> T:
         if not (isinstance(task, type) and issubclass(task, Task)):
-            raise InputError(f"{task!r}, registered as {name!r}, is no task; valid: a class derived from Task")
+            raise InputError(
+                f"{task!r}, registered as {name!r}, is no task; valid: a class derived from Task"
+            )
         if task.loss is Task.loss:
-            raise InputError(f"{task.__qualname__}, registered as {name!r}, is a task without a method 'loss'")
+            raise InputError(
+                f"{task.__qualname__}, registered as {name!r}, is a task without a method 'loss'"
+            )
         if task.score != "loss" and task.metrics is Task.metrics:
             raise InputError(
                 f"{task.__qualname__}, registered as {name!r}, has the score {task.score!r} but no method 'metrics' "
@@ -66,7 +70,9 @@ def register(name: str) -> Callable[[T], T]:
             _check_names(task, name)
         before = _TASKS.get(name, task)
         if (before.__module__, before.__qualname__) != (task.__module__, task.__qualname__):
-            raise InputError(f"the name {name!r} of a task is taken by {before.__qualname__}; choose another")
+            raise InputError(
+                f"the name {name!r} of a task is taken by {before.__qualname__}; choose another"
+            )
         task.name = name
         _TASKS[name] = task
         return task

@@ -50,7 +50,9 @@ class Classification(Task):
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
         """Refuse anything but int64 labels ``[N]``."""
         if y.dtype != torch.int64 or y.ndim != 1:
-            raise InputError(f"y of a classification must be int64 labels of shape [N], not {kind_of(y)}")
+            raise InputError(
+                f"y of a classification must be int64 labels of shape [N], not {kind_of(y)}"
+            )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
         """Find the first label out of range."""

@@ -26,7 +26,9 @@ class Regression(Task):
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the squared error averaged over a sample's targets."""
         # Only shapes are compared, which works under ``vmap``.
-        if output.shape != y.shape and _without_last_ones(output.shape) != _without_last_ones(y.shape):
+        if output.shape != y.shape and _without_last_ones(output.shape) != _without_last_ones(
+            y.shape
+        ):
             raise InputError(
                 f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its targets have shape "
                 f"{tuple(y.shape)}; valid: the same shape, or one with a last dimension of 1 more or less"
@@ -37,7 +39,9 @@ class Regression(Task):
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
         """Refuse anything but floating point numbers ``[N]`` or ``[N, d]``."""
         if not y.is_floating_point() or y.ndim > 2:
-            raise InputError(f"y of a regression must be floating point of shape [N] or [N, d], not {kind_of(y)}")
+            raise InputError(
+                f"y of a regression must be floating point of shape [N] or [N, d], not {kind_of(y)}"
+            )
 
 
 def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -66,7 +66,10 @@ class Segmentation(Task):
         # A class without a pixel has an overlap of 0, so it adds nothing to the sum.
         total = (2 * overlap / size.clamp(min=1)).sum(1)
         present = (size > 0).sum(1)
-        return {"loss": self.loss(output, y), "dice": torch.where(present > 0, total / present.clamp(min=1), 1.0)}
+        return {
+            "loss": self.loss(output, y),
+            "dice": torch.where(present > 0, total / present.clamp(min=1), 1.0),
+        }
 
     def targets(self, y: Tensor) -> Tensor:
         """Convert masks to bytes if all labels fit, which takes an eighth of the memory of int64."""
@@ -109,7 +112,11 @@ class Segmentation(Task):
     def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
         """Ask for one number for each class and pixel."""
         fits = output.dim() == 4 and output.shape[1] >= outputs and output.shape[2:] == y.shape[1:]
-        return None if fits else f"{outputs} classes for each pixel of masks of shape {tuple(y.shape[1:])}"
+        return (
+            None
+            if fits
+            else f"{outputs} classes for each pixel of masks of shape {tuple(y.shape[1:])}"
+        )
 
 
 def _members(labels: Tensor, output: Tensor) -> Tensor:

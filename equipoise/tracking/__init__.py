@@ -26,7 +26,15 @@ TRACKERS: Registry = {
 """The class of each tracker."""
 
 # The numbers of a round that are no names.
-_OF_A_ROUND = ("train_loss", "cohort", "bytes_up", "bytes_down", "bytes_overhead", "messages", "evaluations")
+_OF_A_ROUND = (
+    "train_loss",
+    "cohort",
+    "bytes_up",
+    "bytes_down",
+    "bytes_overhead",
+    "messages",
+    "evaluations",
+)
 
 
 def register(tracker: C) -> C:
@@ -152,5 +160,9 @@ def _numbers(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
         path = f"{before}{name}"
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{path}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and not name.endswith("_id"):
+        elif (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and not name.endswith("_id")
+        ):
             yield path, float(value)

@@ -61,7 +61,9 @@ class MLflow(Callback):
             self._client = MlflowClient(tracking_uri=self.uri)
             self._open(run)
         except MlflowException as error:
-            raise InputError(f"tracking: mlflow cannot write to {self.uri or 'its store'}: {error}") from error
+            raise InputError(
+                f"tracking: mlflow cannot write to {self.uri or 'its store'}: {error}"
+            ) from error
 
     def _open(self, run: Snapshot) -> None:
         from mlflow.entities import Param
@@ -74,8 +76,14 @@ class MLflow(Callback):
             self._written = max((value.step for value in before), default=0)
             self._client.update_run(self._run, status="RUNNING")
             return
-        name = self.name or (run.directory.name if run.directory else f"{run.method}-seed{run.config['seed']}")
-        tags = {"method": run.method, "data": str(run.config["data"]["name"]), "seed": str(run.config["seed"])}
+        name = self.name or (
+            run.directory.name if run.directory else f"{run.method}-seed{run.config['seed']}"
+        )
+        tags = {
+            "method": run.method,
+            "data": str(run.config["data"]["name"]),
+            "seed": str(run.config["seed"]),
+        }
         made = self._client.create_run(self._experiment_id(), run_name=name, tags=tags)
         self._run = made.info.run_id
         if noted:
@@ -111,7 +119,9 @@ class MLflow(Callback):
         if run.summary is not None:
             self._client.log_dict(self._run, run.summary, "summary.json")
         killed = isinstance(run.error, KeyboardInterrupt)
-        self._client.set_terminated(self._run, "KILLED" if killed else "FAILED" if run.error else "FINISHED")
+        self._client.set_terminated(
+            self._run, "KILLED" if killed else "FAILED" if run.error else "FINISHED"
+        )
 
     def _write(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric

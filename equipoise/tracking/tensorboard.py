@@ -49,7 +49,9 @@ class TensorBoard(Callback):
         # Also for a new run: TensorBoard takes only the second mark of a beginning for a restart.
         self._writer = SummaryWriter(str(where), purge_step=run.round + 1)
         if not run.round:
-            self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}\n```", 0)
+            self._writer.add_text(
+                "config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}\n```", 0
+            )
 
     def evaluated(self, run: Snapshot) -> None:
         """Write the results of a round."""

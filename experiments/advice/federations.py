@@ -42,7 +42,9 @@ class Unequal:
         rest = len(source.y) - self.clients * self.least
         ends = np.cumsum(self.least + np.floor(rest * shares / shares.sum())).astype(int)
         order = generator(seed, "partition").permutation(len(source.y))[: ends[-1]]
-        return Assignment(np.split(order, ends[:-1]), groups=[0] * self.clients, group_names=("all",))
+        return Assignment(
+            np.split(order, ends[:-1]), groups=[0] * self.clients, group_names=("all",)
+        )
 
 
 @data.register

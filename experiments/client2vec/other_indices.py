@@ -64,10 +64,14 @@ def make(stage: Path, out: Path, overrides: list[Override]) -> list[Path]:
 
 def main() -> None:
     """Read the command line, and write the indices."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", type=Path, help="the directory of a finished stage")
     parser.add_argument("--out", type=Path, default=Path("runs/client2vec-indices"))
-    parser.add_argument("--set", action="append", default=[], help="a setting of the training of heads, key=value")
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting of the training of heads, key=value"
+    )
     given = parser.parse_args()
     for path in make(given.stage, given.out, [Override.parse(text) for text in given.set]):
         print(path)

@@ -103,8 +103,12 @@ def times(runs: list[Path], index: Path | None = None, split: str = "test") -> d
 
 def main() -> None:
     """Read the command line, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="directories of finished runs, the host first")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="directories of finished runs, the host first"
+    )
     parser.add_argument("--index", type=Path, help="the directory of the run that made the index")
     parser.add_argument("--split", choices=["test", "val"], default="test")
     given = parser.parse_args()

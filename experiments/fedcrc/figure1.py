@@ -33,20 +33,33 @@ MODEL = {"name": "bncnn", "channels": [64, 64, 64, 64], "hidden": [], "kernel": 
 def pretrained(federation: Federation, *, seed: int = 0) -> nn.Module:
     """Train a model on all the data of a federation for an epoch."""
     settings = Training(rounds=1, batch_size=50, optimizer=Sgd(lr=0.05))
-    run = train(federation, method="central", model=MODEL, training=settings, evaluation=Evaluation(every=0), seed=seed)
+    run = train(
+        federation,
+        method="central",
+        model=MODEL,
+        training=settings,
+        evaluation=Evaluation(every=0),
+        seed=seed,
+    )
     return run.model()
 
 
-def distances(federation: Federation, model: nn.Module, *, updates: int, seed: int = 0) -> list[float]:
+def distances(
+    federation: Federation, model: nn.Module, *, updates: int, seed: int = 0
+) -> list[float]:
     """Return the L2 distance of two clients' heads after every step each of them makes from the same model."""
     settings = Training(rounds=updates, steps=1, batch_size=50, optimizer=Sgd(lr=0.05))
-    trainer = Trainer(federation, build("local"), model, settings, Machine(), Evaluation(every=0), seed)
+    trainer = Trainer(
+        federation, build("local"), model, settings, Machine(), Evaluation(every=0), seed
+    )
     measured: list[float] = []
 
     def measure(progress: object) -> None:
         _, own = trainer.personal_models(np.array([0, 1]))
         apart = [heads[0] - heads[1] for name, heads in own.items() if name.startswith("head.")]
-        measured.append(float(sum(difference.double().square().sum() for difference in apart)) ** 0.5)
+        measured.append(
+            float(sum(difference.double().square().sum() for difference in apart)) ** 0.5
+        )
 
     trainer.run(measure)
     return measured
@@ -67,14 +80,18 @@ def draw(curves: Mapping[str, np.ndarray], path: Path) -> None:
 
 def main() -> None:
     """Measure, write the numbers and draw them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", help="the data directory, if it is not in EQUIPOISE_DATA")
     parser.add_argument("--updates", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/fedcrc-figure1"))
     arguments = parser.parse_args()
     try:
-        everything = load("mnist", root=arguments.root, portion="train", partition=Iid(1), splits=WHOLE)
+        everything = load(
+            "mnist", root=arguments.root, portion="train", partition=Iid(1), splits=WHOLE
+        )
     except InputError as error:
         parser.error(str(error))
     model = pretrained(everything)
@@ -82,7 +99,14 @@ def main() -> None:
     for label, partition in PARTITIONS.items():
         measured = [
             distances(
-                load("mnist", root=arguments.root, portion="test", partition=partition, splits=WHOLE, seed=seed),
+                load(
+                    "mnist",
+                    root=arguments.root,
+                    portion="test",
+                    partition=partition,
+                    splits=WHOLE,
+                    seed=seed,
+                ),
                 model,
                 updates=arguments.updates,
                 seed=seed,
@@ -90,9 +114,13 @@ def main() -> None:
             for seed in range(arguments.seeds)
         ]
         curves[label] = np.mean(measured, axis=0)
-        print(f"{label}: {curves[label][0]:.4f} after one update, {curves[label][-1]:.4f} after {arguments.updates}")
+        print(
+            f"{label}: {curves[label][0]:.4f} after one update, {curves[label][-1]:.4f} after {arguments.updates}"
+        )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "figure1.json").write_text(json.dumps({label: list(c) for label, c in curves.items()}))
+    (arguments.out / "figure1.json").write_text(
+        json.dumps({label: list(c) for label, c in curves.items()})
+    )
     draw(curves, arguments.out / "figure1.svg")
 
 

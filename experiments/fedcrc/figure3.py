@@ -17,14 +17,19 @@ Curves = dict[tuple[str, str, str], dict[int, float]]
 
 def read(runs: Path) -> Curves:
     """Return the mean accuracy over clients and seeds by setting, method and model, then by round."""
-    found: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for path in sorted(runs.glob("*/*/seed*/metrics.jsonl")):
         setting, method = path.parts[-4:-2]
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["split"] == "test":
                 found[setting, method, row["model"]][row["round"]].append(row["accuracy"])
-    return {key: {round_: float(np.mean(v)) for round_, v in sorted(rounds.items())} for key, rounds in found.items()}
+    return {
+        key: {round_: float(np.mean(v)) for round_, v in sorted(rounds.items())}
+        for key, rounds in found.items()
+    }
 
 
 def draw(curves: Curves, path: Path) -> None:
@@ -45,7 +50,9 @@ def draw(curves: Curves, path: Path) -> None:
 
 def main() -> None:
     """Read, draw, and print the accuracy at a few rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, help="the directory of the study")
     parser.add_argument("--out", type=Path, default=Path("runs/fedcrc-figure3.svg"))
     arguments = parser.parse_args()
@@ -54,7 +61,9 @@ def main() -> None:
         parser.error(f"{arguments.runs} holds no runs of a study")
     for key, rounds in curves.items():
         chosen = [round_ for round_ in (1, 5, 10, 25, 50, 75, 100) if round_ in rounds]
-        print(" ".join(key), ", ".join(f"round {round_}: {rounds[round_]:.4f}" for round_ in chosen))
+        print(
+            " ".join(key), ", ".join(f"round {round_}: {rounds[round_]:.4f}" for round_ in chosen)
+        )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     draw(curves, arguments.out)
 

@@ -27,7 +27,10 @@ Scores = dict[tuple[str, str], list[tuple[float, float]]]
 def accuracy(model: nn.Module, federation: Federation) -> float:
     """Return the accuracy on every client's test data, all of a client's in one batch, as a mean over clients."""
     held = [torch.from_numpy(federation.test.of(client)) for client in federation.seen]
-    hits = [(model(federation.x[samples]).argmax(1) == federation.y[samples]).double().mean() for samples in held]
+    hits = [
+        (model(federation.x[samples]).argmax(1) == federation.y[samples]).double().mean()
+        for samples in held
+    ]
     return float(torch.stack(hits).mean())
 
 
@@ -52,13 +55,17 @@ def read(runs: Path) -> Scores:
 
 def main() -> None:
     """Read and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, help="the directory of the study")
     arguments = parser.parse_args()
     scores = read(arguments.runs)
     if not scores:
         parser.error(f"{arguments.runs} holds no runs of a study")
-    print("setting, method: running statistics, the batch's own (seeds, over which these are means)")
+    print(
+        "setting, method: running statistics, the batch's own (seeds, over which these are means)"
+    )
     for (setting, method), of_seeds in scores.items():
         running, own = 100 * np.mean(of_seeds, axis=0)
         print(f"{setting}, {method}: {running:.2f}, {own:.2f} ({len(of_seeds)})", flush=True)

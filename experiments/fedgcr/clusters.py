@@ -48,7 +48,8 @@ def collect(runs: Path) -> Rows:
         setting, method = path.parts[-4:-2]
         found[setting, method].append(read(path.parent))
     return {
-        key: {name: float(np.mean([own[name] for own in seeds])) for name in seeds[0]} for key, seeds in found.items()
+        key: {name: float(np.mean([own[name] for own in seeds])) for name in seeds[0]}
+        for key, seeds in found.items()
     }
 
 
@@ -56,7 +57,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=Path, help="the directory of the study")
-    parser.add_argument("--rounds", type=int, nargs="*", default=[1, 5, 10, 20], help="rounds whose purity to show")
+    parser.add_argument(
+        "--rounds", type=int, nargs="*", default=[1, 5, 10, 20], help="rounds whose purity to show"
+    )
     options = parser.parse_args()
     shown = ["purity", "ARI", "stability", *(f"round {number}" for number in options.rounds)]
     print("| setting | method |", " | ".join(shown), "|")

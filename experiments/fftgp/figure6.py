@@ -60,7 +60,9 @@ class FairnessCurves(FairnessAwareAggregation):
         """Begin with equal weights."""
         begun = super().begin(state, everyone)
         clients = begun.server["clients"]
-        return begun.with_server(adjusted={name: clients[name].clone() for name in ("ids", "weight")})
+        return begun.with_server(
+            adjusted={name: clients[name].clone() for name in ("ids", "weight")}
+        )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Aggregate by FAA, and measure the gaps under all three aggregations."""
@@ -69,13 +71,20 @@ class FairnessCurves(FairnessAwareAggregation):
         here = locate(kept, cohort)
         adjusted = kept["weight"][here] / kept["weight"][here].sum()
         weights = {"fedavg": cohort.prior, "ga": adjusted, "faa": combined.notes["weights"]}
-        gaps = {name: self._measured(state, updates, cohort, of_clients) for name, of_clients in weights.items()}
+        gaps = {
+            name: self._measured(state, updates, cohort, of_clients)
+            for name, of_clients in weights.items()
+        }
         variances = torch.stack([_variance(gaps[name]) for name in AGGREGATIONS])
-        following = generalization_adjustment(adjusted, gaps["ga"], self.step_in(state, cohort), self.centred)
+        following = generalization_adjustment(
+            adjusted, gaps["ga"], self.step_in(state, cohort), self.centred
+        )
         changed = kept["weight"].index_put((here,), following * kept["weight"][here].sum())
         if self.follow != "faa":
             combined = combined.with_global(mix(updates, weights[self.follow]))
-        return combined.with_server(adjusted={**kept, "weight": changed}).with_notes(gap_variances=variances)
+        return combined.with_server(adjusted={**kept, "weight": changed}).with_notes(
+            gap_variances=variances
+        )
 
 
 def _variance(gaps: torch.Tensor) -> torch.Tensor:
@@ -85,7 +94,9 @@ def _variance(gaps: torch.Tensor) -> torch.Tensor:
 
 def read(run: Path) -> dict[str, list[float]]:
     """Return the variance of gaps by aggregation, one value a round."""
-    rows = [row["notes"]["gap_variances"] for row in Journal(run / "rounds.jsonl") if "notes" in row]
+    rows = [
+        row["notes"]["gap_variances"] for row in Journal(run / "rounds.jsonl") if "notes" in row
+    ]
     return {name: [row[position] for row in rows] for position, name in enumerate(AGGREGATIONS)}
 
 
@@ -96,7 +107,13 @@ def draw(curves: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
         for (name, label), hue in zip(AGGREGATIONS.items(), HUES, strict=False):
             median = np.median(of_run[name])
             rounds = np.arange(1, len(of_run[name]) + 1)
-            panel.plot(rounds, of_run[name], color=hue, linewidth=1.6, label=f"{label} (median {median:.2g})")
+            panel.plot(
+                rounds,
+                of_run[name],
+                color=hue,
+                linewidth=1.6,
+                label=f"{label} (median {median:.2g})",
+            )
         panel.set_xlabel("round", color=INK)
         panel.set_yscale("log")
         panel.xaxis.get_major_locator().set_params(integer=True)
@@ -107,8 +124,12 @@ def draw(curves: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
 
 def main() -> None:
     """Read, draw, and print the medians over rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="directories of runs with the method fairnesscurves")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="directories of runs with the method fairnesscurves"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/fftgp-figure6.png"))
     arguments = parser.parse_args()
     curves = {}
@@ -116,7 +137,10 @@ def main() -> None:
         if (method := read_config(run)["method"]["name"]) != "fairnesscurves":
             parser.error(f"{run} is a run of {method}; train with the method fairnesscurves")
         curves[run.name] = read(run)
-        medians = {AGGREGATIONS[name]: float(np.median(values)) for name, values in curves[run.name].items()}
+        medians = {
+            AGGREGATIONS[name]: float(np.median(values))
+            for name, values in curves[run.name].items()
+        }
         print(run, ", ".join(f"{name}: {median:.3g}" for name, median in medians.items()))
     draw(curves, arguments.out)
 

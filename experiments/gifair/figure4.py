@@ -35,8 +35,12 @@ def draw(accuracies: Accuracies, path: Path) -> None:
     for group, by_strength in accuracies.items():
         strengths = sorted(by_strength)
         values = [by_strength[strength] for strength in strengths]
-        spread = [float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else 0.0 for of_seeds in values]
-        axes.errorbar(strengths, [np.mean(of_seeds) for of_seeds in values], spread, label=group, capsize=3)
+        spread = [
+            float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else 0.0 for of_seeds in values
+        ]
+        axes.errorbar(
+            strengths, [np.mean(of_seeds) for of_seeds in values], spread, label=group, capsize=3
+        )
     axes.set(xlabel="λ as a fraction of λ_max", ylabel="test accuracy")
     axes.legend()
     figure.savefig(path)
@@ -44,19 +48,27 @@ def draw(accuracies: Accuracies, path: Path) -> None:
 
 def main() -> None:
     """Read, draw, and print the means over seeds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, help="the directory of the study")
     parser.add_argument("--out", type=Path, default=Path("runs/gifair-figure4.svg"))
     arguments = parser.parse_args()
     try:
         accuracies = read(arguments.runs)
     except ValueError:
-        parser.error(f"{arguments.runs} holds runs of another study: its methods are not called by values of λ")
+        parser.error(
+            f"{arguments.runs} holds runs of another study: its methods are not called by values of λ"
+        )
     if not accuracies:
         parser.error(f"{arguments.runs} holds no runs of a study")
     for group, by_strength in accuracies.items():
         print(
-            group, ", ".join(f"λ {strength}: {np.mean(by_strength[strength]):.4f}" for strength in sorted(by_strength))
+            group,
+            ", ".join(
+                f"λ {strength}: {np.mean(by_strength[strength]):.4f}"
+                for strength in sorted(by_strength)
+            ),
         )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     draw(accuracies, arguments.out)

@@ -37,16 +37,25 @@ def read(study: Path) -> Measured:
     for path in sorted(study.glob("*/*/seed*/summary.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
         wanted = (model_of(summary, "mean"), "test", False)
-        rows = [r for r in counted_rows(path.parent, summary) if (r["model"], r["split"], r["unseen"]) == wanted]
+        rows = [
+            r
+            for r in counted_rows(path.parent, summary)
+            if (r["model"], r["split"], r["unseen"]) == wanted
+        ]
         if rows:
             label = "/".join(path.parent.relative_to(study).parts[:2])
-            found[label].append(measure([row["accuracy"] for row in rows], [row["n"] for row in rows]))
+            found[label].append(
+                measure([row["accuracy"] for row in rows], [row["n"] for row in rows])
+            )
     return dict(found)
 
 
 def table(found: Measured) -> str:
     """Write a table in Markdown, in per cent."""
-    lines = ["| method | σ over clients | testing noise | σ without it | seeds |", "|---|---|---|---|---|"]
+    lines = [
+        "| method | σ over clients | testing noise | σ without it | seeds |",
+        "|---|---|---|---|---|",
+    ]
     for label, runs in found.items():
         cells = [_cell([100 * run[column] for run in runs]) for column in range(3)]
         lines.append(f"| {label} | {' | '.join(cells)} | {len(runs)} |")

@@ -28,11 +28,13 @@ def test_the_cost_is_said_before_the_trial_and_the_verdict_after(call):
     code, stdout, stderr = call("advise", "small.yaml", "--rounds", "1", "--seeds", "1")
     assert code == 0, stderr
     cost, table, verdict = (
-        stdout.index(text) for text in ("trial: 7 methods × 1 seed × 1 rounds", "validation data", "use: ")
+        stdout.index(text)
+        for text in ("trial: 7 methods × 1 seed × 1 rounds", "validation data", "use: ")
     )
     assert cost < table < verdict
     assert any(
-        f"The trial {does} the advice: " in stdout for does in ("supports", "contradicts", "does not contradict")
+        f"The trial {does} the advice: " in stdout
+        for does in ("supports", "contradicts", "does not contradict")
     )
     assert stderr.count("done") == 7
     assert Path("runs/advise-small/results.json").exists()
@@ -60,7 +62,10 @@ def test_a_run_is_read_with_its_results_and_times(call):
     ("arguments", "message"),
     [
         (["digitz"], "did you mean 'digits'"),
-        (["empty"], "empty is a directory without a run; give a run directory, an experiment file or a source"),
+        (
+            ["empty"],
+            "empty is a directory without a run; give a run directory, an experiment file or a source",
+        ),
         (["digits", "--by", "men"], "unknown metric 'men'"),
         (["digits", "--jobs", "x"], "--jobs must be a whole number from 1, or auto, got 'x'"),
     ],
@@ -78,7 +83,14 @@ FAMILY = {"iid": "average", "labels": "personal", "features": "corrected", "size
 @pytest.mark.parametrize("name", FAMILY)
 def test_federations_that_differ_in_one_way(call, name):
     code, stdout, stderr = call(
-        "advise", f"digits_{name}", "--import", EXPERIMENTS / "federations.py", "--no-trial", "--json", "--seed", "3"
+        "advise",
+        f"digits_{name}",
+        "--import",
+        EXPERIMENTS / "federations.py",
+        "--no-trial",
+        "--json",
+        "--seed",
+        "3",
     )
     assert code == 0, stderr
     document = json.loads(stdout)

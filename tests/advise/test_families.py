@@ -31,7 +31,11 @@ ALIKE = Measured(
     ("changes", "family", "said"),
     [
         ({}, "average", "Clients differ in labels, inputs and sizes by chance only"),
-        ({"label_skew": 0.6, "labels_held": 2.0}, "personal", "half of them have 2 labels or fewer"),
+        (
+            {"label_skew": 0.6, "labels_held": 2.0},
+            "personal",
+            "half of them have 2 labels or fewer",
+        ),
         ({"label_skew": 0.15}, "personal", "Clients have different labels (skew 0.15"),
         (
             {"feature_shift": 0.5, "between_groups": 0.9, "groups": 5},
@@ -41,7 +45,11 @@ ALIKE = Measured(
         ({"feature_shift": 0.5, "label_skew": 0.6}, "personal", "Inputs of the same label differ"),
         ({"feature_shift": 0.5, "label_skew": 0.15}, "corrected", "Clients have different labels"),
         ({"largest": 2000, "smallest": 10}, "average", "the largest 20 times the median"),
-        ({"label_skew": None, "labels_held": None, "feature_shift": None}, "average", "by chance only"),
+        (
+            {"label_skew": None, "labels_held": None, "feature_shift": None},
+            "average",
+            "by chance only",
+        ),
     ],
 )
 def test_numbers_and_words(changes, family, said):

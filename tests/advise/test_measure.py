@@ -24,7 +24,9 @@ def federation(*, sizes=None, labels=None, moved=0.0, groups=None, y=None, x=Non
     if x is None:
         centres = random.normal(size=(4, 6))
         x = centres[y] + random.normal(size=(len(clients), 6)) + moved * (clients % 5)[:, None]
-    named = {"groups": {client: groups[client % 5] for client in range(len(sizes))}} if groups else {}
+    named = (
+        {"groups": {client: groups[client % 5] for client in range(len(sizes))}} if groups else {}
+    )
     return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), **named, **options)
 
 
@@ -33,7 +35,12 @@ def test_clients_that_differ_by_chance_only():
     assert (measured.clients, measured.groups, measured.unseen) == (10, 1, 0)
     assert measured.label_skew < 0.05
     assert measured.feature_shift < 0.02
-    assert (measured.smallest, measured.median, measured.largest, measured.size_skew) == (60, 60.0, 60, 1.0)
+    assert (measured.smallest, measured.median, measured.largest, measured.size_skew) == (
+        60,
+        60.0,
+        60,
+        1.0,
+    )
     assert (measured.samples, measured.participation, measured.between_groups) == (600, 1.0, None)
 
 
@@ -61,7 +68,9 @@ def test_the_share_of_variance_by_hand():
     random = np.random.default_rng(1)
     clients = np.repeat([0, 1], 2000)
     x = (2.0 * clients - 1 + random.normal(size=4000))[:, None]
-    found = Federation.from_arrays(x, np.zeros(4000, int), clients=clients, splits=(1.0, 0.0, 0.0), classes=2)
+    found = Federation.from_arrays(
+        x, np.zeros(4000, int), clients=clients, splits=(1.0, 0.0, 0.0), classes=2
+    )
     assert measure(found, Training()).feature_shift == pytest.approx(0.5, abs=0.02)
 
 
@@ -84,7 +93,9 @@ def test_clients_held_out_are_not_measured():
 
 def test_targets_that_are_no_labels_and_inputs_that_are_no_numbers():
     random = np.random.default_rng(2)
-    regression = federation(x=random.normal(size=(600, 6)), y=random.normal(size=600), task="regression")
+    regression = federation(
+        x=random.normal(size=(600, 6)), y=random.normal(size=600), task="regression"
+    )
     measured = measure(regression, Training())
     assert (measured.label_skew, measured.labels_held) == (None, None)
     assert measured.feature_shift < 0.02

@@ -14,7 +14,12 @@ from equipoise.errors import InputError
 from equipoise.run.files import Journal
 from equipoise.study import Results
 
-SMALL = {"data": "digits", "model": {"name": "mlp", "hidden": [4]}, "training": {"rounds": 2, "cohort": 4}, "seed": 5}
+SMALL = {
+    "data": "digits",
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 2, "cohort": 4},
+    "seed": 5,
+}
 LABELS = ["fedavg", "feddyn", "fedavgm", "ditto", "fedavg-finetuned", "term", "local"]
 
 
@@ -39,7 +44,11 @@ def test_the_study_is_the_experiment_with_one_or_two_methods_of_each_family():
     for job in study.jobs:
         made = job.experiment
         assert (made.model["hidden"], made.training.cohort, made.data["seed"]) == ([4], 4, 5)
-        assert (made.evaluation.select, made.evaluation.last, made.evaluation.local) == ("last", None, False)
+        assert (made.evaluation.select, made.evaluation.last, made.evaluation.local) == (
+            "last",
+            None,
+            False,
+        )
         assert bool(made.evaluation.fine_tune) == (job.method == "fedavg-finetuned")
     assert study.metrics[0] == trial.by == "worst10"
 
@@ -53,7 +62,10 @@ def test_the_cost_is_that_of_all_runs():
     trial = trial_of(seeds=2)
     factors = [method["cost"] for family in FAMILIES.values() for method in family.methods]
     assert trial.seconds == pytest.approx(0.5 * 10 * 2 * sum(factors))
-    assert trial.cost == f"7 methods × 2 seeds × 10 rounds, about {round(trial.seconds)} s on this machine"
+    assert (
+        trial.cost
+        == f"7 methods × 2 seeds × 10 rounds, about {round(trial.seconds)} s on this machine"
+    )
     assert "about 3 min" in replace(trial, seconds=180.0).cost
     assert "about 2.0 h" in replace(trial, seconds=7200.0).cost
 
@@ -73,19 +85,34 @@ def results_of(trial, directory, scores):
         values = scores[job.method]
         path = directory / job.path
         path.mkdir(parents=True, exist_ok=True)
-        same = {"round": 10, "model": "global", "split": "val", "unseen": False, "group": "all", "n": 9, "loss": 1.0}
+        same = {
+            "round": 10,
+            "model": "global",
+            "split": "val",
+            "unseen": False,
+            "group": "all",
+            "n": 9,
+            "loss": 1.0,
+        }
         Journal(path / "metrics.jsonl").append(
             [{**same, "client": client, "accuracy": value} for client, value in enumerate(values)]
         )
         part = {"mean": float(np.mean(values)), "groups": {}}
-        summaries[job.path] = {"score": "accuracy", "round": 10, "results": {"global": {"seen": part}}}
+        summaries[job.path] = {
+            "score": "accuracy",
+            "round": 10,
+            "results": {"global": {"seen": part}},
+        }
     return Results(trial.study, summaries, {}, directory)
 
 
 def scored(**means):
     """Ten clients around the mean of each method, differently for each."""
     random = np.random.default_rng(0)
-    return {label: means.get(label.replace("-", "_"), 0.5) + 0.02 * random.normal(size=10) for label in LABELS}
+    return {
+        label: means.get(label.replace("-", "_"), 0.5) + 0.02 * random.normal(size=10)
+        for label in LABELS
+    }
 
 
 def test_an_advice_is_supported_if_its_family_is_best(tmp_path):
@@ -104,7 +131,9 @@ def test_an_advice_is_supported_if_others_are_better_by_chance_only(tmp_path):
     verdict = trial.judge(Advice("average", ()), results_of(trial, tmp_path, scores), tmp_path)
     assert (verdict.supported, verdict.pick, verdict.advised) == (True, "feddyn", "fedavg")
     assert verdict.difference == pytest.approx(0.005)
-    assert verdict.standard_error == pytest.approx(np.std(np.linspace(-0.04, 0.05, 10), ddof=1) / 10**0.5)
+    assert verdict.standard_error == pytest.approx(
+        np.std(np.linspace(-0.04, 0.05, 10), ddof=1) / 10**0.5
+    )
 
 
 def test_an_advice_is_contradicted_if_another_family_is_clearly_better(tmp_path):

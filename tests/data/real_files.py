@@ -12,4 +12,6 @@ SHARED = Path(os.environ.get("EQUIPOISE_SHARED", Path(__file__).parents[3] / "sh
 
 def needs_shared(folder: str) -> pytest.MarkDecorator:
     """Skip a test where the real data is not at hand."""
-    return pytest.mark.skipif(not (SHARED / folder).exists(), reason=f"{SHARED / folder} is not here")
+    return pytest.mark.skipif(
+        not (SHARED / folder).exists(), reason=f"{SHARED / folder} is not here"
+    )

@@ -16,11 +16,20 @@ def rows(count, seed):
         employer, occupation = draws.choice(EMPLOYERS, p=[0.5, 0.3, 0.2]), draws.choice(OCCUPATIONS)
         sex = draws.choice(["Female", "Male"], p=[0.4, 0.6])
         race = draws.choice(["White", "Black", "Other"], p=[0.6, 0.3, 0.1])
-        education, hours, age = int(draws.integers(5, 16)), int(draws.integers(20, 61)), int(draws.integers(18, 71))
+        education, hours, age = (
+            int(draws.integers(5, 16)),
+            int(draws.integers(20, 61)),
+            int(draws.integers(18, 71)),
+        )
         gain = int(draws.choice([0, 5000], p=[0.9, 0.1]))
         shown = employer if draws.random() > 0.02 else "?"
         marital = draws.choice(["Never-married", "Married-civ-spouse"])
-        score = 0.4 * (education - 10) + 0.05 * (hours - 40) + 0.9 * (sex == "Male") + 0.6 * (employer == "Private")
+        score = (
+            0.4 * (education - 10)
+            + 0.05 * (hours - 40)
+            + 0.9 * (sex == "Male")
+            + 0.6 * (employer == "Private")
+        )
         rich = score + gain / 2500 + draws.normal() > 0.8
         yield [
             age,

@@ -35,16 +35,24 @@ def test_people_and_clients(root):
     trained, tested = table(root, "adult.data"), table(root, "adult.test")
     held = {}
     for row in trained:
-        held.setdefault(f"{row['workclass']}, {row['occupation']}".replace("?", "unknown"), []).append(row)
+        held.setdefault(
+            f"{row['workclass']}, {row['occupation']}".replace("?", "unknown"), []
+        ).append(row)
     large = {name for name, rows in held.items() if len(rows) >= 20}
     assert set(made.client_names) == large
     assert len(large) == 9
     assert set(made.group_names) == {"Private", "Local-gov", "Self-emp-inc"}
     for client, name in enumerate(made.client_names):
-        own = [row for row in tested if f"{row['workclass']}, {row['occupation']}".replace("?", "unknown") == name]
+        own = [
+            row
+            for row in tested
+            if f"{row['workclass']}, {row['occupation']}".replace("?", "unknown") == name
+        ]
         assert made.test.sizes[client] == len(own)
         assert made.train.sizes[client] + made.val.sizes[client] == len(held[name])
-        assert int(made.y[made.test.of(client)].sum()) == sum(row["class"] == ">50K." for row in own)
+        assert int(made.y[made.test.of(client)].sum()) == sum(
+            row["class"] == ">50K." for row in own
+        )
         assert made.group_names[made.groups[client]] == name.split(", ")[0]
         sex = made.attributes["sex"]
         women = sum(sex.names[code] == "Female" for code in sex.codes[made.test.of(client)])
@@ -62,7 +70,9 @@ def test_inputs(root):
     assert inputs[0] == pytest.approx((int(first["age"]) - 40) / 13)
     assert inputs[2] == pytest.approx(hours)
     assert inputs[3] == pytest.approx(np.log1p(int(first["capital-gain"])) / 3)
-    named = [f"{column}={value}" for column, values in CATEGORIES.items() for value in values.split()]
+    named = [
+        f"{column}={value}" for column, values in CATEGORIES.items() for value in values.split()
+    ]
     ones = {name for name, value in zip(named, inputs[5:], strict=True) if value}
     assert ones == {f"{column}={first[column]}" for column in CATEGORIES}
 
@@ -74,7 +84,9 @@ def test_attributes_may_be_hidden_from_the_model(root):
 
 
 def test_other_clients_and_attributes(root):
-    made = load("adult", root=str(root), clients=("occupation",), attributes=("workclass",), min_samples=1)
+    made = load(
+        "adult", root=str(root), clients=("occupation",), attributes=("workclass",), min_samples=1
+    )
     assert set(made.client_names) == {"Sales", "Exec-managerial", "Adm-clerical"}
     assert made.attributes["workclass"].names == ("Local-gov", "Private", "Self-emp-inc", "unknown")
 
@@ -109,13 +121,17 @@ def test_wrong_options_are_named(root):
         load("adult", root=str(root), clients=("age",))
     with pytest.raises(InputError, match="clients of data 'adult' must name at least one column"):
         load("adult", root=str(root), clients=())
-    with pytest.raises(InputError, match="no client of data 'adult' has min_samples=99999 samples to train on"):
+    with pytest.raises(
+        InputError, match="no client of data 'adult' has min_samples=99999 samples to train on"
+    ):
         load("adult", root=str(root), min_samples=99999)
 
 
 def test_an_attribute_may_define_clients_and_groups(root):
     data = {"name": "adult", "root": str(root), "clients": ["sex", "occupation"]}
     method = {"name": "gifair", "fairness": "group"}
-    made = experiment_from({"data": data, "method": method, "model": "logistic", "training": {"rounds": 1}})
+    made = experiment_from(
+        {"data": data, "method": method, "model": "logistic", "training": {"rounds": 1}}
+    )
     groups = made.run().summary["results"]["global"]["seen"]["groups"]
     assert set(groups) == {"Female", "Male"}

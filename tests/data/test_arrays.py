@@ -30,10 +30,19 @@ def test_every_client_holds_its_rows(files):
     groups = np.where(CLINICS == "south", "rural", "urban")
     federation = load("arrays", **files(**samples(), clients=CLINICS, groups=groups))
     assert [federation.client_name(client) for client in range(3)] == ["north", "south", "west"]
-    assert [federation.group_names[group] for group in federation.groups] == ["urban", "rural", "urban"]
+    assert [federation.group_names[group] for group in federation.groups] == [
+        "urban",
+        "rural",
+        "urban",
+    ]
     for client, name in enumerate(("north", "south", "west")):
-        held = np.concatenate([federation.split(split).of(client) for split in ("train", "val", "test")])
-        assert sorted(federation.x[held, 0].tolist()) == (2.0 * np.flatnonzero(name == CLINICS)).tolist()
+        held = np.concatenate(
+            [federation.split(split).of(client) for split in ("train", "val", "test")]
+        )
+        assert (
+            sorted(federation.x[held, 0].tolist())
+            == (2.0 * np.flatnonzero(name == CLINICS)).tolist()
+        )
     assert federation.x.dtype == torch.float32
     assert federation.classes == 3
 
@@ -46,7 +55,9 @@ def test_without_clients_samples_are_divided(files):
 
 def test_other_byte_orders_and_whole_numbers(files):
     given = samples()
-    federation = load("arrays", **files(x=given["x"].astype(">i2"), y=given["y"].astype(">f8"), clients=CLINICS))
+    federation = load(
+        "arrays", **files(x=given["x"].astype(">i2"), y=given["y"].astype(">f8"), clients=CLINICS)
+    )
     assert federation.x.dtype == torch.int16
     assert federation.x[:, 0].tolist() == given["x"][:, 0].tolist()
     assert federation.y.tolist() == given["y"].tolist()
@@ -64,7 +75,10 @@ def test_other_byte_orders_and_whole_numbers(files):
             {"clients": np.stack([CLINICS] * 2, 1)},
             r"clients.npy \(data.clients\) has shape \(18, 2\); valid: one value",
         ),
-        ({"x": np.float64(1)}, r"x.npy \(data.x\) holds a single value; valid: a row for each sample"),
+        (
+            {"x": np.float64(1)},
+            r"x.npy \(data.x\) holds a single value; valid: a row for each sample",
+        ),
         ({"x": CLINICS}, "samples and labels must be numbers, got an array of <U5"),
         ({"y": np.arange(18) - 3}, "label"),
     ],

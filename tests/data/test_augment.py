@@ -52,7 +52,9 @@ def test_crop_pads_with_zeros_and_moves_all_channels_together():
     found = Crop(padding=2)(x, keys(40))
     framed = torch.nn.functional.pad(x, [2, 2, 2, 2])
     for image in range(40):
-        windows = {(i, j): framed[image, :, i : i + 4, j : j + 6] for i in range(5) for j in range(5)}
+        windows = {
+            (i, j): framed[image, :, i : i + 4, j : j + 6] for i in range(5) for j in range(5)
+        }
         assert sum(torch.equal(found[image], window) for window in windows.values()) == 1
 
 
@@ -61,17 +63,22 @@ def test_an_image_does_not_depend_on_its_batch(augmentation):
     x = torch.from_numpy(np.random.default_rng(1).normal(size=(12, 2, 5, 5)))
     together = augmentation(x, keys(12))
     for image in (0, 5, 11):
-        assert torch.equal(augmentation(x[image : image + 1], keys(12)[image : image + 1])[0], together[image])
+        assert torch.equal(
+            augmentation(x[image : image + 1], keys(12)[image : image + 1])[0], together[image]
+        )
     assert not torch.equal(augmentation(x, keys(12, key=1)), together)
 
 
 def test_crop_refuses_to_stand_still():
-    with pytest.raises(InputError, match="crop.padding must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match="crop.padding must be a whole number of at least 1, got 0"
+    ):
         Crop(padding=0)
 
 
 @pytest.mark.parametrize(
-    ("augmentation", "plain"), [(Flip(), {"name": "flip"}), (Crop(padding=2), {"name": "crop", "padding": 2})]
+    ("augmentation", "plain"),
+    [(Flip(), {"name": "flip"}), (Crop(padding=2), {"name": "crop", "padding": 2})],
 )
 def test_an_augmentation_survives_its_plain_form(augmentation, plain):
     assert augmentation_to_plain(augmentation) == plain
@@ -87,7 +94,10 @@ def test_an_augmentation_may_be_a_bare_name():
     [
         ("flp", "unknown augmentation 'flp' in training.augment; did you mean 'flip'"),
         ({"name": "crop", "pading": 2}, "'pading' in training.augment; did you mean 'padding'"),
-        ({"padding": 2}, "training.augment must be a name or a mapping with 'name', got {'padding': 2}"),
+        (
+            {"padding": 2},
+            "training.augment must be a name or a mapping with 'name', got {'padding': 2}",
+        ),
         (3, "training.augment must be a name or a mapping with 'name', got 3"),
     ],
 )
@@ -102,7 +112,9 @@ def test_samples_that_are_no_images_are_refused_before_training(augmentation, sh
     x = np.random.default_rng(0).normal(size=(8, *shape))
     data = Federation.from_arrays(x, np.arange(8) % 2, clients=np.arange(8) // 4, splits=(1, 0, 0))
     name = type(augmentation).__name__
-    message = f"augment: {name} needs images (channels, height, width), got samples of shape {shape}"
+    message = (
+        f"augment: {name} needs images (channels, height, width), got samples of shape {shape}"
+    )
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         train(data, model="logistic", rounds=1, augment=(augmentation,), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -115,14 +127,24 @@ def test_an_augmentation_of_ones_own_may_change_any_samples():
         seen.append((x.shape, keys.shape))
         return x + 1
 
-    data = Federation.from_arrays(np.ones((6, 5)), np.arange(6) % 2, clients=[0] * 6, splits=(1, 0, 0))
+    data = Federation.from_arrays(
+        np.ones((6, 5)), np.arange(6) % 2, clients=[0] * 6, splits=(1, 0, 0)
+    )
     train(data, model="logistic", rounds=1, batch_size=6, augment=(noise,))
     assert seen == [((6, 5), (6,))]
 
 
 def test_augmented_training_does_not_depend_on_the_chunk():
-    how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1), "augment": (Flip(), Crop(padding=1))}
-    models = [play(build("fedavg"), images(), mlp(), [range(10)] * 2, chunk=chunk, **how).model for chunk in (1, 3, 10)]
+    how = {
+        "batch_size": 8,
+        "epochs": 2,
+        "optimizer": Sgd(lr=0.1),
+        "augment": (Flip(), Crop(padding=1)),
+    }
+    models = [
+        play(build("fedavg"), images(), mlp(), [range(10)] * 2, chunk=chunk, **how).model
+        for chunk in (1, 3, 10)
+    ]
     assert distance(models[1], models[0]) <= 1e-9
     assert distance(models[2], models[0]) <= 1e-9
     plain = play(build("fedavg"), images(), mlp(), [range(10)] * 2, **{**how, "augment": ()}).model

@@ -50,7 +50,16 @@ def forbidden():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int16, torch.int64, torch.float16, torch.float32, torch.float64, torch.bool]
+    "dtype",
+    [
+        torch.uint8,
+        torch.int16,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    ],
 )
 def test_values_of_every_type_come_back(tmp_path, dtype):
     values = VALUES.to(dtype)
@@ -116,11 +125,21 @@ def test_another_process_opens_the_file_itself(tmp_path, monkeypatch):
             r"the blocks have 2 rows in all, the array of shape \[3, 2\] needs 3",
         ),
         ((3, 2), torch.float32, [torch.zeros(4, 2)], "the blocks have 4 rows in all"),
-        ((3, 2), torch.float32, [torch.zeros(3, 3)], r"a block of rows is torch.float32 of shape \[3, 3\]"),
+        (
+            (3, 2),
+            torch.float32,
+            [torch.zeros(3, 3)],
+            r"a block of rows is torch.float32 of shape \[3, 3\]",
+        ),
         ((3, 2), torch.float32, [torch.zeros(3, 2).double()], "a block of rows is torch.float64"),
         ((0, 2), torch.float32, [], r"an array on disk must have values; its shape is \(0, 2\)"),
         ((3, 0), torch.float32, [torch.zeros(3, 0)], "must have values"),
-        ((3, 2), torch.bfloat16, [], "an array on disk cannot hold torch.bfloat16, which NumPy does not have"),
+        (
+            (3, 2),
+            torch.bfloat16,
+            [],
+            "an array on disk cannot hold torch.bfloat16, which NumPy does not have",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(tmp_path, shape, dtype, rows, message):
@@ -143,7 +162,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(RunError, match=r"^cannot write .*missing/a\.npy: .*No such file or directory: '[^']*'$"):
+    with pytest.raises(
+        RunError, match=r"^cannot write .*missing/a\.npy: .*No such file or directory: '[^']*'$"
+    ):
         write(tmp_path / "missing" / "a.npy")
 
 
@@ -163,11 +184,26 @@ def damage(path, how):
         path.unlink()
         path.mkdir()
     else:
-        place = {"first value": content.index(VALUES.numpy().tobytes()), "head": 70, "digest": -5, "mark": -60}[how]
+        place = {
+            "first value": content.index(VALUES.numpy().tobytes()),
+            "head": 70,
+            "digest": -5,
+            "mark": -60,
+        }[how]
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
-DAMAGES = ["truncated", "head only", "empty", "plain npy", "text", "first value", "head", "digest", "mark"]
+DAMAGES = [
+    "truncated",
+    "head only",
+    "empty",
+    "plain npy",
+    "text",
+    "first value",
+    "head",
+    "digest",
+    "mark",
+]
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "directory"])
@@ -248,17 +284,24 @@ def test_what_a_killed_process_left_is_removed(cache):
     (cache / "arrays" / f"{KEY}.npy.0123.tmp").write_bytes(b"half")
     (cache / "arrays" / f"{'0' * 64}.npy.0123.tmp").write_bytes(b"of another array")
     get()
-    assert sorted(path.name for path in (cache / "arrays").iterdir()) == [f"{'0' * 64}.npy.0123.tmp", f"{KEY}.npy"]
+    assert sorted(path.name for path in (cache / "arrays").iterdir()) == [
+        f"{'0' * 64}.npy.0123.tmp",
+        f"{KEY}.npy",
+    ]
 
 
 def test_errors_while_the_content_is_made_are_passed_on(cache):
     with pytest.raises(OSError, match="^no such picture$"):
-        cached(KEY, (2, 2), torch.float32, lambda: (_ for _ in ()).throw(OSError("no such picture")))
+        cached(
+            KEY, (2, 2), torch.float32, lambda: (_ for _ in ()).throw(OSError("no such picture"))
+        )
     assert not entry(cache).exists()
     assert torch.equal(get()[:], VALUES)
 
 
-@pytest.mark.parametrize("key", ["", "abc", "../../../etc/passwd0", KEY.upper(), "0" * 129, KEY + "\n"])
+@pytest.mark.parametrize(
+    "key", ["", "abc", "../../../etc/passwd0", KEY.upper(), "0" * 129, KEY + "\n"]
+)
 def test_other_keys_are_refused(key):
     with pytest.raises(InputError, match="must be a hash of 16 to 128 hexadecimal digits"):
         cached(key, (1,), torch.uint8, forbidden)
@@ -267,7 +310,10 @@ def test_other_keys_are_refused(key):
 def test_a_cache_directory_that_cannot_be_made_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no directory")
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RunError, match=r"cannot write .*/file/arrays/.*; the environment variable EQUIPOISE_CACHE can"):
+    with pytest.raises(
+        RunError,
+        match=r"cannot write .*/file/arrays/.*; the environment variable EQUIPOISE_CACHE can",
+    ):
         get()
 
 
@@ -290,7 +336,11 @@ print(int(array[:].sum()), array.digest)
 
 def test_processes_that_want_the_same_array_at_once_get_it(cache, tmp_path):
     started = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "made")], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "made")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
     said = [process.communicate(timeout=120)[0] for process in started]
@@ -303,7 +353,9 @@ def test_processes_that_want_the_same_array_at_once_get_it(cache, tmp_path):
 
 
 def test_a_killed_writer_leaves_no_entry_and_blocks_nobody(cache, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "made")], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "made")], stdout=subprocess.PIPE
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "made").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -55,13 +55,17 @@ def test_the_published_test_images_may_stay_with_the_server(tmp_path):
     root, _ = write(tmp_path, 10)
     federation = load("cifar", root=root, test="server", partition={"name": "iid", "clients": 2})
     assert federation.server["test"].tolist() == [20, 21, 22, 23]
-    assert sorted(np.concatenate([federation.split(s).indices for s in ("train", "val", "test")])) == list(range(20))
+    assert sorted(
+        np.concatenate([federation.split(s).indices for s in ("train", "val", "test")])
+    ) == list(range(20))
 
 
 @pytest.mark.parametrize("classes", [10, 100])
 def test_colours_are_standardized_one_by_one(tmp_path, classes):
     root, _ = write(tmp_path, classes)
-    plain, standard = (cifar(classes=classes, root=root, standardize=choice) for choice in (False, True))
+    plain, standard = (
+        cifar(classes=classes, root=root, standardize=choice) for choice in (False, True)
+    )
     for colour in range(3):
         mean, deviation = (numbers[colour] for numbers in COLOURS[classes])
         wanted = (plain.x[:, colour].double() - mean) / deviation
@@ -92,7 +96,9 @@ def test_a_pickle_of_python_2_is_read(tmp_path):
         return b"U" + bytes([len(content)]) + content
 
     array = (
-        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + text(b"b") + b"\x87R(K\x01K\x02K\x03\x86"
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+        + text(b"b")
+        + b"\x87R(K\x01K\x02K\x03\x86"
         b"cnumpy\ndtype\n"
         + text(b"u1")
         + b"K\x00K\x01\x87R(K\x03"
@@ -118,13 +124,18 @@ class Harmful:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments"), [(os.system, ("touch {}",)), (eval, ("open({!r}, 'w')",)), (np.load, ("{}",))]
+    ("function", "arguments"),
+    [(os.system, ("touch {}",)), (eval, ("open({!r}, 'w')",)), (np.load, ("{}",))],
 )
 def test_harmful_pickles_are_refused_before_anything_happens(tmp_path, function, arguments):
     mark = tmp_path / "mark"
     path = tmp_path / "batch"
-    path.write_bytes(pickle.dumps({b"data": Harmful(function, *(a.format(str(mark)) for a in arguments))}))
-    with pytest.raises(InputError, match=r"is refused: it asks for .*, which files of CIFAR have no use for"):
+    path.write_bytes(
+        pickle.dumps({b"data": Harmful(function, *(a.format(str(mark)) for a in arguments))})
+    )
+    with pytest.raises(
+        InputError, match=r"is refused: it asks for .*, which files of CIFAR have no use for"
+    ):
         read_pickle(path)
     assert not mark.exists()
 
@@ -136,7 +147,9 @@ def test_only_the_one_harmless_encoding_is_allowed(tmp_path):
         read_pickle(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle at all", pickle.dumps(cifar_batch(10, 0))[:-50]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle at all", pickle.dumps(cifar_batch(10, 0))[:-50]]
+)
 def test_damaged_pickles_are_refused(tmp_path, content):
     path = tmp_path / "batch"
     path.write_bytes(content)
@@ -178,7 +191,9 @@ def test_files_of_the_other_cifar_are_refused(tmp_path):
     reason=f"{HOME / 'cifar-10-batches-py'} is not here; cifar10.py writes it",
 )
 def test_real_counts():
-    train, test = (cifar(root=str(HOME), portion=portion, standardize=False) for portion in ("train", "test"))
+    train, test = (
+        cifar(root=str(HOME), portion=portion, standardize=False) for portion in ("train", "test")
+    )
     assert np.bincount(train.y).tolist() == [5000] * 10
     assert np.bincount(test.y).tolist() == [1000] * 10
     assert int(train.y[0]) == 6  # a frog

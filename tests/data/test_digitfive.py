@@ -58,29 +58,44 @@ def small(tmp_path_factory):
     for name, images in zip(names, wanted["mnist"], strict=True):
         write_idx_pair(images, labels(len(images)), root / "mnist", FILES[name])
     wanted["usps"] = [pictures(n, 16, 16) for n in sizes]
-    write_usps(root / "usps" / "usps.h5", [x / 255 for x in wanted["usps"]], [labels(n) for n in sizes])
+    write_usps(
+        root / "usps" / "usps.h5", [x / 255 for x in wanted["usps"]], [labels(n) for n in sizes]
+    )
     for domain, files, ten in (("synth", "synth_{}_32x32.mat", 0), ("svhn", "{}_32x32.mat", 10)):
         wanted[domain] = [pictures(n, 32, 32, 3) for n in sizes]
         for name, images in zip(names, wanted[domain], strict=True):
             y = np.where(labels(len(images)) == 0, ten, labels(len(images)))[:, None]
-            savemat(root / domain / files.format(name), {"X": images.transpose(1, 2, 3, 0), "y": y.astype(np.uint8)})
+            savemat(
+                root / domain / files.format(name),
+                {"X": images.transpose(1, 2, 3, 0), "y": y.astype(np.uint8)},
+            )
     wanted["mnistm"] = [pictures(n, 32, 32, 3) for n in sizes]
     for name, images in zip(names, wanted["mnistm"], strict=True):
-        np.savez(root / "mnist_m" / f"mnist_m_{name}.npz", x=images, y=labels(len(images)).astype(np.uint8))
+        np.savez(
+            root / "mnist_m" / f"mnist_m_{name}.npz",
+            x=images,
+            y=labels(len(images)).astype(np.uint8),
+        )
     write_idx_pair(pictures(50, 28, 28), np.arange(50) % 25, root / "emnist", UPRIGHT)
     return root, wanted
 
 
 def rgb(images):
     """Images as [N, 3, height, width]."""
-    return np.repeat(images[:, None], 3, axis=1) if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    return (
+        np.repeat(images[:, None], 3, axis=1) if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    )
 
 
-@pytest.mark.parametrize(("domain", "size"), [("mnist", 28), ("usps", 16), ("synth", 32), ("mnistm", 32), ("svhn", 32)])
+@pytest.mark.parametrize(
+    ("domain", "size"), [("mnist", 28), ("usps", 16), ("synth", 32), ("mnistm", 32), ("svhn", 32)]
+)
 def test_every_domain_is_read_as_it_is(small, domain, size):
     root, wanted = small
     source = digitfive(root=str(root), domains=[domain], size=size)
-    assert np.array_equal(source.x.numpy(), np.concatenate([rgb(images) for images in wanted[domain]]))
+    assert np.array_equal(
+        source.x.numpy(), np.concatenate([rgb(images) for images in wanted[domain]])
+    )
     assert source.y.tolist() == [*labels(TRAIN), *labels(TEST)]
     assert source.test.tolist() == [False] * TRAIN + [True] * TEST
     assert (source.classes, source.group_names, source.test_of) == (10, (domain,), "group")
@@ -91,7 +106,9 @@ def test_usps_in_libsvms_format_is_the_same(small, tmp_path):
     (tmp_path / "usps").mkdir()
     for images, name in zip(wanted["usps"], ("usps.bz2", "usps.t.bz2"), strict=True):
         (tmp_path / "usps" / name).write_bytes(libsvm(images / 255, labels(len(images))))
-    found, same = (digitfive(root=str(root), domains=["usps"], size=16) for root in (tmp_path, small[0]))
+    found, same = (
+        digitfive(root=str(root), domains=["usps"], size=16) for root in (tmp_path, small[0])
+    )
     assert torch.equal(found.x, same.x)
     assert torch.equal(found.y, same.y)
 
@@ -115,7 +132,13 @@ def test_resizing_keeps_brightness(small):
 
 
 def test_fewer_images_are_drawn_by_the_seed(small):
-    how = {"root": str(small[0]), "domains": ["mnistm"], "size": 32, "train_images": 4, "test_images": 2}
+    how = {
+        "root": str(small[0]),
+        "domains": ["mnistm"],
+        "size": 32,
+        "train_images": 4,
+        "test_images": 2,
+    }
     whole = digitfive(root=str(small[0]), domains=["mnistm"], size=32)
     few, again, other = (digitfive(**how, seed=seed) for seed in (0, 0, 3))
     assert few.test.tolist() == [False] * 4 + [True] * 2
@@ -131,9 +154,16 @@ def test_inverted_digits_of_emnist_are_dark_on_bright(small):
     # The first 10 of 25 labels are digits: 20 of 50 images, four of which are kept for testing.
     assert (len(source.x), source.test.sum()) == (20, 4)
     assert source.y.bincount().tolist() == [2] * 10
-    upright = load("emnist", root=str(small[0]), characters="0123456789", partition={"name": "iid", "clients": 1}).x
+    upright = load(
+        "emnist",
+        root=str(small[0]),
+        characters="0123456789",
+        partition={"name": "iid", "clients": 1},
+    ).x
     dark = 255 - (upright[:, 0] * 255).round().to(torch.uint8)
-    assert {image.numpy().tobytes() for image in source.x[:, 0]} == {image.numpy().tobytes() for image in dark}
+    assert {image.numpy().tobytes() for image in source.x[:, 0]} == {
+        image.numpy().tobytes() for image in dark
+    }
 
 
 def test_digits_of_fonts_need_no_files(tmp_path, monkeypatch):
@@ -165,7 +195,9 @@ def test_clients_share_the_test_images_of_their_domain(small):
     assert federation.test.sizes.tolist() == [TEST] * federation.clients
     assert federation.train.sizes.tolist() == [5, 6, 4, 5, 8, 6, 5]
     for client, group in enumerate(federation.groups):
-        assert federation.test.of(client).tolist() == list(range(17 * group + TRAIN, 17 * group + 17))
+        assert federation.test.of(client).tolist() == list(
+            range(17 * group + TRAIN, 17 * group + 17)
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,8 +206,14 @@ def test_clients_share_the_test_images_of_their_domain(small):
         ({"domains": []}, "must be a list of different names"),
         ({"domains": ["mnist", "mnist"]}, "must be a list of different names"),
         ({"size": 0}, "size of data 'digitfive' must be a whole number of at least 1"),
-        ({"test_images": 0}, "test_images of data 'digitfive' must be a whole number of at least 1"),
-        ({"domains": ["svhn"], "root": "nowhere"}, "no files of data 'digitfive svhn' in .*expected train_32x32.mat"),
+        (
+            {"test_images": 0},
+            "test_images of data 'digitfive' must be a whole number of at least 1",
+        ),
+        (
+            {"domains": ["svhn"], "root": "nowhere"},
+            "no files of data 'digitfive svhn' in .*expected train_32x32.mat",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
@@ -197,7 +235,11 @@ def test_broken_files_are_named(file, tmp_path):
     path = tmp_path / file
     path.parent.mkdir()
     path.write_bytes(b"nothing of use" * 20)
-    for beside in ("test_32x32.mat", "mnist_m_test.npz", *(["usps.t.bz2"] if "bz2" in file else [])):
+    for beside in (
+        "test_32x32.mat",
+        "mnist_m_test.npz",
+        *(["usps.t.bz2"] if "bz2" in file else []),
+    ):
         (path.parent / beside).touch()
     with pytest.raises(InputError, match=message):
         digitfive(root=str(tmp_path), domains=[domain])
@@ -217,10 +259,23 @@ def test_wrong_labels_are_refused(tmp_path):
 def test_real_counts():
     pytest.importorskip("h5py", reason="h5py is not installed: equipoise[digitfive]")
     how = {"root": str(SHARED), "train_images": None, "test_images": None}
-    usps, mnistm = (digitfive(domains=[d], size=s, **how) for d, s in (("usps", 16), ("mnistm", 32)))
+    usps, mnistm = (
+        digitfive(domains=[d], size=s, **how) for d, s in (("usps", 16), ("mnistm", 32))
+    )
     assert [len(usps.x) - usps.test.sum(), usps.test.sum()] == [7291, 2007]
     assert [len(mnistm.x) - mnistm.test.sum(), mnistm.test.sum()] == [8000, 2000]
-    assert np.bincount(usps.y[usps.test]).tolist() == [359, 264, 198, 166, 200, 160, 170, 147, 166, 177]
+    assert np.bincount(usps.y[usps.test]).tolist() == [
+        359,
+        264,
+        198,
+        166,
+        200,
+        160,
+        170,
+        147,
+        166,
+        177,
+    ]
 
 
 @needs_shared("pacs")
@@ -230,7 +285,10 @@ def test_real_pacs_has_the_published_sizes():
     counts = [len(list((SHARED / "pacs" / domain).glob("*/*.jpg"))) for domain in domains]
     assert sum(counts) == 9991
     source = Source(
-        x=torch.zeros(9991, 1), y=torch.zeros(9991).long(), groups=np.repeat(range(4), counts), group_names=domains
+        x=torch.zeros(9991, 1),
+        y=torch.zeros(9991).long(),
+        groups=np.repeat(range(4), counts),
+        group_names=domains,
     )
     partition = ByGroup(10, ratio=2.165, largest=600, within="imbalance")
     federation = federate(source, partition, splits=(0.8, 0.0, 0.2), test="group")

@@ -13,7 +13,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 def test_the_examples_run():
-    failed, tried = doctest.testfile(str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    failed, tried = doctest.testfile(
+        str(PAGE), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert failed == 0
     assert tried >= 5
 
@@ -22,20 +24,29 @@ def first_column(section):
     """Return the words in code type that begin the rows of a section's table."""
     text = PAGE.read_text().split(f"{section}\n", 1)[1].split("\n## ")[0]
     return {
-        word for row in text.splitlines() if row.startswith("| `") for word in re.findall("`(.*?)`", row.split("|")[1])
+        word
+        for row in text.splitlines()
+        if row.startswith("| `")
+        for word in re.findall("`(.*?)`", row.split("|")[1])
     }
 
 
 def test_every_source_is_named():
-    assert first_column("# Data") == {name for name, place in SOURCES.items() if isinstance(place, str)}
+    assert first_column("# Data") == {
+        name for name, place in SOURCES.items() if isinstance(place, str)
+    }
 
 
 def test_every_option_of_image_folders_is_named():
-    assert first_column("## Image folders") == set(signature(recipe_of("imagefolder")).parameters) - {"seed"}
+    assert first_column("## Image folders") == set(
+        signature(recipe_of("imagefolder")).parameters
+    ) - {"seed"}
 
 
 def test_every_option_of_prostate_volumes_is_named():
-    assert first_column("## Prostate volumes") == set(signature(recipe_of("prostate")).parameters) - {"seed"}
+    assert first_column("## Prostate volumes") == set(
+        signature(recipe_of("prostate")).parameters
+    ) - {"seed"}
 
 
 def test_every_option_of_adult_is_named():

@@ -118,7 +118,8 @@ def test_a_member_cannot_leave_its_folder(site, tmp_path):
 def test_the_wrong_content_is_refused_and_nothing_is_left(site, tmp_path):
     wrong = replace(site.publish("letters", LARGE, "letters"), sha256="0" * 64)
     with pytest.raises(
-        RunError, match=f"/letters is not what was published: its SHA-256 is {sha256(LARGE).hexdigest()}"
+        RunError,
+        match=f"/letters is not what was published: its SHA-256 is {sha256(LARGE).hexdigest()}",
     ):
         fetch(wrong, tmp_path)
     assert tree(tmp_path) == []
@@ -139,7 +140,9 @@ def test_what_was_there_before_stays_until_the_new_is_whole(site, tmp_path):
 def test_a_broken_connection_leaves_nothing(site, tmp_path):
     archive = site.publish("letters", LARGE, "letters")
     site.cut_off.add("letters")
-    with pytest.raises(RunError, match=r"broke off after 1,500,000 of 3,000,001 bytes|IncompleteRead"):
+    with pytest.raises(
+        RunError, match=r"broke off after 1,500,000 of 3,000,001 bytes|IncompleteRead"
+    ):
         fetch(archive, tmp_path / "home")
     assert tree(tmp_path) == []
 
@@ -237,20 +240,30 @@ def test_the_command_line_downloads(small_mnist, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("classes", [10, 100])
 def test_cifar_is_unpacked_where_it_is_read(site, tmp_path, monkeypatch, classes):
     published = cifar.ARCHIVES[classes]
-    files = {name: pickle.dumps(cifar_batch(classes, 10 * i)) for i, name in enumerate(published.members)}
+    files = {
+        name: pickle.dumps(cifar_batch(classes, 10 * i)) for i, name in enumerate(published.members)
+    }
     files[f"{published.folder}/batches.meta"] = b"not needed"
     here = site.publish(published.name, tar(files), published.folder, published.members)
     monkeypatch.setitem(cifar.ARCHIVES, classes, here)
     partition = {"name": "iid", "clients": 2}
-    federation = load("cifar", classes=classes, root=str(tmp_path), download=True, partition=partition)
+    federation = load(
+        "cifar", classes=classes, root=str(tmp_path), download=True, partition=partition
+    )
     assert len(federation.x) == 4 * len(published.members)
     assert tree(tmp_path) == sorted([published.folder, *published.members])
 
 
 def test_emnist_is_unpacked_where_it_is_read(site, tmp_path, monkeypatch):
     images = np.random.default_rng(0).integers(0, 256, (2, 28, 28)).astype(np.uint8)
-    contents = {"images": gzip.compress(idx_bytes(images)), "labels": gzip.compress(idx_bytes(np.array([0, 61])))}
-    files = {name: contents["images" if "images" in name else "labels"] for name in emnist.ARCHIVE.members}
+    contents = {
+        "images": gzip.compress(idx_bytes(images)),
+        "labels": gzip.compress(idx_bytes(np.array([0, 61]))),
+    }
+    files = {
+        name: contents["images" if "images" in name else "labels"]
+        for name in emnist.ARCHIVE.members
+    }
     here = site.publish("gzip.zip", zipped(files), emnist.ARCHIVE.folder, emnist.ARCHIVE.members)
     monkeypatch.setattr(emnist, "ARCHIVE", here)
     source = emnist.emnist(root=str(tmp_path), download=True)

@@ -75,6 +75,12 @@ def test_the_command_line_shows_sizes_without_labels(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "site 3" in shown.output
     assert "labels" not in shown.output
-    document = json.loads(CliRunner().invoke(app, ["data", "ellipses", "--set", "images=10", "--json"]).stdout)
-    assert (document["task"], document["classes"], document["shape"]) == ("segmentation", 2, [1, 32, 32])
+    document = json.loads(
+        CliRunner().invoke(app, ["data", "ellipses", "--set", "images=10", "--json"]).stdout
+    )
+    assert (document["task"], document["classes"], document["shape"]) == (
+        "segmentation",
+        2,
+        [1, 32, 32],
+    )
     assert "labels" not in document["clients"][0]

@@ -37,7 +37,9 @@ def test_upright_files_are_read_as_they_are(tmp_path, images):
 
 def test_files_of_the_release_are_turned_upright(tmp_path, images):
     write_idx_pair(images[:100], LABELS[:100], tmp_path / "emnist" / "gzip", RELEASE[:2])
-    write_idx_pair(images[100:], LABELS[100:], tmp_path / "emnist" / "gzip", RELEASE[2:], compress=False)
+    write_idx_pair(
+        images[100:], LABELS[100:], tmp_path / "emnist" / "gzip", RELEASE[2:], compress=False
+    )
     source = emnist(root=str(tmp_path))
     assert source.y.tolist() == LABELS.tolist()
     assert float(source.x[110, 0, 10, 3]) == pytest.approx((2 * 3 + 10 + 110) / 255)
@@ -57,12 +59,17 @@ def test_characters_choose_classes_and_their_order(tmp_path, images):
 
 @pytest.mark.parametrize("characters", ["", "aa", "é", "a b"])
 def test_other_characters_are_refused(characters):
-    with pytest.raises(InputError, match=f"characters='{characters}' of data 'emnist' must be different ones"):
+    with pytest.raises(
+        InputError, match=f"characters='{characters}' of data 'emnist' must be different ones"
+    ):
         emnist(characters=characters)
 
 
 def test_missing_files_name_both_sets(tmp_path):
-    with pytest.raises(InputError, match="emnist-byclass-test-labels-idx1-ubyte; or emnist-byclass-images-idx3-ubyte"):
+    with pytest.raises(
+        InputError,
+        match="emnist-byclass-test-labels-idx1-ubyte; or emnist-byclass-images-idx3-ubyte",
+    ):
         emnist(root=str(tmp_path))
 
 

@@ -52,10 +52,14 @@ def encoded_images(monkeypatch):
 
 def pictures(channels=3, size=16, total=70, dtype=torch.uint8):
     """Two clients with images, more of them than an encoder looks at together."""
-    x = torch.randint(256, (total, channels, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    x = torch.randint(
+        256, (total, channels, size, size), generator=torch.Generator().manual_seed(0)
+    ).to(torch.uint8)
     x = x if dtype == torch.uint8 else x.to(dtype) / 255
     clients = np.repeat([0, 1], [total // 2, total - total // 2])
-    return Federation.from_arrays(x, torch.arange(total) % 3, clients=clients, classes=3, name="pictures")
+    return Federation.from_arrays(
+        x, torch.arange(total) % 3, clients=clients, classes=3, name="pictures"
+    )
 
 
 def embedded(source, x):
@@ -69,7 +73,9 @@ def test_embeddings_are_those_of_the_encoder(source, channels, dtype):
     given = pictures(channels, dtype=dtype)
     made = encode_federation(given, source)
     assert (made.shape, made.x.dtype) == ((8,), torch.float32)
-    torch.testing.assert_close(made.x, embedded(source, given.x.expand(-1, 3, -1, -1)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        made.x, embedded(source, given.x.expand(-1, 3, -1, -1)), rtol=1e-5, atol=1e-5
+    )
     assert made.x.std(0).min() > 1e-3
     assert torch.equal(made.y, given.y)
     for split in ("train", "val", "test"):
@@ -120,7 +126,9 @@ def test_a_damaged_entry_is_made_again(source, encoded_images, entries):
 
 def test_encoders_that_differ_in_code_alone_are_told_apart():
     x = torch.arange(6.0).view(3, 2) + 1
-    doubled, tripled = (encoded_samples(x, lambda block, n=n: n * block, ("times",), rows=2) for n in (2, 3))
+    doubled, tripled = (
+        encoded_samples(x, lambda block, n=n: n * block, ("times",), rows=2) for n in (2, 3)
+    )
     assert torch.equal(doubled, 2 * x)
     assert torch.equal(tripled, 3 * x)
 
@@ -154,13 +162,26 @@ def folder(tmp_path):
 
 
 def section(folder, source, **more):
-    return {"name": "imagefolder", "root": str(folder[0]), "size": 10, "encode": source, "encode_size": 16, **more}
+    return {
+        "name": "imagefolder",
+        "root": str(folder[0]),
+        "size": 10,
+        "encode": source,
+        "encode_size": 16,
+        **more,
+    }
 
 
 def test_image_folders_may_be_encoded(source, folder, encoded_images):
     made = load(**section(folder, source))
     assert encoded_images() == 40 + 1
-    plain = load(**{key: value for key, value in section(folder, source).items() if not key.startswith("encode")})
+    plain = load(
+        **{
+            key: value
+            for key, value in section(folder, source).items()
+            if not key.startswith("encode")
+        }
+    )
     assert torch.equal(plain.x[:], folder[1])
     resized = F.interpolate(folder[1].float() / 255, size=(16, 16), mode="bilinear", antialias=True)
     torch.testing.assert_close(made.x, embedded(source, resized), rtol=1e-5, atol=1e-5)
@@ -172,7 +193,11 @@ def test_image_folders_may_be_encoded(source, folder, encoded_images):
 
 def test_experiments_may_say_so(source, folder, tmp_path):
     experiment = experiment_from(
-        {"data": section(folder, source), "model": "logistic", "training": {"rounds": 2, "batch_size": 8}}
+        {
+            "data": section(folder, source),
+            "model": "logistic",
+            "training": {"rounds": 2, "batch_size": 8},
+        }
     )
     run = experiment.run(out=tmp_path / "run")
     assert run.trainer.federation.shape == (8,)
@@ -186,14 +211,21 @@ def test_experiments_may_say_so(source, folder, tmp_path):
 
 
 def test_samples_that_are_no_images_are_refused(source):
-    text = Federation.from_arrays(torch.zeros(4, 9).long(), [0, 1, 0, 1], clients=[0, 0, 1, 1], name="play")
-    with pytest.raises(InputError, match=r"data.encode needs images .* but samples of 'play' have shape \(9,\)"):
+    text = Federation.from_arrays(
+        torch.zeros(4, 9).long(), [0, 1, 0, 1], clients=[0, 0, 1, 1], name="play"
+    )
+    with pytest.raises(
+        InputError, match=r"data.encode needs images .* but samples of 'play' have shape \(9,\)"
+    ):
         encode_federation(text, source)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"encode": "nowhere/at/all"}, "nowhere/at/all"), ({"encode_size": 0}, "data.encode_size must be .*, got 0")],
+    [
+        ({"encode": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"encode_size": 0}, "data.encode_size must be .*, got 0"),
+    ],
 )
 def test_what_cannot_be_encoded_is_refused(options, message, source):
     with pytest.raises(InputError, match=message):
@@ -203,13 +235,17 @@ def test_what_cannot_be_encoded_is_refused(options, message, source):
 def test_a_size_without_an_encoder_is_refused():
     with pytest.raises(InputError, match="data.encode_size=16 has no meaning without data.encode"):
         load("digits", encode_size=16)
-    with pytest.raises(InputError, match=r"data\.encode_size=16 has no meaning without data\.encode"):
+    with pytest.raises(
+        InputError, match=r"data\.encode_size=16 has no meaning without data\.encode"
+    ):
         experiment_from({"data": {"name": "digits", "encode_size": 16}}, "a.yaml").federation()
 
 
 def texts(class_names=tuple("ab c")):
     x = torch.tensor([[0, 1, 3], [3, 2, 0], [1, 1, 1], [0, 0, 2]])
-    return Federation.from_arrays(x, torch.tensor([0, 1, 2, 3]), clients=[0, 0, 1, 1], class_names=class_names)
+    return Federation.from_arrays(
+        x, torch.tensor([0, 1, 2, 3]), clients=[0, 0, 1, 1], class_names=class_names
+    )
 
 
 def test_texts_are_encoded_as_the_paper_words_them(tmp_path, entries):

@@ -40,7 +40,8 @@ def test_splits_and_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unseen", "count"), [(0, 0), (2, 2), (0.5, 6), (0.0, 0), ([3, 5, 7], 3), (np.int64(4), 4), (np.array([1]), 1)]
+    ("unseen", "count"),
+    [(0, 0), (2, 2), (0.5, 6), (0.0, 0), ([3, 5, 7], 3), (np.int64(4), 4), (np.array([1]), 1)],
 )
 def test_unseen_count_share_or_list(unseen: Any, count: int) -> None:
     federation = federate(SOURCE, Iid(12), unseen=unseen)
@@ -50,7 +51,9 @@ def test_unseen_count_share_or_list(unseen: Any, count: int) -> None:
 
 
 def test_seed_decides_who_is_unseen() -> None:
-    chosen = {tuple(federate(SOURCE, Iid(12), unseen=3, seed=seed).seen) for seed in (0, 0, 1, 2, 3)}
+    chosen = {
+        tuple(federate(SOURCE, Iid(12), unseen=3, seed=seed).seen) for seed in (0, 0, 1, 2, 3)
+    }
     assert 2 <= len(chosen) <= 4
 
 
@@ -67,9 +70,9 @@ def test_a_left_out_group_is_test_data_as_a_whole(splits: tuple[float, float, fl
         federate(SOURCE, Iid(12), splits=splits),
         federate(SOURCE, Iid(12), splits=splits, leave_out="b"),
     )
-    assert sorted(federation.test.indices[np.isin(federation.test.holders, np.flatnonzero(federation.unseen))]) == list(
-        range(100, 200)
-    )
+    assert sorted(
+        federation.test.indices[np.isin(federation.test.holders, np.flatnonzero(federation.unseen))]
+    ) == list(range(100, 200))
     for client in range(12):
         if federation.unseen[client]:
             assert not federation.train.of(client).size
@@ -78,7 +81,9 @@ def test_a_left_out_group_is_test_data_as_a_whole(splits: tuple[float, float, fl
             assert sorted(federation.test.of(client)) == sorted(np.concatenate(held))
         else:
             for name in ("train", "val", "test"):
-                assert np.array_equal(federation.split(name).of(client), whole.split(name).of(client))
+                assert np.array_equal(
+                    federation.split(name).of(client), whole.split(name).of(client)
+                )
 
 
 def test_unseen_clients_keep_their_splits() -> None:
@@ -120,12 +125,22 @@ def test_units_are_never_divided() -> None:
     sizes = [1, 7, 2, 9, 4, 3, 1, 8, 5, 6] * 2
     units = np.repeat(np.arange(20), sizes)
     ids = np.repeat(["north", "south"], len(units) // 2)
-    source = Source(x=torch.arange(len(units)).view(-1, 1), y=torch.zeros(len(units)).long(), ids=ids, units=units)
+    source = Source(
+        x=torch.arange(len(units)).view(-1, 1),
+        y=torch.zeros(len(units)).long(),
+        ids=ids,
+        units=units,
+    )
     federation = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=3)
-    held = {name: [set(units[federation.split(name).of(client)].tolist()) for client in range(2)] for name in SPLITS}
+    held = {
+        name: [set(units[federation.split(name).of(client)].tolist()) for client in range(2)]
+        for name in SPLITS
+    }
     for client in range(2):
         assert [len(held[name][client]) for name in SPLITS] == [6, 2, 2]
-        assert set().union(*(held[name][client] for name in SPLITS)) == set(range(10 * client, 10 * client + 10))
+        assert set().union(*(held[name][client] for name in SPLITS)) == set(
+            range(10 * client, 10 * client + 10)
+        )
     everything = np.concatenate([federation.split(name).indices for name in SPLITS])
     assert sorted(everything.tolist()) == list(range(len(units)))
     other = federate(source, Natural(), splits=(0.6, 0.2, 0.2), seed=4)
@@ -164,7 +179,9 @@ def test_test_samples_of_a_group_are_drawn_if_none_are_published() -> None:
         tested = federation.test.of(client)
         assert (SOURCE.groups[tested] == group).all()  # type: ignore[index]
         assert tested.tolist() == federation.test.of(2 * group).tolist()
-    again, other = (federate(SOURCE, ByGroup(1), test="group", seed=seed).test.of(0).tolist() for seed in (0, 1))
+    again, other = (
+        federate(SOURCE, ByGroup(1), test="group", seed=seed).test.of(0).tolist() for seed in (0, 1)
+    )
     assert again == federation.test.of(0).tolist() != other
 
 
@@ -181,7 +198,9 @@ def test_published_test_samples_of_clients_themselves() -> None:
 def test_the_source_says_whose_test_samples_are_usual() -> None:
     assert federate(published(test_of="group"), Iid(6)).test.repeats
     assert not federate(published(test_of="group"), Iid(6), test="client").test.repeats
-    assert federate(replace(SOURCE, groups=None, group_names=()), Iid(2), test="group").test.sizes.tolist() == [60, 60]
+    assert federate(
+        replace(SOURCE, groups=None, group_names=()), Iid(2), test="group"
+    ).test.sizes.tolist() == [60, 60]
 
 
 def test_shared_test_samples_stay_with_unseen_clients_and_pooled_data() -> None:
@@ -191,7 +210,9 @@ def test_shared_test_samples_stay_with_unseen_clients_and_pooled_data() -> None:
 
 
 def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
-    federation = federate(published(), ByGroup(1), splits=(1.0, 0.0, 0.0), test="group", leave_out="b")
+    federation = federate(
+        published(), ByGroup(1), splits=(1.0, 0.0, 0.0), test="group", leave_out="b"
+    )
     assert federation.train.sizes.tolist() == [20, 60, 0, 0, 20, 60]
     assert federation.test.sizes.tolist() == [20, 20, 40, 80, 20, 20]
     assert set(federation.test.of(2)) & set(federation.test.of(3)) == set(range(100, 200, 5))
@@ -206,15 +227,25 @@ def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
             {"test": "group", "splits": (0.8, 0.2, 0.0)},
             r"group 'a' .* has no test samples; splits=\(0\.8, 0\.2",
         ),
-        (replace(SOURCE, test=np.arange(300) < 200), {"test": "group"}, "group 'c' of source 'made up' has no test"),
+        (
+            replace(SOURCE, test=np.arange(300) < 200),
+            {"test": "group"},
+            "group 'c' of source 'made up' has no test",
+        ),
         (
             replace(SOURCE, test=np.ones(300, bool)),
             {"test": "group"},
             "leaves no sample of source 'made up' to train on",
         ),
-        (SOURCE, {"test": "group", "partition": Own()}, "the partition Own makes groups of its own: rich, poor"),
+        (
+            SOURCE,
+            {"test": "group", "partition": Own()},
+            "the partition Own makes groups of its own: rich, poor",
+        ),
     ],
 )
-def test_test_samples_that_are_not_there_are_refused(source: Source, options: dict[str, Any], message: str) -> None:
+def test_test_samples_that_are_not_there_are_refused(
+    source: Source, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         federate(source, **{"partition": Iid(6), **options})

@@ -14,7 +14,15 @@ from tests.data.small_files import idx_bytes, write_idx_pair
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("one/a", "one/b.gz", "two/a", "two/b", "two/c", "json/train/2.json", "json/train/1.json"):
+    for name in (
+        "one/a",
+        "one/b.gz",
+        "two/a",
+        "two/b",
+        "two/c",
+        "json/train/2.json",
+        "json/train/1.json",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
@@ -26,8 +34,14 @@ def names(paths, root):
 
 
 def test_the_first_folder_that_holds_all_files_is_taken(tree):
-    assert names(data_files("s", ["a", "b"], folders=["none", "one", "two"], root=tree), tree) == ["one/a", "one/b.gz"]
-    assert names(data_files("s", ["b", "c"], folders=["one", "two"], root=tree), tree) == ["two/b", "two/c"]
+    assert names(data_files("s", ["a", "b"], folders=["none", "one", "two"], root=tree), tree) == [
+        "one/a",
+        "one/b.gz",
+    ]
+    assert names(data_files("s", ["b", "c"], folders=["one", "two"], root=tree), tree) == [
+        "two/b",
+        "two/c",
+    ]
 
 
 def test_the_first_complete_choice_is_taken(tree):
@@ -45,7 +59,9 @@ def test_a_plain_file_is_preferred_to_a_compressed_one(tree):
     assert names(data_files("s", ["a"], folders=["two"], root=tree), tree) == ["two/a"]
 
 
-def test_root_comes_before_the_environment_and_that_before_the_working_directory(tree, monkeypatch, tmp_path):
+def test_root_comes_before_the_environment_and_that_before_the_working_directory(
+    tree, monkeypatch, tmp_path
+):
     (tree / "data").mkdir()
     (tree / "data" / "a").write_bytes(b"")
     monkeypatch.chdir(tree)
@@ -58,7 +74,11 @@ def test_root_comes_before_the_environment_and_that_before_the_working_directory
 
 @pytest.mark.parametrize(
     ("root", "variable", "origin"),
-    [("here", "there", "root='here'"), (None, "there", "variable EQUIPOISE_DATA"), (None, None, "neither root nor")],
+    [
+        ("here", "there", "root='here'"),
+        (None, "there", "variable EQUIPOISE_DATA"),
+        (None, None, "neither root nor"),
+    ],
 )
 def test_the_error_says_where_and_for_what(monkeypatch, tmp_path, root, variable, origin):
     monkeypatch.chdir(tmp_path)
@@ -105,8 +125,14 @@ def test_idx_of_every_type(tmp_path, kind, code, dtype, compress):
         (b"PNG!", "is not an idx file: it begins with 50 4e 47 21"),
         (bytes([0, 0, 7, 1]), "is not an idx file"),
         (bytes([0, 0, 8, 3, 0, 0]), "is cut off: its head of 16 bytes"),
-        (bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 2]), r"holds 2 bytes of values, its shape \(3,\) needs 3"),
-        (bytes([0, 0, 8, 1, 0, 0, 0, 1, 1, 2]), r"holds 2 bytes of values, its shape \(1,\) needs 1"),
+        (
+            bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 2]),
+            r"holds 2 bytes of values, its shape \(3,\) needs 3",
+        ),
+        (
+            bytes([0, 0, 8, 1, 0, 0, 0, 1, 1, 2]),
+            r"holds 2 bytes of values, its shape \(1,\) needs 1",
+        ),
         (gzip.compress(b"words", mtime=0)[:-9], "is a broken gzip file"),
         (b"\x1f\x8bnonsense", "is a broken gzip file"),
     ],
@@ -125,13 +151,19 @@ def test_read_gives_plain_files_as_they_are(tmp_path):
 
 
 def test_pixels_are_bytes_over_255():
-    assert as_pixels(np.arange(256, dtype=np.uint8)).tolist() == pytest.approx([b / 255 for b in range(256)])
+    assert as_pixels(np.arange(256, dtype=np.uint8)).tolist() == pytest.approx(
+        [b / 255 for b in range(256)]
+    )
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (np.zeros((2, 3)), [0, 1], r"uint8 of shape \(2, 3\); images must be uint8 \[N, height, width\]"),
+        (
+            np.zeros((2, 3)),
+            [0, 1],
+            r"uint8 of shape \(2, 3\); images must be uint8 \[N, height, width\]",
+        ),
         (np.zeros((2, 3, 3)), [0, 1, 2], r"shape \(3,\), but .*images.gz has 2 images"),
         (np.zeros((2, 3, 3)), [0, 10], "has label 10; valid: 0 to 9"),
     ],

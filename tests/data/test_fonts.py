@@ -59,5 +59,7 @@ def test_the_digits_of_a_kind_resemble_each_other():
 
 
 def test_a_number_below_one_is_refused():
-    with pytest.raises(InputError, match="number of digits must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match="number of digits must be a whole number of at least 1, got 0"
+    ):
         font_digits(0)

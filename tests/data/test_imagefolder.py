@@ -46,7 +46,9 @@ def save(path: Path, pixels) -> None:
 
 def write(root: Path, domains=("photo", "art"), classes=("dog", "cat"), each=5) -> list[str]:
     """Write PNG files whose pixels come from their place in the list, and return their names in the order of reading."""
-    names = [f"{d}/{c}/{i}.png" for d in sorted(domains) for c in sorted(classes) for i in range(each)]
+    names = [
+        f"{d}/{c}/{i}.png" for d in sorted(domains) for c in sorted(classes) for i in range(each)
+    ]
     for seed, name in enumerate(names):
         save(root / name, picture(seed))
     return names
@@ -82,7 +84,9 @@ def test_images_are_resized_without_regard_to_their_proportions(tmp_path):
     smooth = np.indices((40, 64)).sum(0)[..., None] * np.array([1, 2, 0.5])
     save(tmp_path / "d" / "c" / "1.png", smooth.clip(0, 255).astype(np.uint8))
     x = imagefolder(root=str(tmp_path), size=16).x
-    pixels = torch.from_numpy(smooth.clip(0, 255).astype(np.uint8)).permute(2, 0, 1).unsqueeze(0).float()
+    pixels = (
+        torch.from_numpy(smooth.clip(0, 255).astype(np.uint8)).permute(2, 0, 1).unsqueeze(0).float()
+    )
     expected = F.interpolate(pixels, (16, 16), mode="bilinear", antialias=True)
     assert x.shape == (1, 3, 16, 16)
     assert (x.float() - expected).abs().max() <= 1
@@ -115,7 +119,10 @@ def test_images_of_every_kind_become_rgb(tmp_path):
 def test_the_usual_partition_is_one_client_a_domain(tmp_path):
     write(tmp_path)
     federation = load("imagefolder", root=str(tmp_path), size=8)
-    assert [federation.client_name(client) for client in range(federation.clients)] == ["art", "photo"]
+    assert [federation.client_name(client) for client in range(federation.clients)] == [
+        "art",
+        "photo",
+    ]
     assert federation.group_names == ("art", "photo")
     assert federation.groups.tolist() == [0, 1]
     assert federation.label_counts().tolist() == [[5, 5], [5, 5]]
@@ -146,7 +153,9 @@ def test_images_are_decoded_once(tmp_path, cache):
     assert torch.equal(again.x, first.x)
     assert len(list((cache / "arrays").iterdir())) == 1
     os.utime(file)
-    with pytest.raises(InputError, match=r"1 of the 20 images .*: art/cat/3\.png \(not an image\)$"):
+    with pytest.raises(
+        InputError, match=r"1 of the 20 images .*: art/cat/3\.png \(not an image\)$"
+    ):
         imagefolder(root=str(tmp_path / "root"), size=8)
 
 
@@ -164,12 +173,16 @@ def test_a_moved_folder_is_not_decoded_again_but_other_files_and_sizes_are(tmp_p
     assert np.array_equal(source.x[5].numpy(), picture(99).transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize(("mapped", "kind"), [(None, torch.Tensor), (False, torch.Tensor), (True, MappedArray)])
+@pytest.mark.parametrize(
+    ("mapped", "kind"), [(None, torch.Tensor), (False, torch.Tensor), (True, MappedArray)]
+)
 def test_small_images_are_in_memory_unless_told_otherwise(tmp_path, mapped, kind):
     write(tmp_path)
     source = imagefolder(root=str(tmp_path), size=8, mapped=mapped)
     assert isinstance(source.x, kind)
-    assert np.array_equal(source.x[3:5].numpy(), np.stack([picture(s).transpose(2, 0, 1) for s in (3, 4)]))
+    assert np.array_equal(
+        source.x[3:5].numpy(), np.stack([picture(s).transpose(2, 0, 1) for s in (3, 4)])
+    )
 
 
 def test_large_images_stay_on_disk(tmp_path, monkeypatch):
@@ -190,7 +203,10 @@ def test_broken_images_are_named_together(tmp_path, cache):
         imagefolder(root=str(tmp_path), size=8)
     message = str(raised.value)
     assert message.startswith(f"4 of the 8 images in {tmp_path} cannot be read: art/cat/0.png (")
-    assert "art/dog/1.png (not an image), photo/cat/1.png (not an image), photo/dog/0.png (its pixels are of" in message
+    assert (
+        "art/dog/1.png (not an image), photo/cat/1.png (not an image), photo/dog/0.png (its pixels are of"
+        in message
+    )
     assert not list((cache / "arrays").glob("*.npy"))
 
 
@@ -214,7 +230,10 @@ def remove(root: Path, name: str) -> None:
     [
         ({"domains": ["foto"]}, "unknown domain 'foto' in ROOT; did you mean 'photo'"),
         ({"classes": ["dg"]}, "unknown class 'dg' in ROOT; did you mean 'dog'"),
-        ({"classes": []}, "classes of data 'imagefolder' must be different names, at least one, got []"),
+        (
+            {"classes": []},
+            "classes of data 'imagefolder' must be different names, at least one, got []",
+        ),
         ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be different names"),
         ({"domains": "photo"}, "domains of data 'imagefolder' must be a list, got 'photo'"),
         ({"domains": [3]}, "each of domains of data 'imagefolder' must be a name, got 3"),
@@ -246,12 +265,16 @@ def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
     write(tmp_path, domains=("a", "b", "c"), classes=("x", "y"), each=2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "void").mkdir()
-    with pytest.raises(InputError, match="each domain needs .*; there is none in domain 'empty', domain 'void'$"):
+    with pytest.raises(
+        InputError, match="each domain needs .*; there is none in domain 'empty', domain 'void'$"
+    ):
         imagefolder(root=str(tmp_path))
     three = {"root": str(tmp_path), "domains": ("a", "b", "c"), "size": 8}
     (tmp_path / "a" / "x" / "0.png").rename(tmp_path / "a" / "x" / "0.txt")
     (tmp_path / "a" / "x" / "1.png").unlink()
-    with pytest.raises(InputError, match=r"no images \(files that end in \.bmp, .*\) in these folders of .*: a/x$"):
+    with pytest.raises(
+        InputError, match=r"no images \(files that end in \.bmp, .*\) in these folders of .*: a/x$"
+    ):
         imagefolder(**three)
     remove(tmp_path, "a/x")
     (tmp_path / "b" / "z").mkdir()
@@ -300,8 +323,14 @@ def test_bytes_are_augmented_and_trained_on_from_memory_and_from_disk(tmp_path):
 
 def test_a_model_that_does_not_take_bytes_is_refused_with_advice(tmp_path):
     write(tmp_path)
-    with pytest.raises(InputError, match="x holds uint8 of shape .* most models need floating point"):
-        train(load("imagefolder", root=str(tmp_path), size=8), model=Model(nn.Flatten(), nn.Linear(192, 2)), rounds=1)
+    with pytest.raises(
+        InputError, match="x holds uint8 of shape .* most models need floating point"
+    ):
+        train(
+            load("imagefolder", root=str(tmp_path), size=8),
+            model=Model(nn.Flatten(), nn.Linear(192, 2)),
+            rounds=1,
+        )
 
 
 @pytest.mark.parametrize("mapped", ["true", "false"])
@@ -317,7 +346,10 @@ def test_the_command_line_shows_the_federation(tmp_path, mapped):
     told = CliRunner().invoke(app, ["data", "imagefolder", *settings, "--json"])
     document = json.loads(told.stdout)
     assert document["shape"] == [3, 8, 8]
-    assert [(client["name"], client["labels"]) for client in document["clients"]] == [("art", [5]), ("photo", [5])]
+    assert [(client["name"], client["labels"]) for client in document["clients"]] == [
+        ("art", [5]),
+        ("photo", [5]),
+    ]
 
 
 # Images a class (dog, elephant, giraffe, guitar, horse, house, person).
@@ -354,4 +386,7 @@ def test_the_federation_knows_the_names_of_the_classes(tmp_path):
     write(tmp_path / "animals", classes=("dog", "cat", "big_mouse"))
     root = str(tmp_path / "animals")
     assert load("imagefolder", root=root, size=8).class_names == ("big_mouse", "cat", "dog")
-    assert load("imagefolder", root=root, size=8, classes=("dog", "cat")).class_names == ("dog", "cat")
+    assert load("imagefolder", root=root, size=8, classes=("dog", "cat")).class_names == (
+        "dog",
+        "cat",
+    )

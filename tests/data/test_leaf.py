@@ -18,7 +18,13 @@ SPEECH = "Now is the winter of our discontent Made glorious summer by this sun o
 
 def document(held):
     users = {user: {"x": x, "y": y} for user, (x, y) in held.items()}
-    return json.dumps({"users": list(users), "num_samples": [len(y["y"]) for y in users.values()], "user_data": users})
+    return json.dumps(
+        {
+            "users": list(users),
+            "num_samples": [len(y["y"]) for y in users.values()],
+            "user_data": users,
+        }
+    )
 
 
 def write(path, held):
@@ -44,7 +50,21 @@ def text(first, count):
 def test_the_vocabulary_has_eighty_different_characters():
     assert len(CHARACTERS) == len(set(CHARACTERS)) == 80
     # Positions in LEAF's own list.
-    assert [CHARACTERS.index(c) for c in "\n !.09?AZ]az}"] == [0, 1, 2, 10, 11, 20, 24, 25, 50, 52, 53, 78, 79]
+    assert [CHARACTERS.index(c) for c in "\n !.09?AZ]az}"] == [
+        0,
+        1,
+        2,
+        10,
+        11,
+        20,
+        24,
+        25,
+        50,
+        52,
+        53,
+        78,
+        79,
+    ]
 
 
 def test_encode_by_hand():
@@ -71,7 +91,9 @@ def test_other_characters_take_their_plainest_form(odd, plain):
 
 def test_read_puts_clients_of_several_files_together(tmp_path):
     write(tmp_path / "1.json", {"ann": ([[1]], [1]), "bob": ([[2]], [2])})
-    (tmp_path / "2.json.gz").write_bytes(gzip.compress(document({"ann": ([[3], [4]], [3, 4])}).encode()))
+    (tmp_path / "2.json.gz").write_bytes(
+        gzip.compress(document({"ann": ([[3], [4]], [3, 4])}).encode())
+    )
     assert read_leaf([tmp_path / "1.json", tmp_path / "2.json.gz"]) == {
         "ann": ([[1], [3], [4]], [1, 3, 4]),
         "bob": ([[2]], [2]),
@@ -100,13 +122,18 @@ def test_files_in_another_format_are_refused(tmp_path, content, message):
 
 
 def test_femnist_by_writer(tmp_path):
-    write(tmp_path / "femnist" / "data" / "train" / "all_data_0.json", {"f1": femnist(3, 61), "f2": femnist(0, 1, 2)})
+    write(
+        tmp_path / "femnist" / "data" / "train" / "all_data_0.json",
+        {"f1": femnist(3, 61), "f2": femnist(0, 1, 2)},
+    )
     write(tmp_path / "femnist" / "data" / "test" / "all_data_0.json", {"f1": femnist(40)})
     federation = load("leaf", root=str(tmp_path))
     assert federation.client_names == ("f1", "f2")
     assert (federation.classes, federation.shape, federation.name) == (62, (1, 28, 28), "femnist")
     assert federation.y.tolist() == [3, 61, 40, 0, 1, 2]
-    assert [sum(federation.split(name).sizes[k] for name in ("train", "val", "test")) for k in (0, 1)] == [3, 3]
+    assert [
+        sum(federation.split(name).sizes[k] for name in ("train", "val", "test")) for k in (0, 1)
+    ] == [3, 3]
     # Row by row: pixel 2 of row 1 is number 30.
     assert federation.x.dtype == torch.float32
     assert float(federation.x[2, 0, 1, 2]) == pytest.approx((40 + 30) / 1000)
@@ -119,16 +146,25 @@ def test_shakespeare_by_role(tmp_path):
     assert (federation.classes, federation.shape, federation.name) == (80, (80,), "shakespeare")
     assert federation.x.dtype == federation.y.dtype == torch.int64
     assert federation.client_names == tuple(held)
-    assert ["".join(CHARACTERS[n] for n in row) for row in federation.x] == [SPEECH[i : i + 80] for i in range(9)]
+    assert ["".join(CHARACTERS[n] for n in row) for row in federation.x] == [
+        SPEECH[i : i + 80] for i in range(9)
+    ]
     assert "".join(CHARACTERS[n] for n in federation.y) == SPEECH[80:89]
 
 
 def test_clients_are_drawn_by_the_seed_among_those_with_three_samples(tmp_path):
     held = {f"w{i}": femnist(*range(2 + (i > 0))) for i in range(9)}
     write(tmp_path / "femnist" / "all.json", held)
-    drawn = [tuple(dict.fromkeys(leaf(root=str(tmp_path), clients=4, seed=seed).ids.tolist())) for seed in range(20)]
-    assert drawn[0] == tuple(dict.fromkeys(leaf(root=str(tmp_path), clients=4, seed=0).ids.tolist()))
-    assert all(len(names) == 4 and list(names) == sorted(names) and "w0" not in names for names in drawn)
+    drawn = [
+        tuple(dict.fromkeys(leaf(root=str(tmp_path), clients=4, seed=seed).ids.tolist()))
+        for seed in range(20)
+    ]
+    assert drawn[0] == tuple(
+        dict.fromkeys(leaf(root=str(tmp_path), clients=4, seed=0).ids.tolist())
+    )
+    assert all(
+        len(names) == 4 and list(names) == sorted(names) and "w0" not in names for names in drawn
+    )
     assert len(set(drawn)) > 10
     assert len(set(leaf(root=str(tmp_path)).ids)) == 9
     with pytest.raises(InputError, match="9 clients of LEAF's femnist are asked for, there are 8"):
@@ -166,7 +202,11 @@ def test_other_numbers_of_clients_are_refused(clients):
         ("femnist", ([[0.0] * 784], [62]), "labels that are not whole numbers from 0 to 61"),
         ("femnist", ([[0.0] * 784], ["a"]), "labels that are not whole numbers from 0 to 61"),
         ("shakespeare", ([[1, 2]], ["a"]), "samples that are not text"),
-        ("shakespeare", (["ab", "abc"], ["a", "b"]), "a sample of 3 characters, the first sample of all has 2"),
+        (
+            "shakespeare",
+            (["ab", "abc"], ["a", "b"]),
+            "a sample of 3 characters, the first sample of all has 2",
+        ),
         ("shakespeare", (["ab"], ["cd"]), "a next character that is not one character"),
     ],
 )

@@ -23,14 +23,20 @@ def test_digits_use_every_image_once_in_its_style() -> None:
     assert float(source.x.max()) <= 1
     assert source.y.tolist() == raw.target.tolist()
     assert source.groups is not None
-    for image, original, style in zip(source.x[:, 0].numpy(), raw.images / 16, source.groups, strict=True):
+    for image, original, style in zip(
+        source.x[:, 0].numpy(), raw.images / 16, source.groups, strict=True
+    ):
         match source.group_names[style]:
             case "plain":
                 assert np.allclose(image, original)
             case "inverted":
                 assert np.allclose(1 - image, original)
             case "rotated":
-                assert all(image[7 - column, row] == original[row, column] for row in range(8) for column in range(8))
+                assert all(
+                    image[7 - column, row] == original[row, column]
+                    for row in range(8)
+                    for column in range(8)
+                )
             case "blurred":
                 middle = sum(
                     weight * original[4 + i, 3 + j]
@@ -46,7 +52,11 @@ def test_digits_use_every_image_once_in_its_style() -> None:
 
 @pytest.mark.parametrize(
     ("imbalance", "sizes"),
-    [(None, [359, 360, 359, 360, 359]), (10, [833, 469, 263, 149, 83]), (1, [359, 360, 359, 360, 359])],
+    [
+        (None, [359, 360, 359, 360, 359]),
+        (10, [833, 469, 263, 149, 83]),
+        (1, [359, 360, 359, 360, 359]),
+    ],
 )
 def test_digits_shares(imbalance: float | None, sizes: list[int]) -> None:
     groups = digits(imbalance=imbalance).groups
@@ -94,7 +104,15 @@ def test_every_registered_name_resolves() -> None:
         "ellipses",
         "adult",
     }
-    assert set(PARTITIONS) == {"iid", "dirichlet", "classes", "group", "natural", "skewed", "threegroups"}
+    assert set(PARTITIONS) == {
+        "iid",
+        "dirichlet",
+        "classes",
+        "group",
+        "natural",
+        "skewed",
+        "threegroups",
+    }
     assert all(callable(recipe_of(name)) for name in SOURCES)
     assert make_partition("iid", clients=4) == Iid(4)
 
@@ -103,9 +121,17 @@ def test_every_registered_name_resolves() -> None:
     ("name", "options", "message"),
     [
         ("digit", {}, "unknown data 'digit'; did you mean 'digits'"),
-        ("digits", {"imbalanc": 3}, "unknown option 'imbalanc' in data 'digits'; did you mean 'imbalance'"),
+        (
+            "digits",
+            {"imbalanc": 3},
+            "unknown option 'imbalanc' in data 'digits'; did you mean 'imbalance'",
+        ),
         ("digits", {"imbalance": 0.1}, "imbalance must be a finite number of at least 1, got 0.1"),
-        ("digits", {"imbalance": "ten"}, "imbalance must be a finite number of at least 1, got 'ten'"),
+        (
+            "digits",
+            {"imbalance": "ten"},
+            "imbalance must be a finite number of at least 1, got 'ten'",
+        ),
         ("digits", {"partition": "diriclet"}, "did you mean 'dirichlet'"),
         ("digits", {"partition": "dirichlet"}, "partition 'dirichlet' needs clients and beta"),
         ("digits", {"partition": {"clients": 3}}, "needs a name"),
@@ -127,6 +153,8 @@ def test_styles_differ_in_difficulty() -> None:
     assert source.groups is not None
     x, y = source.x.flatten(1).numpy(), source.y.numpy()
     reader = LogisticRegression(max_iter=500).fit(x[source.groups == 0], y[source.groups == 0])
-    accuracy = [reader.score(x[source.groups == style], y[source.groups == style]) for style in range(5)]
+    accuracy = [
+        reader.score(x[source.groups == style], y[source.groups == style]) for style in range(5)
+    ]
     assert min(accuracy[:2]) > 0.7
     assert max(accuracy[2:]) < 0.5

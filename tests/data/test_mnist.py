@@ -25,7 +25,9 @@ def small(tmp_path_factory):
     return str(root), images, labels
 
 
-@pytest.mark.parametrize(("portion", "rows"), [("all", slice(None)), ("train", slice(7)), ("test", slice(7, None))])
+@pytest.mark.parametrize(
+    ("portion", "rows"), [("all", slice(None)), ("train", slice(7)), ("test", slice(7, None))]
+)
 def test_portions(small, portion, rows):
     root, images, labels = small
     source = mnist(root=root, portion=portion)
@@ -40,13 +42,19 @@ def test_a_portion_needs_its_own_files_only(small, tmp_path):
     _, images, labels = small
     write_idx_pair(images, labels, tmp_path / "MNIST" / "raw", FILES["test"])
     assert len(mnist(root=str(tmp_path), portion="test").x) == 10
-    with pytest.raises(InputError, match="expected train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"):
+    with pytest.raises(
+        InputError, match="expected train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k"
+    ):
         mnist(root=str(tmp_path))
 
 
 def test_recipe_is_label_skew_over_a_hundred_clients(small):
     assert recipe(seed=0, root=small[0])[1] == Dirichlet(100, beta=0.1)
-    assert load("mnist", root=small[0], partition={"name": "iid", "clients": 3}).shape == (1, 28, 28)
+    assert load("mnist", root=small[0], partition={"name": "iid", "clients": 3}).shape == (
+        1,
+        28,
+        28,
+    )
 
 
 @needs_shared("mnist")
@@ -64,7 +72,9 @@ def test_real_counts():
 def test_real_digits_in_fedcrcs_setting():
     """A hundred clients with label skew, 80/20 inside each and nothing to validate on, 40 of them new."""
     partition = {"name": "dirichlet", "clients": 100, "beta": 0.1}
-    federation = load("mnist", root=str(SHARED), partition=partition, splits=(0.8, 0.0, 0.2), unseen=40)
+    federation = load(
+        "mnist", root=str(SHARED), partition=partition, splits=(0.8, 0.0, 0.2), unseen=40
+    )
     train, val, test = (federation.split(name).sizes for name in ("train", "val", "test"))
     held = train + test
     assert (len(held), held.sum(), val.sum(), len(federation.seen)) == (100, 70_000, 0, 60)

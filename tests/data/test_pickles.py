@@ -39,13 +39,21 @@ def test_the_array_that_others_are_made_from():
     "content",
     [
         # ndarray with a buffer, strides and an offset of one's own: memory that belongs to somebody else.
-        b"\x80\x02cnumpy\nndarray\n(K\x03\x85cnumpy\ndtype\n" + text(b"u1") + b"\x89\x88\x87RNJ\xff\xff\xff\x7ftR.",
+        b"\x80\x02cnumpy\nndarray\n(K\x03\x85cnumpy\ndtype\n"
+        + text(b"u1")
+        + b"\x89\x88\x87RNJ\xff\xff\xff\x7ftR.",
         array(code=b"O8"),
         array(code=b"V8"),
         array(code=b"U8"),
         array(code=b"M8[ns]"),
         array(code=b"u1,u1"),
-        array(state=b"(K\x03" + text(b"|") + b"N(" + text(b"a") + b"tNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"),
+        array(
+            state=b"(K\x03"
+            + text(b"|")
+            + b"N("
+            + text(b"a")
+            + b"tNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        ),
         array(shape=b"K\x04\x85"),
         array(shape=b"J\xff\xff\xff\xff\x85"),
         array(shape=b"(" + b"K\x00" * 99 + b"t"),
@@ -71,7 +79,9 @@ def test_the_file_that_crashed_the_interpreter_is_refused(tmp_path):
     state = b"(K\x03" + text(b"|") + b"NNNK\x08K\x01K\x3ftb"
     path = tmp_path / "batch"
     path.write_bytes(array(code=b"O8", shape=b"K\x01\x85", content=b"C\x08AAAAAAAA", state=state))
-    with pytest.raises(InputError, match="is refused: it asks for an array of 'O8', which is no type of numbers"):
+    with pytest.raises(
+        InputError, match="is refused: it asks for an array of 'O8', which is no type of numbers"
+    ):
         read_pickle(path)
 
 
@@ -135,7 +145,9 @@ VALUES = st.recursive(
     | st.floats(allow_nan=False)
     | st.text()
     | st.binary(min_size=1),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner)
+    ),
     max_leaves=20,
 )
 
@@ -162,6 +174,9 @@ def test_arrays_come_back(dtype, shape, order, protocol):
 @given(content=st.binary(max_size=60), where=st.integers(0, 200))
 def test_damaged_pickles_end_in_one_error(content, where):
     whole = pickle.dumps({b"data": np.arange(4, dtype=np.uint8), b"labels": [1, 2]}, protocol=2)
-    for damaged in (b"\x80\x02" + content + b".", whole[:where] + content + whole[where + len(content) :]):
+    for damaged in (
+        b"\x80\x02" + content + b".",
+        whole[:where] + content + whole[where + len(content) :],
+    ):
         with suppress(ValueError):  # an InputError is one too
             pickles.loads(damaged)

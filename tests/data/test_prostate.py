@@ -18,7 +18,12 @@ from equipoise.data.prostate import prostate
 from equipoise.errors import InputError
 
 # The slices of each volume that show the prostate.
-SHOWN = {("HK", "Case00"): [1, 2], ("HK", "Case01"): [0, 1, 2, 3], ("UCL", "Case00"): [2], ("UCL", "Case03"): [0, 3]}
+SHOWN = {
+    ("HK", "Case00"): [1, 2],
+    ("HK", "Case01"): [0, 1, 2, 3],
+    ("UCL", "Case00"): [2],
+    ("UCL", "Case03"): [0, 3],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +67,13 @@ def slices_by_hand(channels=1, quantile=1.0, empty=False):
         values = volume_of(number).astype(np.float64)
         lowest, highest = values.min(), np.quantile(values, quantile)
         for k in range(4) if empty else slices:
-            around = [min(max(k + step, 0), 3) for step in range(-(channels // 2), channels // 2 + 1)]
-            scaled = [2 * (np.minimum(values[:, :, i], highest) - lowest) / (highest - lowest) - 1 for i in around]
+            around = [
+                min(max(k + step, 0), 3) for step in range(-(channels // 2), channels // 2 + 1)
+            ]
+            scaled = [
+                2 * (np.minimum(values[:, :, i], highest) - lowest) / (highest - lowest) - 1
+                for i in around
+            ]
             images.append(np.stack([image.T for image in scaled]))
             masks.append(mask_of(number, slices)[:, :, k].T > 0)
     return np.stack(images), np.stack(masks)
@@ -95,7 +105,8 @@ def test_sites_volumes_and_splits(root):
     assert federation.client_names == ("HK", "UCL")
     for client in range(2):
         train_units, test_units = (
-            set(source.units[split.of(client)].tolist()) for split in (federation.train, federation.test)
+            set(source.units[split.of(client)].tolist())
+            for split in (federation.train, federation.test)
         )
         assert len(train_units) == len(test_units) == 1
         assert not train_units & test_units
@@ -127,12 +138,22 @@ def test_what_is_missing_or_broken_is_named(root, tmp_path):
     where = str(root)
     with pytest.raises(InputError, match="unknown site 'BMC'"):
         prostate(root=where, sites=["BMC"])
-    (root / "UCL" / "Case00_segmentation.nii.gz").rename(root / "UCL" / "Case07_segmentation.nii.gz")
-    with pytest.raises(InputError, match="UCL/Case00.nii.gz has no mask, UCL/Case07_segmentation.nii.gz has no volume"):
+    (root / "UCL" / "Case00_segmentation.nii.gz").rename(
+        root / "UCL" / "Case07_segmentation.nii.gz"
+    )
+    with pytest.raises(
+        InputError,
+        match="UCL/Case00.nii.gz has no mask, UCL/Case07_segmentation.nii.gz has no volume",
+    ):
         prostate(root=where)
-    (root / "UCL" / "Case07_segmentation.nii.gz").rename(root / "UCL" / "Case00_segmentation.nii.gz")
+    (root / "UCL" / "Case07_segmentation.nii.gz").rename(
+        root / "UCL" / "Case00_segmentation.nii.gz"
+    )
     (root / "BMC").mkdir()
-    with pytest.raises(InputError, match=r"no volumes \(files that end in .nii.gz, .nii\) in these folders of .*: BMC"):
+    with pytest.raises(
+        InputError,
+        match=r"no volumes \(files that end in .nii.gz, .nii\) in these folders of .*: BMC",
+    ):
         prostate(root=where)
     (root / "BMC").rmdir()
     save(root / "UCL" / "Case03.nii.gz", volume_of(0, (10, 10, 5)))
@@ -168,5 +189,7 @@ def test_wrong_options_are_refused(root, options, message):
 
 def test_without_nibabel_the_error_says_what_to_install(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
-    with pytest.raises(InputError, match=re.escape("needs nibabel: pip install 'equipoise[medical]'")):
+    with pytest.raises(
+        InputError, match=re.escape("needs nibabel: pip install 'equipoise[medical]'")
+    ):
         prostate(root=str(root))

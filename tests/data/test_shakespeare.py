@@ -31,7 +31,12 @@ def plays(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     genders = ["male"] * 12 + ["female"] * 5 + ["unknown"]
     rows = [
-        {"play": "Play", "role": f"Role {i}", "gender": gender, "text": speech(chr(65 + i), 100 + 10 * i)}
+        {
+            "play": "Play",
+            "role": f"Role {i}",
+            "gender": gender,
+            "text": speech(chr(65 + i), 100 + 10 * i),
+        }
         for i, gender in enumerate(genders)
     ]
     (root / "shakespeare").mkdir()
@@ -62,7 +67,9 @@ def test_every_role_is_a_client_in_the_group_of_its_gender(plays):
     assert (federation.classes, federation.shape) == (80, (80,))
     assert federation.x.dtype == federation.y.dtype == torch.int64
     for client, row in enumerate(rows):
-        mine = np.concatenate([federation.split(name).of(client) for name in ("train", "val", "test")])
+        mine = np.concatenate(
+            [federation.split(name).of(client) for name in ("train", "val", "test")]
+        )
         found = sorted(spell(federation.x[i]) + spell(federation.y[i : i + 1]) for i in mine)
         assert found == sorted(row["text"][i : i + 81] for i in range(20 + 10 * client))
 
@@ -71,7 +78,9 @@ def test_scale_keeps_the_beginning_of_each_text(plays):
     root, rows = plays
     source = shakespeare(root=root, roles=None, scale=0.5)
     # Half of 100 + 10 i characters, of which 83 are needed: roles 7 (85 characters, 5 samples) and later.
-    assert Counter(source.ids.tolist()) == {f"Play: Role {i}": 50 + 5 * i - 80 for i in range(7, 18)}
+    assert Counter(source.ids.tolist()) == {
+        f"Play: Role {i}": 50 + 5 * i - 80 for i in range(7, 18)
+    }
     assert spell(source.x[0]) == rows[7]["text"][:80]
 
 
@@ -84,8 +93,13 @@ def test_length_and_stride(plays):
 
 
 def test_roles_are_drawn_by_the_seed(plays):
-    drawn = [tuple(dict.fromkeys(shakespeare(root=plays[0], roles=4, seed=seed).ids.tolist())) for seed in range(20)]
-    assert drawn[3] == tuple(dict.fromkeys(shakespeare(root=plays[0], roles=4, seed=3).ids.tolist()))
+    drawn = [
+        tuple(dict.fromkeys(shakespeare(root=plays[0], roles=4, seed=seed).ids.tolist()))
+        for seed in range(20)
+    ]
+    assert drawn[3] == tuple(
+        dict.fromkeys(shakespeare(root=plays[0], roles=4, seed=3).ids.tolist())
+    )
     assert {len(names) for names in drawn} == {4}
     assert len(set(drawn)) > 10
 
@@ -103,10 +117,19 @@ def test_roles_are_drawn_by_gender(plays):
     [
         ({}, "31 roles are asked for, there are 18"),
         ({"roles": {"female": 6}}, "6 female roles are asked for, there are 5"),
-        ({"roles": {"femal": 2}}, "unknown gender 'femal' in roles of data 'shakespeare'; did you mean 'female'"),
+        (
+            {"roles": {"femal": 2}},
+            "unknown gender 'femal' in roles of data 'shakespeare'; did you mean 'female'",
+        ),
         ({"roles": 0}, "roles must be a whole number of at least 1, got 0"),
-        ({"roles": {}}, "no role of .*roles.jsonl has the 83 characters that three samples need at scale=1.0"),
-        ({"roles": None, "scale": 0.1}, "no role of .* has the 83 characters that three samples need at scale=0.1"),
+        (
+            {"roles": {}},
+            "no role of .*roles.jsonl has the 83 characters that three samples need at scale=1.0",
+        ),
+        (
+            {"roles": None, "scale": 0.1},
+            "no role of .* has the 83 characters that three samples need at scale=0.1",
+        ),
         ({"scale": 1.5}, "scale=1.5 of data 'shakespeare' must be a share"),
         ({"scale": 0}, "scale must be a finite number above 0, got 0"),
         ({"length": 0}, "length must be a whole number of at least 1, got 0"),
@@ -128,7 +151,10 @@ def test_refuses(plays, options, message):
             '{"play": "P", "role": "R", "gender": "Male", "text": "T"}',
             "as gender one of male, female, unknown; got gender 'Male'",
         ),
-        ('{"play": 3, "role": "R", "gender": "male", "text": "T"}', "line 2 of .* must hold text only"),
+        (
+            '{"play": 3, "role": "R", "gender": "male", "text": "T"}',
+            "line 2 of .* must hold text only",
+        ),
     ],
 )
 def test_lines_in_another_format_are_refused(tmp_path, line, message):

@@ -27,9 +27,17 @@ def test_clients_come_in_the_order_of_their_numbers(tmp_path):
     for number, rows in ((10, 4), (2, 8), (1, 12)):
         write(tmp_path, f"clinic-{number}", rows, group="rural" if number == 2 else "urban")
     federation = load("silos", root=str(tmp_path), splits=(0.5, 0.25, 0.25))
-    assert [federation.client_name(client) for client in range(3)] == ["clinic-1", "clinic-2", "clinic-10"]
+    assert [federation.client_name(client) for client in range(3)] == [
+        "clinic-1",
+        "clinic-2",
+        "clinic-10",
+    ]
     assert federation.train.sizes.tolist() == [6, 4, 2]
-    assert [federation.group_names[group] for group in federation.groups] == ["urban", "rural", "urban"]
+    assert [federation.group_names[group] for group in federation.groups] == [
+        "urban",
+        "rural",
+        "urban",
+    ]
     assert federation.classes == 3
     assert federation.x.dtype == torch.float32
 
@@ -39,7 +47,9 @@ def test_one_directory_has_the_splits_it_has_among_all(tmp_path):
     together = load("silos", root=str(tmp_path), classes=3, splits=HOW["splits"])
     alone = silo_federation(folders[1], **HOW)
     for split in ("train", "val", "test"):
-        assert torch.equal(alone.x[alone.split(split).of(0)], together.x[together.split(split).of(1)])
+        assert torch.equal(
+            alone.x[alone.split(split).of(0)], together.x[together.split(split).of(1)]
+        )
 
 
 def test_samples_to_test_on_may_have_a_file_of_their_own(tmp_path):
@@ -47,14 +57,22 @@ def test_samples_to_test_on_may_have_a_file_of_their_own(tmp_path):
     for folder in folders:
         np.savez(folder / "test.npz", x=np.full((4, 2), 7.0), y=np.arange(4) % 3)
     together = load("silos", root=str(tmp_path), classes=3, splits=HOW["splits"])
-    assert [together.split(name).sizes.tolist() for name in ("train", "val", "test")] == [[4, 5], [2, 2], [4, 4]]
+    assert [together.split(name).sizes.tolist() for name in ("train", "val", "test")] == [
+        [4, 5],
+        [2, 2],
+        [4, 4],
+    ]
     assert (together.x[together.test.indices] == 7).all()
     for client, folder in enumerate(folders):
         alone = silo_federation(folder, **HOW)
         for split in ("train", "val", "test"):
-            assert torch.equal(alone.x[alone.split(split).of(0)], together.x[together.split(split).of(client)])
+            assert torch.equal(
+                alone.x[alone.split(split).of(0)], together.x[together.split(split).of(client)]
+            )
     (folders[0] / "test.npz").unlink()
-    with pytest.raises(InputError, match="1 of 2 silos have test.npz; either all of them must have it, or none"):
+    with pytest.raises(
+        InputError, match="1 of 2 silos have test.npz; either all of them must have it, or none"
+    ):
         silos(root=str(tmp_path))
 
 
@@ -77,7 +95,9 @@ def test_labels_of_any_type(tmp_path, kind):
 def test_labels_that_are_not_whole_numbers_are_refused(tmp_path):
     folder = write(tmp_path, "c0", 6)
     np.savez(folder / "data.npz", x=np.zeros((6, 2)), y=np.arange(6) / 2)
-    with pytest.raises(InputError, match="sample 1 has label 0.5 in y; labels must be whole numbers"):
+    with pytest.raises(
+        InputError, match="sample 1 has label 0.5 in y; labels must be whole numbers"
+    ):
         silos(root=str(tmp_path))
 
 
@@ -129,7 +149,10 @@ def spoil_about(folder):
         (spoil_names, "cannot read .*data.npz: .*x.*; it must hold the arrays x and y"),
         (spoil_file, "cannot read .*data.npz"),
         (spoil_key, "unknown key 'grupo' in .*client.yaml; did you mean 'group'"),
-        (spoil_about, "client.yaml must hold keys with values, such as 'group: rural', got 'rural'"),
+        (
+            spoil_about,
+            "client.yaml must hold keys with values, such as 'group: rural', got 'rural'",
+        ),
     ],
 )
 def test_mistakes_are_named(spoil, says, tmp_path):
@@ -139,7 +162,9 @@ def test_mistakes_are_named(spoil, says, tmp_path):
 
 
 def test_attributes_lie_in_the_same_file(tmp_path):
-    for number, values in enumerate((["f", "m", "m", "f", "x", "m"], ["m", "m", "f", "f", "f", "m"])):
+    for number, values in enumerate(
+        (["f", "m", "m", "f", "x", "m"], ["m", "m", "f", "f", "f", "m"])
+    ):
         folder = write(tmp_path, f"c{number}", 6, first=100 * number)
         with np.load(folder / "data.npz") as arrays:
             np.savez(folder / "data.npz", **arrays, **{"attribute.sex": np.array(values)})
@@ -155,9 +180,15 @@ def test_all_silos_have_the_same_attributes(tmp_path):
     first, second = (write(tmp_path, f"c{number}", 4, first=100 * number) for number in range(2))
     with np.load(second / "data.npz") as arrays:
         np.savez(second / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 4)})
-    with pytest.raises(InputError, match=r"c1/data.npz has the attributes sex, .*c0/data.npz has none; all silos must"):
+    with pytest.raises(
+        InputError,
+        match=r"c1/data.npz has the attributes sex, .*c0/data.npz has none; all silos must",
+    ):
         silos(root=str(tmp_path))
     with np.load(first / "data.npz") as arrays:
         np.savez(first / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 3)})
-    with pytest.raises(InputError, match=r"has attribute.sex of shape \(3,\); an attribute needs one value a sample"):
+    with pytest.raises(
+        InputError,
+        match=r"has attribute.sex of shape \(3,\); an attribute needs one value a sample",
+    ):
         silos(root=str(tmp_path))

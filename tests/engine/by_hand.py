@@ -37,7 +37,9 @@ def train_by_hand(modules, turns, x, y, key, *, interleaved):
     """Train modules in place, phase after phase or batch by batch."""
     batches, optimizers = [], []
     for phase, turn in enumerate(turns):
-        batches.append(batches[-1] if turn.same else list(hand_batches(len(x), key, phase, turn.epochs)))
+        batches.append(
+            batches[-1] if turn.same else list(hand_batches(len(x), key, phase, turn.epochs))
+        )
         moving = [tensor for module in turn.moves for tensor in module.parameters()]
         optimizers.append(torch.optim.SGD(moving, lr=turn.lr, momentum=turn.momentum))
     steps = [(phase, step) for phase in range(len(turns)) for step in range(len(batches[phase]))]
@@ -55,7 +57,11 @@ def train_by_hand(modules, turns, x, y, key, *, interleaved):
 
 
 def tensors(module):
-    return {n: t.clone() for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+    return {
+        n: t.clone()
+        for n, t in module.state_dict().items()
+        if not n.endswith("num_batches_tracked")
+    }
 
 
 def held_by(federation, client):
@@ -64,7 +70,9 @@ def held_by(federation, client):
 
 
 def average(trees, sizes):
-    return {n: sum(t[n] * (s / sum(sizes)) for t, s in zip(trees, sizes, strict=True)) for n in trees[0]}
+    return {
+        n: sum(t[n] * (s / sum(sizes)) for t, s in zip(trees, sizes, strict=True)) for n in trees[0]
+    }
 
 
 def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None, combine=None):
@@ -84,8 +92,12 @@ def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=N
             modules = [m for m in (shared, own) if m is not None]
             key = fold(fold(SEED, round_), client)
             turns = make_turns(shared, own, copy.deepcopy(shared))
-            train_by_hand(modules, turns, *held_by(federation, client), key, interleaved=interleaved)
+            train_by_hand(
+                modules, turns, *held_by(federation, client), key, interleaved=interleaved
+            )
             sent.append(tensors(shared))
         averaged = average(sent, [SIZES[client] for client in cohort])
-        module.load_state_dict(combine(tensors(module), averaged) if combine else averaged, strict=False)
+        module.load_state_dict(
+            combine(tensors(module), averaged) if combine else averaged, strict=False
+        )
     return tensors(module), owned

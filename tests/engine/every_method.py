@@ -10,7 +10,14 @@ from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.federations import images, masks, text
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, lstm, single_numbers, transformer, unet
+from tests.engine.small_models import (
+    WITHOUT_GRADIENT,
+    batchnorm,
+    lstm,
+    single_numbers,
+    transformer,
+    unet,
+)
 
 pictures = partial(images, shape=(1, 8, 8))
 SETTINGS = {
@@ -23,7 +30,11 @@ SETTINGS = {
     "vit": (pictures, lambda: transformer("vit"), 0.05),
     "clip adapter": (pictures, lambda: transformer("clipadapter"), 0.5),
     "clip prompts": (pictures, lambda: transformer("clipprompts", context=3), 0.5),
-    "clip prompts, plain attention": (pictures, lambda: transformer("clipprompts", context=3, fused=False), 0.5),
+    "clip prompts, plain attention": (
+        pictures,
+        lambda: transformer("clipprompts", context=3, fused=False),
+        0.5,
+    ),
     "fedgc": (pictures, lambda: transformer("fedgc"), 0.1),
 }
 # What is not the name of a method itself.
@@ -32,7 +43,12 @@ VARIANTS = {
     "moon, projection": {"name": "moon", "projection": 5},
     "fedclip, contrastive": {"name": "fedclip", "contrastive": True},
     "fedgr, given": {"name": "fedgr", "groups": "given"},
-    "fedgcr, received": {"name": "fedgcr", "representation": "received", "similarity": "cosine", "soft": True},
+    "fedgcr, received": {
+        "name": "fedgcr",
+        "representation": "received",
+        "similarity": "cosine",
+        "soft": True,
+    },
     "scaffold, norm": {"name": "scaffold", "guard": "norm"},
     "fedper, krum": {"name": "fedper", "guard": "krum"},
     "scaffold, multikrum": {"name": "scaffold", "guard": "multikrum"},
@@ -74,10 +90,14 @@ def fits(method, what):
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
         return False
     kinds = {"vit": OF_VIT, "fedgc": OF_FEDGC}
-    return method in kinds.get(what, (method,)) and (method in OF_CLIP or not what.startswith("clip"))
+    return method in kinds.get(what, (method,)) and (
+        method in OF_CLIP or not what.startswith("clip")
+    )
 
 
-PAIRS = [(method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)]
+PAIRS = [
+    (method, what) for method in (*names(), *VARIANTS) for what in SETTINGS if fits(method, what)
+]
 
 
 def fitting(method):
@@ -94,7 +114,9 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
         data,
         made,
         made.extend(model(), data.shape, 0),
-        Training(rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)),
+        Training(
+            rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)
+        ),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),
         seed=0,

@@ -31,7 +31,9 @@ def masks(seed=0, sizes=SIZES, shape=(2, 9, 11)):
     x[:, 0] += (y == 1).double()
     x[:, 1] += (y == 2).double()
     clients = np.repeat(np.arange(len(sizes)), sizes)
-    return Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), task="segmentation")
+    return Federation.from_arrays(
+        x, y, clients=clients, splits=(1.0, 0.0, 0.0), task="segmentation"
+    )
 
 
 def text(seed=0, sizes=SIZES):
@@ -39,10 +41,14 @@ def text(seed=0, sizes=SIZES):
     draws = np.random.default_rng(seed)
     clients = np.repeat(np.arange(len(sizes)), sizes)
     x = draws.integers(0, 7, (len(clients), 9))
-    y = np.where(draws.random(len(clients)) < 0.7, (x[:, -1] + 1) % 7, draws.integers(0, 7, len(clients)))
+    y = np.where(
+        draws.random(len(clients)) < 0.7, (x[:, -1] + 1) % 7, draws.integers(0, 7, len(clients))
+    )
     y[:7] = np.arange(7)
     groups = {client: ("few", "many")[client % 2] for client in range(len(sizes))}
-    return Federation.from_arrays(x, y, clients=clients, groups=groups, splits=(1.0, 0.0, 0.0), classes=7)
+    return Federation.from_arrays(
+        x, y, clients=clients, groups=groups, splits=(1.0, 0.0, 0.0), classes=7
+    )
 
 
 def several_labels(y=None):

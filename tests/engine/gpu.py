@@ -9,7 +9,9 @@ from torch import nn
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"
+)
 # The true gradient of this bias of ``model`` is zero: BatchNorm subtracts it again.
 SKIP = {"features.0.bias"}
 OPTIMIZERS = {

@@ -33,6 +33,8 @@ class Weighted:
 
     def __call__(self, values, params):
         def total(moving):
-            return sum(weight * value(moving) for weight, value in zip(self.weights, values, strict=True))
+            return sum(
+                weight * value(moving) for weight, value in zip(self.weights, values, strict=True)
+            )
 
         return plain_gradient(total, params)

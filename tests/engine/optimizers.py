@@ -9,4 +9,9 @@ OPTIMIZERS = {
     "adam": {"lr": 0.01, "weight_decay": 0.01},
     "adamw": {"lr": 0.01, "weight_decay": 0.1},
 }
-TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
+TORCH = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+}

@@ -53,7 +53,11 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         tokens = self.embedding(x)
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=tokens.dtype) if self.causal else None
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=tokens.dtype)
+            if self.causal
+            else None
+        )
         tokens = tokens if self.batch_first else tokens.transpose(0, 1)
         made = self.encoder(tokens, mask=mask)
         return self.classifier((made if self.batch_first else made.transpose(0, 1)).mean(1))
@@ -76,7 +80,9 @@ class Attending(nn.Module):
 
 def image_classifier(attention="sdpa", *, shape=(2, 5, 5), classes=4, patch=2):
     """A tiny ViT of Hugging Face."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     config = transformers.ViTConfig(
         hidden_size=8,
         num_hidden_layers=2,
@@ -95,7 +101,9 @@ def image_classifier(attention="sdpa", *, shape=(2, 5, 5), classes=4, patch=2):
 
 def text_classifier(attention="sdpa"):
     """A tiny BERT of Hugging Face for texts of nine characters and seven classes."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     config = transformers.BertConfig(
         vocab_size=7,
         hidden_size=8,

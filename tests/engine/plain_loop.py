@@ -26,7 +26,9 @@ class PlainDropout(nn.Module):
             return x
         threshold = round((1 - self.p) * 65536)
         key = fold(self.key, self.layer)
-        kept = [(fold(key, i // 4) >> (16 * (i % 4))) & 0xFFFF < threshold for i in range(x.numel())]
+        kept = [
+            (fold(key, i // 4) >> (16 * (i % 4))) & 0xFFFF < threshold for i in range(x.numel())
+        ]
         return x * torch.tensor(kept, dtype=x.dtype).view_as(x) * (65536 / threshold)
 
 
@@ -46,7 +48,9 @@ def shuffled(n, key):
     return sorted(range(n), key=lambda i: fold(key, i) & ((1 << 63) - 1))
 
 
-def train_client(module, x, y, *, client_key, make_optimizer, batch_size, epochs, clip=None, max_steps=None):
+def train_client(
+    module, x, y, *, client_key, make_optimizer, batch_size, epochs, clip=None, max_steps=None
+):
     """Train a copy of the module on one client's samples."""
     module = copy.deepcopy(module).train()
     optimizer = make_optimizer(module.parameters())
@@ -72,7 +76,11 @@ def train_client(module, x, y, *, client_key, make_optimizer, batch_size, epochs
 def federated_averaging(module, federation, cohorts, *, seed, **how):
     """Run one round a cohort and give the global model's state dict, weights by size, buffers averaged too."""
     module = with_plain_dropout(module)
-    x = federation.x.to(next(module.parameters()).dtype) if federation.x.is_floating_point() else federation.x
+    x = (
+        federation.x.to(next(module.parameters()).dtype)
+        if federation.x.is_floating_point()
+        else federation.x
+    )
     for round_, cohort in enumerate(cohorts):
         held = [torch.from_numpy(federation.train.of(int(client))) for client in cohort]
         total = sum(len(samples) for samples in held)
@@ -84,4 +92,6 @@ def federated_averaging(module, federation, cohorts, *, seed, **how):
                 if tensor.is_floating_point():
                     average[name] = average.get(name, 0) + tensor.double() * (len(samples) / total)
         module.load_state_dict(average, strict=False)
-    return {name: tensor for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+    return {
+        name: tensor for name, tensor in module.state_dict().items() if tensor.is_floating_point()
+    }

@@ -18,13 +18,17 @@ NOISE = {"features.0.bias", "head.0.bias"}
 def mlp(dropout=0.0):
     torch.manual_seed(1)
     layers = [nn.Flatten(), nn.Linear(50, 12), nn.ReLU()]
-    return Model(nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else [])), nn.Linear(12, 4)).double()
+    return Model(
+        nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else [])), nn.Linear(12, 4)
+    ).double()
 
 
 def batchnorm(running=True):
     torch.manual_seed(2)
     first, second = (nn.BatchNorm2d(channels, track_running_stats=running) for channels in (6, 5))
-    features = nn.Sequential(nn.Conv2d(2, 6, 3), first, nn.ReLU(), nn.Conv2d(6, 5, 2), second, nn.ReLU(), nn.Flatten())
+    features = nn.Sequential(
+        nn.Conv2d(2, 6, 3), first, nn.ReLU(), nn.Conv2d(6, 5, 2), second, nn.ReLU(), nn.Flatten()
+    )
     return Model(features, nn.Linear(20, 4)).double()
 
 

@@ -25,17 +25,28 @@ SIZES = {0: 7, 2: 12, 3: 1, 4: 8}
 ORDERED = np.array([2, 4, 0, 3])
 
 
-def drawn(clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11, a_step=1):
+def drawn(
+    clients=ORDERED, *, phase=0, batch_size=4, epochs=2, steps=None, shuffle=True, key=11, a_step=1
+):
     keys = fold_tensor(key, torch.from_numpy(clients))
     sizes = SPLIT.sizes[clients]
     work = np.full_like(sizes, steps) if steps else -(-epochs * -(-sizes // batch_size) // a_step)
-    how = {"phase": phase, "batch_size": batch_size, "steps": work, "shuffle": shuffle, "a_step": a_step}
+    how = {
+        "phase": phase,
+        "batch_size": batch_size,
+        "steps": work,
+        "shuffle": shuffle,
+        "a_step": a_step,
+    }
     return draw_batches(SPLIT, torch.from_numpy(SPLIT.indices), clients, keys, **how)
 
 
 def samples_of(batches, row):
     """The samples of every step a client makes, without padding."""
-    return [batches.positions[row, s, : batches.counts[row, s]].tolist() for s in range(batches.steps[row])]
+    return [
+        batches.positions[row, s, : batches.counts[row, s]].tolist()
+        for s in range(batches.steps[row])
+    ]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -47,7 +58,11 @@ def test_every_sample_is_seen_exactly_once_an_epoch(batch_size, shuffle):
         an_epoch = -(-SIZES[client] // batch_size)
         assert len(steps) == 3 * an_epoch
         for epoch in range(3):
-            seen = [sample for step in steps[epoch * an_epoch : (epoch + 1) * an_epoch] for sample in step]
+            seen = [
+                sample
+                for step in steps[epoch * an_epoch : (epoch + 1) * an_epoch]
+                for sample in step
+            ]
             assert sorted(seen) == list(HELD[client])
             if not shuffle:
                 assert seen == list(HELD[client])
@@ -80,7 +95,8 @@ def test_samples_are_counted_as_often_as_they_are_seen():
 
 
 @pytest.mark.parametrize(
-    ("a_step", "epochs", "steps"), [(2, 1, [2, 1, 1, 1]), (2, 3, [5, 3, 3, 2]), (3, 2, [2, 2, 2, 1])]
+    ("a_step", "epochs", "steps"),
+    [(2, 1, [2, 1, 1, 1]), (2, 3, [5, 3, 3, 2]), (3, 2, [2, 2, 2, 1])],
 )
 def test_steps_of_several_batches_take_the_next_of_one_stream(a_step, epochs, steps):
     # An epoch of batches of 5 has 3, 2, 2 and 1 of them.
@@ -92,7 +108,9 @@ def test_steps_of_several_batches_take_the_next_of_one_stream(a_step, epochs, st
         assert several.counts[row, :count].tolist() == one_by_one.counts[row, :count].tolist()
         for batch in range(count):
             real = several.counts[row, batch]
-            assert torch.equal(several.positions[row, batch, :real], one_by_one.positions[row, batch, :real])
+            assert torch.equal(
+                several.positions[row, batch, :real], one_by_one.positions[row, batch, :real]
+            )
         assert torch.equal(several.keys[row, :count], one_by_one.keys[row, :count])
     assert several.of_step(1) == slice(a_step, 2 * a_step)
     assert one_by_one.of_step(1) == 1
@@ -131,7 +149,9 @@ def test_a_fixed_number_of_steps_runs_through_epochs_alike_for_all():
     assert [batches.active(step) for step in range(5)] == [4, 4, 4, 4, 0]
     assert batches.counts.tolist() == [[5, 5, 2, 5], [5, 3, 5, 3], [5, 2, 5, 2], [1, 1, 1, 1]]
     by_epochs = drawn(batch_size=5, epochs=2)
-    assert samples_of(batches, 1) == samples_of(by_epochs, 1), "the same shuffles as two epochs of two steps"
+    assert samples_of(batches, 1) == samples_of(by_epochs, 1), (
+        "the same shuffles as two epochs of two steps"
+    )
 
 
 def test_epochs_phases_and_keys_have_orders_of_their_own():
@@ -152,7 +172,9 @@ def test_step_keys_are_hashes_of_client_phase_and_step():
     batches = drawn(phase=2)
     found = [[int(key) & ((1 << 64) - 1) for key in row] for row in batches.keys]
     longest = int(batches.steps.max())
-    assert found == [[fold(fold(11, int(c)), Purpose.STEP, 2, s) for s in range(longest)] for c in ORDERED]
+    assert found == [
+        [fold(fold(11, int(c)), Purpose.STEP, 2, s) for s in range(longest)] for c in ORDERED
+    ]
 
 
 def test_batches_do_not_depend_on_chunk_mates():
@@ -181,10 +203,15 @@ def test_halves_are_the_halves_of_each_batch(batch_size):
     for row in range(len(ORDERED)):
         for step, samples in enumerate(samples_of(whole, row)):
             half = len(samples) // 2
-            for batch, wanted in ((2 * step, samples[: max(1, half)]), (2 * step + 1, samples[half:])):
+            for batch, wanted in (
+                (2 * step, samples[: max(1, half)]),
+                (2 * step + 1, samples[half:]),
+            ):
                 count = halves.counts[row, batch]
                 assert halves.positions[row, batch, :count].tolist() == wanted
-                assert torch.equal(halves.held[halves.index[row, batch]], halves.positions[row, batch])
+                assert torch.equal(
+                    halves.held[halves.index[row, batch]], halves.positions[row, batch]
+                )
 
 
 def test_parts_by_hand():
@@ -211,7 +238,9 @@ def test_parts_have_random_numbers_of_their_own_whatever_their_chunk_mates():
         for batch in range(2 * int(alone.steps[0])):
             count = alone.counts[0, batch]
             assert count == halves.counts[row, batch]
-            assert torch.equal(alone.positions[0, batch, :count], halves.positions[row, batch, :count])
+            assert torch.equal(
+                alone.positions[0, batch, :count], halves.positions[row, batch, :count]
+            )
 
 
 # ---- batches larger than clients -------------------------------------------------------------------------------------
@@ -222,7 +251,9 @@ def test_batches_are_no_wider_than_the_fullest_client():
     clients = np.arange(3)
     how = {"phase": 0, "steps": np.ones(3, np.int64), "shuffle": True}
     keys = fold_tensor(11, torch.from_numpy(clients))
-    batches = draw_batches(split, torch.from_numpy(split.indices), clients, keys, batch_size=32, **how)
+    batches = draw_batches(
+        split, torch.from_numpy(split.indices), clients, keys, batch_size=32, **how
+    )
     assert batches.positions.shape == (3, 1, 8)
     assert batches.counts.tolist() == [[8]] * 3
 
@@ -243,7 +274,13 @@ def test_any_batch_larger_than_the_largest_client_is_the_same(how):
 def test_training_with_any_batch_larger_than_the_largest_client_is_the_same(method, chunk):
     def trained(batch_size):
         return engine_run(
-            mlp(0.3), images(), THREE_COHORTS, chunk=chunk, method=method, batch_size=batch_size, epochs=2
+            mlp(0.3),
+            images(),
+            THREE_COHORTS,
+            chunk=chunk,
+            method=method,
+            batch_size=batch_size,
+            epochs=2,
         )
 
     wanted = trained(max(SIZES_OF_IMAGES))

@@ -37,7 +37,12 @@ def activations_of_wide(width):
 
 
 def engine_of(model, batch_size=32, **machine):
-    return StackedEngine(images(shape=SHAPE), model, Training(batch_size=batch_size), Machine(device="cpu", **machine))
+    return StackedEngine(
+        images(shape=SHAPE),
+        model,
+        Training(batch_size=batch_size),
+        Machine(device="cpu", **machine),
+    )
 
 
 def deep(wrapped):

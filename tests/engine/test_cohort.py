@@ -38,7 +38,9 @@ def with_validation():
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(25, 2, 5, 5, generator=draws, dtype=torch.float64)
     y = torch.arange(25) % 4
-    return Federation.from_arrays(x, y, clients=[0] * 10 + [1] * 14 + [2], splits=(0.6, 0.4, 0.0), classes=4)
+    return Federation.from_arrays(
+        x, y, clients=[0] * 10 + [1] * 14 + [2], splits=(0.6, 0.4, 0.0), classes=4
+    )
 
 
 def small():
@@ -95,16 +97,22 @@ def test_what_each_client_gets_and_what_evaluations_cost_is_counted():
     @dataclass(frozen=True)
     class Curious(FedAvg):
         def send(self, state, cohort):
-            return {"model": state.model}, {"step_factor": torch.ones(len(cohort.ids), dtype=torch.float64)}
+            return {"model": state.model}, {
+                "step_factor": torch.ones(len(cohort.ids), dtype=torch.float64)
+            }
 
         def combine(self, state, updates, cohort):
             cohort.evaluate(state.model, "train")
             return super().combine(state, updates, cohort)
 
-    (cohort,) = play(build("fedavg", aggregation=Curious()), federation(), small(), [[0, 1, 2]]).cohorts
+    (cohort,) = play(
+        build("fedavg", aggregation=Curious()), federation(), small(), [[0, 1, 2]]
+    ).cohorts
     model = (PARAMETERS + BUFFERS) * NUMBER
     assert cohort.bytes_down == 3 * model + 3 * 8 + 3 * model
-    assert cohort.bytes_up == 3 * (model + REPORTS) + 3 * 2 * 8, "loss and accuracy of three clients come back"
+    assert cohort.bytes_up == 3 * (model + REPORTS) + 3 * 2 * 8, (
+        "loss and accuracy of three clients come back"
+    )
 
 
 # ---- prior ------------------------------------------------------------------------------------------------------------
@@ -112,7 +120,9 @@ def test_what_each_client_gets_and_what_evaluations_cost_is_counted():
 
 def engine(module=None, data=None, **machine):
     machine = Machine(**{"device": "cpu", "precision": "float64", "chunk": 2, **machine})
-    return StackedEngine(data or federation(), module or small(), Training(batch_size=4), machine, seed=3)
+    return StackedEngine(
+        data or federation(), module or small(), Training(batch_size=4), machine, seed=3
+    )
 
 
 def test_the_prior_is_the_share_of_training_samples_or_uniform():
@@ -125,7 +135,9 @@ def test_the_prior_is_the_share_of_training_samples_or_uniform():
 
 
 def test_the_order_in_which_clients_are_named_does_not_matter():
-    there, back = (play(build("fedavg"), federation(), small(), [ids]).model for ids in ([0, 1, 3], [3, 1, 0]))
+    there, back = (
+        play(build("fedavg"), federation(), small(), [ids]).model for ids in ([0, 1, 3], [3, 1, 0])
+    )
     assert all(torch.equal(there[name], back[name]) for name in there)
 
 
@@ -134,7 +146,9 @@ def test_a_cohort_trains_once():
     cohort = engine().cohort(method, np.array([0, 1]), 0)
     model = cohort.engine.network.initial()
     cohort.train({"model": model}, {}, method.local)
-    with pytest.raises(InputError, match="this cohort has trained already.*valid: one train\\(\\) a round"):
+    with pytest.raises(
+        InputError, match="this cohort has trained already.*valid: one train\\(\\) a round"
+    ):
         cohort.train({"model": model}, {}, method.local)
 
 
@@ -160,7 +174,10 @@ class Answers(LocalRule):
     keeps = "personal.head"
 
     def phases(self):
-        return (Phase(), Phase(move="personal.head", loss=lambda client: client.personal().task_loss()))
+        return (
+            Phase(),
+            Phase(move="personal.head", loss=lambda client: client.personal().task_loss()),
+        )
 
     def scaled_loss(self, client, shift):
         """Sum of losses, each scaled and shifted."""
@@ -192,7 +209,10 @@ def test_a_question_is_answered_by_every_client_on_its_whole_training_split(chun
     cohort = asking.cohort(build("fedavg", local=Answers()), np.array([1, 3, 2]), 0)
     assert cohort.ask("samples").tolist() == [9, 6, 1]
     answer = cohort.ask("scaled_loss", torch.tensor(0.5).double(), model=asking.network.initial())
-    wanted = [len(held) * (2 * loss_by_hand(small(), data, held) + 0.5) for held in map(data.train.of, (1, 2, 3))]
+    wanted = [
+        len(held) * (2 * loss_by_hand(small(), data, held) + 0.5)
+        for held in map(data.train.of, (1, 2, 3))
+    ]
     assert answer["loss"].tolist() == pytest.approx(wanted, abs=1e-12)
     model = (PARAMETERS + BUFFERS) * NUMBER
     assert cohort.bytes_down == 3 * (model + 8)
@@ -216,18 +236,26 @@ def test_a_question_sees_what_the_client_keeps_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "question", ["scaled_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"]
+    "question",
+    ["scaled_los", "phases", "finish", "first_memory", "keeps", "scale", "__init__", "name"],
 )
 def test_only_questions_of_the_rule_itself_may_be_asked(question):
     cohort = engine().cohort(build("fedavg", local=Answers()), np.array([0, 1]), 0)
-    with pytest.raises(InputError, match=f"unknown question '{question}' in the local rule Answers.*scaled_loss"):
+    with pytest.raises(
+        InputError, match=f"unknown question '{question}' in the local rule Answers.*scaled_loss"
+    ):
         cohort.ask(question)
 
 
 # ---- reports ----------------------------------------------------------------------------------------------------------
 
 
-REPORTED = {"loss_before": "train", "loss_after": "train", "val_loss_before": "val", "val_loss_after": "val"}
+REPORTED = {
+    "loss_before": "train",
+    "loss_after": "train",
+    "val_loss_before": "val",
+    "val_loss_after": "val",
+}
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -240,14 +268,25 @@ def test_reports_equal_an_independent_loop(how, chunk):
     data = with_validation()
     method = build("fedavg", aggregation=Needs()) if how == "needed" else build("fedavg")
     reports = REPORTED if how == "wanted" else ()
-    played = play(method, data, small(), [[0, 1, 2]], chunk=chunk, reports=reports, batch_size=3, optimizer=Sgd(lr=0.2))
+    played = play(
+        method,
+        data,
+        small(),
+        [[0, 1, 2]],
+        chunk=chunk,
+        reports=reports,
+        batch_size=3,
+        optimizer=Sgd(lr=0.2),
+    )
     (updates,) = played.updates
     assert set(updates.reports) == {*REPORTED, "train_loss", "steps"}
     for name, split in REPORTED.items():
         for client in range(3):
             module = small()
             if name.endswith("after"):
-                own = {n: stack[client] for n, stack in {**updates.params, **updates.buffers}.items()}
+                own = {
+                    n: stack[client] for n, stack in {**updates.params, **updates.buffers}.items()
+                }
                 module.load_state_dict(own, strict=False)
             held = data.split(split).of(client)
             found = updates.reports[name][client].item()
@@ -266,13 +305,22 @@ def test_reports_may_look_at_some_samples_drawn_anew_each_round(chunk):
     for client in range(3):
         held = data.train.of(client)
         # Every way to take so many of the client's samples; with a learning rate of zero the model stays the same.
-        ways = [loss_by_hand(module, data, np.array(some)) for some in combinations(held, min(limit, len(held)))]
+        ways = [
+            loss_by_hand(module, data, np.array(some))
+            for some in combinations(held, min(limit, len(held)))
+        ]
         found = [updates.reports["loss_before"][client].item() for updates in played.updates]
         assert all(min(abs(way - loss) for way in ways) <= 1e-12 for loss in found)
         assert len(held) <= limit or found[0] != found[1]
-    everything = play(build("fedavg"), data, module, [[0, 1, 2]], report_samples=10**6, **how).updates[0].reports
+    everything = (
+        play(build("fedavg"), data, module, [[0, 1, 2]], report_samples=10**6, **how)
+        .updates[0]
+        .reports
+    )
     whole = play(build("fedavg"), data, module, [[0, 1, 2]], **how).updates[0].reports
-    assert everything["loss_before"].tolist() == pytest.approx(whole["loss_before"].tolist(), abs=1e-12)
+    assert everything["loss_before"].tolist() == pytest.approx(
+        whole["loss_before"].tolist(), abs=1e-12
+    )
 
 
 def test_only_the_reports_somebody_needs_are_made():
@@ -283,7 +331,16 @@ def test_only_the_reports_somebody_needs_are_made():
 def test_the_training_loss_is_the_mean_over_the_samples_as_they_were_seen():
     """With a learning rate of zero every sample is seen by the model that was sent."""
     data, module = federation(), Model(nn.Flatten(), nn.Linear(50, 4)).double()
-    played = play(build("fedavg"), data, module, [range(4)], chunk=3, epochs=2, batch_size=4, optimizer=Sgd(lr=0.0))
+    played = play(
+        build("fedavg"),
+        data,
+        module,
+        [range(4)],
+        chunk=3,
+        epochs=2,
+        batch_size=4,
+        optimizer=Sgd(lr=0.0),
+    )
     reports = played.updates[0].reports
     wanted = [loss_by_hand(module, data, data.train.of(k)) for k in range(4)]
     assert reports["train_loss"].tolist() == pytest.approx(wanted, abs=1e-12)
@@ -295,7 +352,9 @@ def test_evaluate_answers_for_the_cohort_only():
     asking = engine(data=data)
     cohort = asking.cohort(build("fedavg"), np.array([0, 2]), 0)
     answer = cohort.evaluate(asking.network.initial(), "val")
-    assert answer["loss"][0].item() == pytest.approx(loss_by_hand(small(), data, data.val.of(0)), abs=1e-12)
+    assert answer["loss"][0].item() == pytest.approx(
+        loss_by_hand(small(), data, data.val.of(0)), abs=1e-12
+    )
     assert answer["loss"].isnan().tolist() == [False, True]
 
 
@@ -344,7 +403,10 @@ def test_exact_arithmetic_is_asked_for_and_given_back():
 def test_a_cohort_knows_sizes_and_groups_of_its_clients_in_the_order_of_ids():
     digits = load("digits", unseen=[1])
     engine = StackedEngine(
-        digits, build_model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu")
+        digits,
+        build_model("logistic", shape=digits.shape, classes=10),
+        Training(),
+        Machine(device="cpu"),
     )
     cohort = engine.cohort(build("fedavg"), np.array([21, 4, 0]), 0)
     assert cohort.ids.tolist() == [0, 4, 21]

@@ -39,7 +39,12 @@ def trained(device, chunk, replay, method, optimizer, precision="float64", tf32=
 @pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])
 @pytest.mark.parametrize(
     ("method", "optimizer"),
-    [("fedavg", "momentum"), ("scaffold", "momentum"), ("fedprox", "nesterov"), ("fedavg", "adamw")],
+    [
+        ("fedavg", "momentum"),
+        ("scaffold", "momentum"),
+        ("fedprox", "nesterov"),
+        ("fedavg", "adamw"),
+    ],
 )
 def test_a_gpu_gives_the_cpus_numbers(method, optimizer, chunk, replay):
     wanted = trained("cpu", 1, False, method, OPTIMIZERS[optimizer]).state.model
@@ -50,14 +55,19 @@ def test_a_gpu_gives_the_cpus_numbers(method, optimizer, chunk, replay):
 def test_personal_parts_are_replayed_too():
     wanted = trained("cpu", 1, False, "local", OPTIMIZERS["momentum"])
     found = trained("cuda", 10, True, "local", OPTIMIZERS["momentum"])
-    own = {name: stack.cpu() for name, stack in found.personal_models(found.federation.seen)[1].items()}
+    own = {
+        name: stack.cpu() for name, stack in found.personal_models(found.federation.seen)[1].items()
+    }
     assert distance(own, wanted.personal_models(wanted.federation.seen)[1], SKIP) <= 1e-9
 
 
-@pytest.mark.parametrize(("precision", "tf32"), [("float32", False), ("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("precision", "tf32"), [("float32", False), ("float32", True), ("bfloat16", False)]
+)
 def test_the_same_bits_twice(precision, tf32):
     first, second = (
-        trained("cuda", 10, True, "fedavg", OPTIMIZERS["momentum"], precision, tf32).state.model for _ in range(2)
+        trained("cuda", 10, True, "fedavg", OPTIMIZERS["momentum"], precision, tf32).state.model
+        for _ in range(2)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in first.values())

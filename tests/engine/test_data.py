@@ -45,7 +45,9 @@ def federation(x):
 
 
 def images(dtype=torch.float32):
-    return torch.from_numpy(np.random.default_rng(0).normal(100, 50, (60, 1, 4, 4)).clip(0, 255)).to(dtype)
+    return torch.from_numpy(
+        np.random.default_rng(0).normal(100, 50, (60, 1, 4, 4)).clip(0, 255)
+    ).to(dtype)
 
 
 def mapped(tmp_path, x):
@@ -56,7 +58,9 @@ def mapped(tmp_path, x):
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float64])
 def test_mapped_samples_are_those_of_the_tensor(tmp_path, given, wanted):
     x = images(given)
-    whole, stored = (DeviceData(federation(samples), CPU, wanted) for samples in (x, mapped(tmp_path, x)))
+    whole, stored = (
+        DeviceData(federation(samples), CPU, wanted) for samples in (x, mapped(tmp_path, x))
+    )
     assert len(whole) == len(stored) == 60
     positions = torch.tensor([[[5, 5, 59], [0, 3, 5]]])
     for a, b in zip(whole.fetch(positions), stored.fetch(positions), strict=True):
@@ -133,7 +137,16 @@ ON_CPU = Machine(device="cpu")
 def test_training_on_mapped_samples_gives_the_same_numbers(tmp_path, model, method):
     x = images() / 255
     runs = [
-        train(federation(samples), method=method, model=model, rounds=2, batch_size=4, epochs=2, seed=3, machine=ON_CPU)
+        train(
+            federation(samples),
+            method=method,
+            model=model,
+            rounds=2,
+            batch_size=4,
+            epochs=2,
+            seed=3,
+            machine=ON_CPU,
+        )
         for samples in (x, mapped(tmp_path, x))
     ]
     assert runs[0].summary["results"] == runs[1].summary["results"]
@@ -147,7 +160,11 @@ class HeadSeesX(LocalRule):
     """Move the head for long enough that z is computed once, and look at x all the same."""
 
     def phases(self):
-        return (Phase(move="head", epochs=3, loss=lambda c: c.task_loss() * c.x.flatten(1).mean(1).abs()),)
+        return (
+            Phase(
+                move="head", epochs=3, loss=lambda c: c.task_loss() * c.x.flatten(1).mean(1).abs()
+            ),
+        )
 
 
 def test_a_loss_may_read_mapped_samples_while_features_rest(tmp_path):
@@ -173,7 +190,9 @@ def test_a_loss_may_read_mapped_samples_while_features_rest(tmp_path):
 def test_samples_reach_a_gpu_from_everywhere(tmp_path, monkeypatch, given):
     x, gpu = images(given), torch.device("cuda")
     wanted = torch.float32 if given.is_floating_point else given
-    resident, stored = (DeviceData(federation(samples), gpu, torch.float32) for samples in (x, mapped(tmp_path, x)))
+    resident, stored = (
+        DeviceData(federation(samples), gpu, torch.float32) for samples in (x, mapped(tmp_path, x))
+    )
     monkeypatch.setattr(engine_data, "_LARGEST_SHARE", 0.0)
     too_large = DeviceData(federation(x), gpu, torch.float32)
     assert [data.on_gpu for data in (resident, stored, too_large)] == [True, False, False]

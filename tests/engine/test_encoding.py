@@ -74,17 +74,26 @@ class Reordered(nn.Module):
 def model(seed=0, scale=1.0, order=range(12)):
     """A frozen stem that counts, then layers that move."""
     torch.manual_seed(seed)
-    stem = nn.Sequential(Counting(scale), nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Dropout(0.4))
+    stem = nn.Sequential(
+        Counting(scale), nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Dropout(0.4)
+    )
     nn.init.normal_(stem[3].running_mean)
     torch.manual_seed(1)
     features = nn.Sequential(nn.Linear(12, 8), nn.ReLU())
-    return Model(features, nn.Linear(8, 4), stem=Frozen(nn.Sequential(stem, Reordered(list(order)))))
+    return Model(
+        features, nn.Linear(8, 4), stem=Frozen(nn.Sequential(stem, Reordered(list(order))))
+    )
 
 
 def trainer(module=None, federation=None, method="fedavg", rounds=3, augment=(), **machine):
     machine = {"device": "cpu", "precision": "float64", "chunk": 10, **machine}
     training = Training(
-        rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=0.1, momentum=0.5), augment=augment
+        rounds=rounds,
+        cohort=6,
+        batch_size=8,
+        epochs=2,
+        optimizer=Sgd(lr=0.1, momentum=0.5),
+        augment=augment,
     )
     made = Trainer(
         federation or images(shape=SHAPE),
@@ -103,14 +112,18 @@ def trainer(module=None, federation=None, method="fedavg", rounds=3, augment=(),
 @pytest.mark.parametrize("method", ["fedavg", "fedcrc", "fedrep"])
 @pytest.mark.parametrize("chunk", [1, 10])
 def test_encoded_runs_are_as_plain_ones(make, method, chunk):
-    found, wanted = (trainer(make(), method=method, chunk=chunk, encode=encode) for encode in (True, False))
+    found, wanted = (
+        trainer(make(), method=method, chunk=chunk, encode=encode) for encode in (True, False)
+    )
     assert (found.engine.network.encoded, wanted.engine.network.encoded) == (True, False)
     assert distance(found.state.model, wanted.state.model) <= 1e-9
     assert distance(found.state.model, wanted.engine.network.initial()) > 1e-3
 
 
 def test_encoded_runs_in_float32_are_near_plain_ones():
-    found, wanted = (trainer(model(), precision="float32", encode=encode).state.model for encode in (True, False))
+    found, wanted = (
+        trainer(model(), precision="float32", encode=encode).state.model for encode in (True, False)
+    )
     assert distance(found, wanted) <= 1e-5
 
 
@@ -125,7 +138,9 @@ def test_metrics_of_encoded_runs_are_those_of_the_model_as_a_whole():
     rows = [row for row in run.trainer.metrics if row["split"] == "test" and row["round"] == 2]
     assert len(rows) == 10
     for row in rows:
-        assert row["accuracy"] == pytest.approx(float(hits[federation.test.of(row["client"])].double().mean()))
+        assert row["accuracy"] == pytest.approx(
+            float(hits[federation.test.of(row["client"])].double().mean())
+        )
 
 
 def test_the_stem_runs_once_a_sample_and_in_the_next_start_not_at_all(counted, entries):
@@ -174,7 +189,8 @@ def test_a_value_of_a_moving_tensor_is_no_part_of_the_key(counted, entries):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda content: content[:-100], lambda content: content[:500] + b"\x07" * 8 + content[508:]]
+    "damage",
+    [lambda content: content[:-100], lambda content: content[:500] + b"\x07" * 8 + content[508:]],
 )
 def test_a_damaged_entry_is_made_again(damage, counted, entries):
     wanted = trainer(rounds=1).state.model
@@ -209,7 +225,9 @@ def test_augmented_clients_are_the_same_stacked_and_alone():
 
 def test_samples_on_disk_are_encoded(tmp_path, counted, entries):
     federation = images(shape=SHAPE)
-    array = MappedArray.write(tmp_path / "x.npy", tuple(federation.x.shape), federation.x.dtype, [federation.x])
+    array = MappedArray.write(
+        tmp_path / "x.npy", tuple(federation.x.shape), federation.x.dtype, [federation.x]
+    )
     on_disk = replace(federation, x=array)
     found = trainer(federation=on_disk)
     assert counted() == SAMPLES + TRIED
@@ -235,7 +253,9 @@ def test_bytes_are_encoded_as_they_are():
     as_bytes = replace(federation, x=(40 * federation.x + 128).clamp(0, 255).to(torch.uint8))
     module = transformer()
     module.stem.module.prepare = Scaled()
-    found, wanted = (trainer(module, as_bytes, encode=encode).state.model for encode in (True, False))
+    found, wanted = (
+        trainer(module, as_bytes, encode=encode).state.model for encode in (True, False)
+    )
     assert distance(found, wanted) <= 1e-9
 
 
@@ -257,11 +277,15 @@ def test_a_model_with_a_forward_of_its_own_is_not_encoded(counted, entries):
     assert entries() == []
     assert counted() > SAMPLES
     network, x = made.engine.network, made.federation.x[:3]
-    torch.testing.assert_close(network.apply(network.initial(), x, Forward(train=False)).output, 2 * given.eval()(x))
+    torch.testing.assert_close(
+        network.apply(network.initial(), x, Forward(train=False)).output, 2 * given.eval()(x)
+    )
 
 
 def test_an_engine_over_encoded_samples_knows_what_they_take():
-    engine = StackedEngine(images(shape=SHAPE), transformer(), Training(), Machine(device="cpu", precision="float64"))
+    engine = StackedEngine(
+        images(shape=SHAPE), transformer(), Training(), Machine(device="cpu", precision="float64")
+    )
     assert engine.data.inputs(torch.arange(2)).shape == (2, 5, 16)
     # Five tokens of sixteen numbers, which the stem, the Frozen around it and the layers in it each put out in part.
     assert 2 * 5 * 16 <= engine.network.stem_activations <= 5 * 5 * 16 + 64

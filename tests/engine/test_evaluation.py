@@ -73,7 +73,9 @@ def by_hand(data, params, held, running=True):
     return np.mean(losses), np.mean(hits)
 
 
-RUNNING = pytest.mark.parametrize("running", [True, False], ids=["running statistics", "the batch's own"])
+RUNNING = pytest.mark.parametrize(
+    "running", [True, False], ids=["running statistics", "the batch's own"]
+)
 
 
 @pytest.mark.parametrize("clients", [[0, 1, 2, 3, 4], [3], [4, 0], [1, 2], [2, 1, 3]])
@@ -98,10 +100,19 @@ def test_every_clients_own_model(clients, chunk, together, running, monkeypatch)
     network, device_data, data = setting(running=running)
     initial = network.initial()
     still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}
-    own = {n: t + 0.3 * normal(len(clients), *t.shape, seed=3) for n, t in initial.items() if n.startswith("head")}
+    own = {
+        n: t + 0.3 * normal(len(clients), *t.shape, seed=3)
+        for n, t in initial.items()
+        if n.startswith("head")
+    }
     found = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk)
     wanted = [
-        by_hand(data, {**still, **{name: stack[row] for name, stack in own.items()}}, HELD[client], running)
+        by_hand(
+            data,
+            {**still, **{name: stack[row] for name, stack in own.items()}},
+            HELD[client],
+            running,
+        )
         for row, client in enumerate(clients)
     ]
     np.testing.assert_allclose(found["loss"], [loss for loss, _ in wanted], rtol=1e-12)
@@ -110,7 +121,9 @@ def test_every_clients_own_model(clients, chunk, together, running, monkeypatch)
 
 def test_clients_without_samples_only():
     network, data, _ = setting()
-    assert np.isnan(evaluate_shared(network, data, network.initial(), SPLIT, np.array([1]))["loss"]).all()
+    assert np.isnan(
+        evaluate_shared(network, data, network.initial(), SPLIT, np.array([1]))["loss"]
+    ).all()
     own = {name: tensor.unsqueeze(0) for name, tensor in network.initial().items()}
     assert np.isnan(evaluate_stacked(network, data, own, {}, SPLIT, np.array([1]), 2)["loss"]).all()
 
@@ -136,9 +149,14 @@ def test_a_sample_that_several_clients_hold_is_evaluated_once(monkeypatch):
     clients = np.arange(CLIENTS)
     shared = evaluate_shared(network, data, network.initial(), split, clients)
     assert sum(fetched) == 4
-    apart = [evaluate_shared(network, data, network.initial(), split, clients[k : k + 1]) for k in range(CLIENTS)]
+    apart = [
+        evaluate_shared(network, data, network.initial(), split, clients[k : k + 1])
+        for k in range(CLIENTS)
+    ]
     for name, values in shared.items():
-        np.testing.assert_allclose(values, [one.get(name, [np.nan])[0] for one in apart], rtol=1e-12)
+        np.testing.assert_allclose(
+            values, [one.get(name, [np.nan])[0] for one in apart], rtol=1e-12
+        )
     some = evaluate_shared(network, data, network.initial(), split, np.array([2, 4]))
     np.testing.assert_allclose(some["loss"], shared["loss"][[2, 4]], rtol=1e-12)
 
@@ -161,7 +179,11 @@ def metrics_by_hand(data, params, held, running=True):
     plain.load_state_dict(params, strict=False)
     with torch.no_grad():
         # Running statistics: a sample at a time gives the same.
-        output = torch.cat([plain(data.x[[sample]]) for sample in held]) if running else plain(data.x[held])
+        output = (
+            torch.cat([plain(data.x[[sample]]) for sample in held])
+            if running
+            else plain(data.x[held])
+        )
     spread = spread_of_scores(output, data.y[held])
     return {
         "f1_macro": f1_score(data.y[held], output.argmax(1), average="macro", zero_division=0.0),
@@ -179,7 +201,9 @@ def test_metrics_of_one_model_on_every_client(clients, together, running, monkey
     found = evaluate_shared(network, device_data, params, SPLIT, np.array(clients), METRICS)
     wanted = [metrics_by_hand(data, params, HELD[client], running) for client in clients]
     for metric in METRICS:
-        np.testing.assert_allclose(found[metric.name], [values[metric.name] for values in wanted], rtol=1e-12)
+        np.testing.assert_allclose(
+            found[metric.name], [values[metric.name] for values in wanted], rtol=1e-12
+        )
     without = evaluate_shared(network, device_data, params, SPLIT, np.array(clients))
     for name, values in without.items():
         np.testing.assert_array_equal(found[name], values)
@@ -194,8 +218,14 @@ def test_metrics_of_every_clients_own_model(clients, chunk, together, running, m
     network, device_data, data = setting(running=running)
     initial = network.initial()
     still = {name: tensor for name, tensor in initial.items() if name.startswith("features")}
-    own = {n: t + 0.3 * normal(len(clients), *t.shape, seed=3) for n, t in initial.items() if n.startswith("head")}
-    found = evaluate_stacked(network, device_data, own, still, SPLIT, np.array(clients), chunk, METRICS)
+    own = {
+        n: t + 0.3 * normal(len(clients), *t.shape, seed=3)
+        for n, t in initial.items()
+        if n.startswith("head")
+    }
+    found = evaluate_stacked(
+        network, device_data, own, still, SPLIT, np.array(clients), chunk, METRICS
+    )
     for row, client in enumerate(clients):
         params = {**still, **{name: stack[row] for name, stack in own.items()}}
         for name, value in metrics_by_hand(data, params, HELD[client], running).items():
@@ -216,7 +246,12 @@ def test_metrics_of_samples_that_several_clients_hold():
 
     metric = Metric(function=counting, name="spread_of_scores", higher_is_better=True)
     found = evaluate_shared(
-        network, device_data, network.initial(), Split.from_lists(held), np.arange(CLIENTS), [metric]
+        network,
+        device_data,
+        network.initial(),
+        Split.from_lists(held),
+        np.arange(CLIENTS),
+        [metric],
     )
     wanted = [metrics_by_hand(data, network.initial(), own)["spread_of_scores"] for own in held]
     np.testing.assert_allclose(found["spread_of_scores"], wanted, rtol=1e-12)
@@ -231,10 +266,14 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     clients, each = 40, 20
     split = Split(np.arange(clients * each), np.arange(0, clients * each + 1, each))
     data = Federation.from_arrays(
-        normal(clients * each, 5).numpy(), np.arange(clients * each) % 3, clients=np.repeat(np.arange(clients), each)
+        normal(clients * each, 5).numpy(),
+        np.arange(clients * each) % 3,
+        clients=np.repeat(np.arange(clients), each),
     )
     network = Network(
-        Model(nn.Identity(), nn.Linear(5, 3)).double(), tasks.build("classification"), dtype=torch.float64
+        Model(nn.Identity(), nn.Linear(5, 3)).double(),
+        tasks.build("classification"),
+        dtype=torch.float64,
     )
     on_device = DeviceData(data, torch.device("cpu"), torch.float64)
     rows = []
@@ -242,7 +281,11 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     def alive(output=None, y=None):
         """Count the rows of all tensors that look like outputs; views share the memory of their tensor."""
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-        memory = [tensor.untyped_storage() for tensor in tensors if tensor.dim() > 1 and tensor.shape[-1] == 3]
+        memory = [
+            tensor.untyped_storage()
+            for tensor in tensors
+            if tensor.dim() > 1 and tensor.shape[-1] == 3
+        ]
         rows.append(sum({held.data_ptr(): held.nbytes() for held in memory}.values()) // (3 * 8))
 
     alive()
@@ -250,7 +293,10 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     if shared:
         evaluate_shared(network, on_device, network.initial(), split, np.arange(clients), [metric])
     else:
-        own = {name: tensor.expand(clients, *tensor.shape) for name, tensor in network.initial().items()}
+        own = {
+            name: tensor.expand(clients, *tensor.shape)
+            for name, tensor in network.initial().items()
+        }
         evaluate_stacked(network, on_device, own, {}, split, np.arange(clients), 3, [metric])
     before, *during = rows
     assert len(during) == clients

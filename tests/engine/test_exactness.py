@@ -49,7 +49,9 @@ def test_three_rounds_equal_the_plain_loop_in_float64(make, skip, optimizer, chu
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10])
-@pytest.mark.parametrize(("make", "skip"), [(mlp, set()), (batchnorm, WITHOUT_GRADIENT)], ids=["mlp", "bn"])
+@pytest.mark.parametrize(
+    ("make", "skip"), [(mlp, set()), (batchnorm, WITHOUT_GRADIENT)], ids=["mlp", "bn"]
+)
 def test_one_step_equals_the_plain_loop_in_float32(make, skip, chunk):
     federation, options = images(), OPTIMIZERS["sgd"]
     everyone = [np.arange(10)]
@@ -92,10 +94,25 @@ def test_gradient_clipping_is_per_client(chunk):
     )
     optimizer = optimizer_named("sgd", lr=0.5)
     found = engine_run(
-        mlp(), federation, THREE_COHORTS[:1], chunk=chunk, batch_size=8, epochs=2, clip=0.3, optimizer=optimizer
+        mlp(),
+        federation,
+        THREE_COHORTS[:1],
+        chunk=chunk,
+        batch_size=8,
+        epochs=2,
+        clip=0.3,
+        optimizer=optimizer,
     )
     assert distance(found, wanted) <= 1e-9
-    free = engine_run(mlp(), federation, THREE_COHORTS[:1], chunk=chunk, batch_size=8, epochs=2, optimizer=optimizer)
+    free = engine_run(
+        mlp(),
+        federation,
+        THREE_COHORTS[:1],
+        chunk=chunk,
+        batch_size=8,
+        epochs=2,
+        optimizer=optimizer,
+    )
     assert distance(free, wanted) > 1e-3
 
 
@@ -111,7 +128,9 @@ def test_an_optimizer_without_stacked_form_runs_one_client_at_a_time():
         epochs=2,
     )
     optimizer = optimizer_named("rmsprop", lr=0.01, alpha=0.9, momentum=0.5)
-    found = engine_run(mlp(), federation, THREE_COHORTS, chunk=7, batch_size=8, epochs=2, optimizer=optimizer)
+    found = engine_run(
+        mlp(), federation, THREE_COHORTS, chunk=7, batch_size=8, epochs=2, optimizer=optimizer
+    )
     assert distance(found, wanted) <= 1e-9
 
 
@@ -119,7 +138,9 @@ def test_an_optimizer_without_stacked_form_runs_one_client_at_a_time():
 def test_an_update_does_not_depend_on_chunk_mates(make):
     federation = images()
     method = build("fedavg")
-    settings = Training(batch_size=8, epochs=2, optimizer=optimizer_named("sgd", lr=0.1, momentum=0.9))
+    settings = Training(
+        batch_size=8, epochs=2, optimizer=optimizer_named("sgd", lr=0.1, momentum=0.9)
+    )
 
     def update_of_client_4(cohort_ids, chunk):
         machine = Machine(device="cpu", precision="float64", chunk=chunk)
@@ -147,7 +168,9 @@ def test_fixed_steps_run_through_epochs_alike_for_all_clients():
         epochs=20,
         max_steps=9,
     )
-    found = engine_run(mlp(), federation, THREE_COHORTS[:1], chunk=10, batch_size=8, steps=9, optimizer=optimizer)
+    found = engine_run(
+        mlp(), federation, THREE_COHORTS[:1], chunk=10, batch_size=8, steps=9, optimizer=optimizer
+    )
     assert distance(found, wanted) <= 1e-9
 
 
@@ -155,7 +178,12 @@ def test_fixed_steps_run_through_epochs_alike_for_all_clients():
 @pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
 def test_stacked_equals_one_by_one_for_every_method(method, make):
     federation = images()
-    how = {"batch_size": 8, "epochs": 2, "optimizer": optimizer_named("sgd", lr=0.05), "method": method}
+    how = {
+        "batch_size": 8,
+        "epochs": 2,
+        "optimizer": optimizer_named("sgd", lr=0.05),
+        "method": method,
+    }
     one_by_one = engine_run(make(), federation, THREE_COHORTS, chunk=1, **how)
     stacked = engine_run(make(), federation, THREE_COHORTS, chunk=10, **how)
     # Server-side Adam divides a gradient of zero plus rounding by its own size, so those biases are left out.

@@ -20,9 +20,13 @@ def test_stacked_equals_one_by_one(method, what):
     assert all(bool(torch.isfinite(tensor).all()) for tensor in wanted.values())
     # Frozen modules take the samples of all stacked clients as one batch, so that the number of clients matters there.
     for chunk in (10, 3) if what == "prompts" else (10,):
-        assert distance(trained_by(method, what, chunk=chunk), wanted, skipped(wanted, what)) <= 1e-9
+        assert (
+            distance(trained_by(method, what, chunk=chunk), wanted, skipped(wanted, what)) <= 1e-9
+        )
     # A round less is far away: the numbers compared are not those of the first model.
-    assert distance(trained_by(method, what, chunk=10, rounds=2), wanted, skipped(wanted, what)) > 1e-5
+    assert (
+        distance(trained_by(method, what, chunk=10, rounds=2), wanted, skipped(wanted, what)) > 1e-5
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10])
@@ -37,7 +41,9 @@ def test_single_numbers_equal_the_plain_loop(chunk):
         **how,
     )
     optimizer = Sgd(lr=0.1, momentum=0.5)
-    found = engine_run(single_numbers(), images(), THREE_COHORTS, chunk=chunk, optimizer=optimizer, **how)
+    found = engine_run(
+        single_numbers(), images(), THREE_COHORTS, chunk=chunk, optimizer=optimizer, **how
+    )
     assert found["head.temperature"].shape == ()
     assert abs(found["head.temperature"].item() - 1.5) > 1e-3
     assert distance(found, wanted) <= 1e-9

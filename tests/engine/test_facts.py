@@ -54,7 +54,9 @@ def loss(module, client):
 
 @CHUNKS
 @pytest.mark.parametrize("size_of_a_pass", [2, 4096])
-def test_facts_of_the_received_and_the_trained_model_are_uploaded(size_of_a_pass, chunk, monkeypatch):
+def test_facts_of_the_received_and_the_trained_model_are_uploaded(
+    size_of_a_pass, chunk, monkeypatch
+):
     """Streamed in passes of a few samples they equal a computation on the whole split, client by client."""
     monkeypatch.setattr("equipoise.engine.chunking._PASS", size_of_a_pass)
     method = build("fedavg", local=Counted(), aggregation=Counted())
@@ -62,9 +64,16 @@ def test_facts_of_the_received_and_the_trained_model_are_uploaded(size_of_a_pass
     for state, updates, cohort in zip(played.states, played.updates, COHORTS, strict=False):
         assert set(updates.uploads) == {"before", "after"}
         before, after = (updates.uploads[name]["sure"] for name in ("before", "after"))
-        assert before.tolist() == pytest.approx([sureness(module_with(state.model), c) for c in cohort], abs=1e-12)
-        trained = [{name: rows[place] for name, rows in updates.params.items()} for place in range(len(cohort))]
-        wanted = [sureness(module_with(own), client) for own, client in zip(trained, cohort, strict=True)]
+        assert before.tolist() == pytest.approx(
+            [sureness(module_with(state.model), c) for c in cohort], abs=1e-12
+        )
+        trained = [
+            {name: rows[place] for name, rows in updates.params.items()}
+            for place in range(len(cohort))
+        ]
+        wanted = [
+            sureness(module_with(own), client) for own, client in zip(trained, cohort, strict=True)
+        ]
         assert after.tolist() == pytest.approx(wanted, abs=1e-12)
         assert (before != after).all()
 
@@ -100,7 +109,9 @@ class Remembering(LocalRule):
 
     def phases(self):
         """Train with the fact added."""
-        return (Phase(loss=lambda client: client.task_loss() + 10 * client.memory["pixel"]["mean"]),)
+        return (
+            Phase(loss=lambda client: client.task_loss() + 10 * client.memory["pixel"]["mean"]),
+        )
 
 
 def pixel(client):
@@ -110,10 +121,14 @@ def pixel(client):
 @CHUNKS
 def test_a_trained_fact_is_zero_at_first_and_known_in_the_next_round(chunk):
     cohorts = [[1, 3], [0, 1, 2, 3], [0, 4]]
-    played = play(build("fedavg", local=Remembering()), data(), mlp(), cohorts, chunk=chunk, **STILL)
+    played = play(
+        build("fedavg", local=Remembering()), data(), mlp(), cohorts, chunk=chunk, **STILL
+    )
     seen = set()
     for cohort, updates in zip(cohorts, played.updates, strict=True):
-        wanted = [loss(mlp(), client) + (10 * pixel(client) if client in seen else 0) for client in cohort]
+        wanted = [
+            loss(mlp(), client) + (10 * pixel(client) if client in seen else 0) for client in cohort
+        ]
         assert minimised(updates.reports).tolist() == pytest.approx(wanted, abs=1e-12)
         seen |= set(cohort)
 
@@ -122,7 +137,9 @@ def test_a_trained_fact_is_zero_at_first_and_known_in_the_next_round(chunk):
 @pytest.mark.parametrize("model", ["first", "received"])
 def test_other_facts_are_known_at_once(model, chunk):
     cohorts = [[1, 3], [0, 1, 2, 3], [0, 4]]
-    played = play(build("fedavg", local=Remembering(model)), data(), mlp(), cohorts, chunk=chunk, **STILL)
+    played = play(
+        build("fedavg", local=Remembering(model)), data(), mlp(), cohorts, chunk=chunk, **STILL
+    )
     for cohort, updates in zip(cohorts, played.updates, strict=True):
         wanted = [loss(mlp(), client) + 10 * pixel(client) for client in cohort]
         assert minimised(updates.reports).tolist() == pytest.approx(wanted, abs=1e-12)
@@ -130,10 +147,14 @@ def test_other_facts_are_known_at_once(model, chunk):
 
 @CHUNKS
 def test_a_first_fact_is_that_of_the_initial_model_whenever_a_client_comes(chunk):
-    played = play(build("fedavg", local=Remembering("first")), data(), mlp(), COHORTS[1:], chunk=chunk, **HOW)
+    played = play(
+        build("fedavg", local=Remembering("first")), data(), mlp(), COHORTS[1:], chunk=chunk, **HOW
+    )
     kept = played.engine.memory.export()
     assert sorted(kept["clients"].tolist()) == EVERYONE
-    assert kept["pixel/mean"].tolist() == pytest.approx([pixel(c) for c in kept["clients"].tolist()], abs=1e-12)
+    assert kept["pixel/mean"].tolist() == pytest.approx(
+        [pixel(c) for c in kept["clients"].tolist()], abs=1e-12
+    )
     assert not torch.equal(played.model["head.bias"], mlp().head.bias)
 
 
@@ -146,7 +167,9 @@ def test_a_first_fact_is_computed_once_for_each_client():
             asked.append(len(client.y))
             return super().counts(client)
 
-    play(build("fedavg", local=Watched()), data(), mlp(), [[0, 1], [0, 1, 2], [1, 2]], chunk=1, **HOW)
+    play(
+        build("fedavg", local=Watched()), data(), mlp(), [[0, 1], [0, 1, 2], [1, 2]], chunk=1, **HOW
+    )
     assert sorted(asked) == sorted(SIZES[:3])
 
 
@@ -171,9 +194,13 @@ class Adapting(Calibrated):
 @CHUNKS
 def test_clients_that_never_took_part_adapt_with_their_facts(chunk):
     method = build("fedavg", local=Adapting())
-    played = play(method, data(), mlp(), [[0, 1]], chunk=chunk, batch_size=20, optimizer=Sgd(lr=0.5))
+    played = play(
+        method, data(), mlp(), [[0, 1]], chunk=chunk, batch_size=20, optimizer=Sgd(lr=0.5)
+    )
     before = {name: tensor.clone() for name, tensor in played.engine.memory.export().items()}
-    still, own = played.engine.personal_models(played.model, Personal(method, (), 1), np.array(EVERYONE))
+    still, own = played.engine.personal_models(
+        played.model, Personal(method, (), 1), np.array(EVERYONE)
+    )
     assert not still
     for client in EVERYONE:
         module = copy.deepcopy(module_with(played.model))
@@ -184,7 +211,9 @@ def test_clients_that_never_took_part_adapt_with_their_facts(chunk):
             wanted = (parameter - 0.5 * parameter.grad).detach()
             torch.testing.assert_close(own[name][client], wanted, rtol=1e-9, atol=1e-12)
     after = played.engine.memory.export()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), "nothing of it is remembered"
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), (
+        "nothing of it is remembered"
+    )
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -198,9 +227,13 @@ def test_facts_come_back_from_a_checkpoint(model):
     assert "pixel/mean" in exported
     again.engine.memory.forget_pending()
     again.engine.restore({name: tensor.clone() for name, tensor in exported.items()})
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in again.engine.export().items())
+    assert all(
+        torch.equal(tensor, exported[name]) for name, tensor in again.engine.export().items()
+    )
     one, other = (
-        engine.cohort(method, np.array(EVERYONE), 2).train({"model": played.model}, {}, method.local)
+        engine.cohort(method, np.array(EVERYONE), 2).train(
+            {"model": played.model}, {}, method.local
+        )
         for engine in (played.engine, again.engine)
     )
     assert all(torch.equal(rows, other.params[name]) for name, rows in one.params.items())
@@ -225,7 +258,11 @@ class Mistaken(LocalRule):
 @pytest.mark.parametrize(
     ("sums", "then", "message"),
     [
-        (lambda client: client.sum(client.x), None, "the fact 'odd' must be a dictionary of tensors, got Tensor"),
+        (
+            lambda client: client.sum(client.x),
+            None,
+            "the fact 'odd' must be a dictionary of tensors, got Tensor",
+        ),
         (
             lambda client: {"x": client.sum(client.x)},
             lambda sums: sums["x"],
@@ -243,7 +280,14 @@ class Mistaken(LocalRule):
 @pytest.mark.parametrize("chunk", [1, 10])
 def test_a_fact_is_a_dictionary_of_tensors(sums, then, message, chunk):
     with pytest.raises(InputError, match=f"^{message}$"):
-        play(build("fedavg", local=Mistaken(sums, then)), data(), mlp(), COHORTS[:1], chunk=chunk, **HOW)
+        play(
+            build("fedavg", local=Mistaken(sums, then)),
+            data(),
+            mlp(),
+            COHORTS[:1],
+            chunk=chunk,
+            **HOW,
+        )
 
 
 def test_an_unknown_model_is_refused():

@@ -36,8 +36,12 @@ def normalised(features_norm=None):
     """BatchNorm and dropout in both parts."""
     torch.manual_seed(4)
     norm = features_norm or nn.BatchNorm2d(4)
-    features = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), norm, nn.ReLU(), nn.Dropout(0.3), nn.Flatten())
-    head = nn.Sequential(nn.Linear(36, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 4))
+    features = nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False), norm, nn.ReLU(), nn.Dropout(0.3), nn.Flatten()
+    )
+    head = nn.Sequential(
+        nn.Linear(36, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 4)
+    )
     return Model(features, head).double()
 
 
@@ -76,7 +80,11 @@ def after_rounds(rule, module=None, cohorts=COHORTS, *, chunk=10, fine_tune=(), 
         played.model, Personal(method, fine_tune, len(cohorts)), np.arange(len(SIZES))
     )
     losses = minimised(played.updates[-1].reports)
-    return {**played.model, **{f"own {name}": t for name, t in {**still, **own}.items()}, "losses": losses}
+    return {
+        **played.model,
+        **{f"own {name}": t for name, t in {**still, **own}.items()},
+        "losses": losses,
+    }
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
@@ -87,7 +95,9 @@ def lets_features_rest(method):
     return any(isinstance(move, str) and move.removeprefix("personal.") == "head" for move in moves)
 
 
-METHODS = {name: method for name, method in ((n, build(n)) for n in names()) if lets_features_rest(method)}
+METHODS = {
+    name: method for name, method in ((n, build(n)) for n in names()) if lets_features_rest(method)
+}
 VARIANTS = {
     "fedbabu-head": build("fedbabu", tunes="head"),
     "fedcrc-personal-first": build("fedcrc", tau=0.5, personal_first=True),
@@ -134,7 +144,9 @@ def of_both_views(client):
 
 
 @CHUNKS
-@pytest.mark.parametrize("loss", [by_first_pixel, of_mixed_samples, near_received_features, of_both_views])
+@pytest.mark.parametrize(
+    "loss", [by_first_pixel, of_mixed_samples, near_received_features, of_both_views]
+)
 def test_a_loss_may_look_at_the_samples_and_at_other_features(loss, chunk, fills, uncached):
     rule = Heads(Phase(move="head", loss=loss))
     found = after_rounds(rule, chunk=chunk)
@@ -160,9 +172,13 @@ def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncache
     """
     torch.manual_seed(1)
     module = Model(
-        nn.Sequential(nn.Flatten(), nn.Linear(50, 12)), nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(12, 4))
+        nn.Sequential(nn.Flatten(), nn.Linear(50, 12)),
+        nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Linear(12, 4)),
     )
-    rule, how = Heads(Phase(move="head")), {"chunk": chunk, "precision": "bfloat16", "cohorts": [[0, 2, 4]]}
+    rule, how = (
+        Heads(Phase(move="head")),
+        {"chunk": chunk, "precision": "bfloat16", "cohorts": [[0, 2, 4]]},
+    )
     found = after_rounds(rule, module, **how)
     assert fills
     assert distance(found, uncached(after_rounds, rule, module, **how)) <= tolerance
@@ -200,14 +216,23 @@ def test_features_run_once_for_every_sample_of_a_lone_client():
 
 def test_stacked_clients_share_a_pass():
     module, noted = counted(mlp())
-    play(build("fedrep", head_epochs=5), images(sizes=SIZES), module, [[0, 1, 2]], batch_size=20, optimizer=SGD)
+    play(
+        build("fedrep", head_epochs=5),
+        images(sizes=SIZES),
+        module,
+        [[0, 1, 2]],
+        batch_size=20,
+        optimizer=SGD,
+    )
     assert noted == [*TRIED, 1, 20, 20]
 
 
 def test_clients_with_the_same_features_are_not_told_apart():
     """Heads of newcomers: features neither move nor differ, so all samples are one batch."""
     module, noted = counted(mlp())
-    found = play(build("fedper"), images(sizes=SIZES), module, [[0]], batch_size=20, epochs=2, optimizer=SGD)
+    found = play(
+        build("fedper"), images(sizes=SIZES), module, [[0]], batch_size=20, epochs=2, optimizer=SGD
+    )
     noted.clear()
     found.engine.personal_models(found.model, Personal(build("fedper"), (), 1), np.arange(5))
     assert noted == [1, sum(SIZES[1:])]
@@ -226,7 +251,9 @@ def test_features_that_moved_are_computed_again(fills):
 
 
 def test_memory_stays_in_place_until_more_is_needed():
-    engine = play(build("fedrep"), images(sizes=SIZES), mlp(), [[2], [0], [4], [2, 4]], epochs=2).engine
+    engine = play(
+        build("fedrep"), images(sizes=SIZES), mlp(), [[2], [0], [4], [2, 4]], epochs=2
+    ).engine
     assert engine.workshop._frozen.moves == 2
 
 
@@ -272,7 +299,11 @@ HEAD = Heads(Phase(move="head"))
         (HEAD, normalised, {"epochs": 5, "steps": 1}),
         (HEAD, residual, {}),
         (HEAD, lambda: normalised(nn.BatchNorm2d(4, track_running_stats=False)), {}),
-        (HEAD, lambda: Model(nn.Sequential(nn.Flatten(), nn.Dropout(0.5)), nn.Linear(50, 4)).double(), {}),
+        (
+            HEAD,
+            lambda: Model(nn.Sequential(nn.Flatten(), nn.Dropout(0.5)), nn.Linear(50, 4)).double(),
+            {},
+        ),
         (Heads(Phase(move="batchnorm")), normalised, {}),
         (Heads(Phase(move=("head", "features.0"))), normalised, {}),
         (Heads(Phase(move="all")), normalised, {}),

@@ -38,7 +38,9 @@ LOOKS = OwnHeads(Phase(move="head", loss=by_first_pixel))
 def trained(device, chunk, replay, name, precision="float64"):
     trainer = Trainer(
         images(),
-        build("fedavg", local=LOOKS) if name == "looks" else build(name.partition("-")[0], **METHODS[name]),
+        build("fedavg", local=LOOKS)
+        if name == "looks"
+        else build(name.partition("-")[0], **METHODS[name]),
         model(),
         Training(rounds=6, cohort=6, batch_size=8, epochs=2, optimizer=OPTIMIZERS["momentum"]),
         Machine(device=device, precision=precision, chunk=chunk, replay=replay),
@@ -47,7 +49,9 @@ def trained(device, chunk, replay, name, precision="float64"):
     )
     trainer.run()
     own = trainer.personal_models(trainer.federation.seen)[1]
-    return [{name: tensor.cpu() for name, tensor in tree.items()} for tree in (trainer.state.model, own)]
+    return [
+        {name: tensor.cpu() for name, tensor in tree.items()} for tree in (trainer.state.model, own)
+    ]
 
 
 @pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])
@@ -60,7 +64,9 @@ def test_a_gpu_gives_the_cpus_numbers(name, chunk, replay):
 
 @pytest.mark.parametrize(("chunk", "replay"), [(1, True), (3, True), (10, True), (10, False)])
 @pytest.mark.parametrize("name", ["fedcrc", "fedrep", "looks"])
-def test_frozen_features_give_the_numbers_of_computing_them_in_every_step(name, chunk, replay, monkeypatch):
+def test_frozen_features_give_the_numbers_of_computing_them_in_every_step(
+    name, chunk, replay, monkeypatch
+):
     """Cohorts of unlike sizes in turn: recorded steps must notice when z moves to where there is more room."""
     found = trained("cuda", chunk, replay, name)
     monkeypatch.setattr(frozen, "_LARGEST", 0)

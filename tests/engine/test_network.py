@@ -83,7 +83,11 @@ def copies_of(module):
 def test_what_is_frozen_is_not_in_the_tree():
     network = Network(mixed(), tasks.build("classification"), dtype=torch.float64)
     assert set(network.initial()) == MIXED
-    assert network.buffers == {"features.3.running_mean", "features.3.running_var", "features.5.2.saved"}
+    assert network.buffers == {
+        "features.3.running_mean",
+        "features.3.running_var",
+        "features.5.2.saved",
+    }
     assert network.frozen_digest is not None
 
 
@@ -91,11 +95,16 @@ def test_what_is_frozen_is_not_in_the_tree():
 def test_what_is_frozen_is_neither_stacked_nor_sent_nor_changed(chunk):
     module = mixed()
     before = copies_of(module)
-    played = play(build_method("fedavg"), images(), module, THREE_COHORTS, chunk=chunk, batch_size=8)
+    played = play(
+        build_method("fedavg"), images(), module, THREE_COHORTS, chunk=chunk, batch_size=8
+    )
     size = 8 * sum(before[name].numel() for name in MIXED)
     for cohort, updates in zip(played.cohorts, played.updates, strict=True):
         assert set(updates.params) | set(updates.buffers) == MIXED
-        assert all(len(stack) == len(cohort.ids) for stack in (*updates.params.values(), *updates.buffers.values()))
+        assert all(
+            len(stack) == len(cohort.ids)
+            for stack in (*updates.params.values(), *updates.buffers.values())
+        )
         assert cohort.bytes_down == len(cohort.ids) * size
         assert cohort.bytes_up == len(cohort.ids) * (size + 2 * 8)
     assert set(played.model) == MIXED
@@ -107,12 +116,16 @@ def test_what_is_frozen_is_neither_stacked_nor_sent_nor_changed(chunk):
         assert torch.equal(given[name], tensor), name
         if name not in MIXED and name in own:
             assert torch.equal(own[name], tensor), name
-    assert set(before) - MIXED - set(own) <= {f"features.{norm}.num_batches_tracked" for norm in (1, 3)}
+    assert set(before) - MIXED - set(own) <= {
+        f"features.{norm}.num_batches_tracked" for norm in (1, 3)
+    }
 
 
 def test_stacked_clients_share_frozen_tensors_exactly():
     wanted, *others = (
-        play(build_method("fedavg"), images(), mixed(), THREE_COHORTS, chunk=chunk, batch_size=8).model
+        play(
+            build_method("fedavg"), images(), mixed(), THREE_COHORTS, chunk=chunk, batch_size=8
+        ).model
         for chunk in (1, 3, 10)
     )
     for found in others:
@@ -126,9 +139,13 @@ def test_a_frozen_norm_normalises_by_the_statistics_it_came_with():
     with torch.no_grad():
         wanted = module.features[:2].eval()(x)
     module.train()
-    network = play(build_method("fedavg"), images(), module, THREE_COHORTS[:1], batch_size=8).engine.network
+    network = play(
+        build_method("fedavg"), images(), module, THREE_COHORTS[:1], batch_size=8
+    ).engine.network
     seen = []
-    network.module.features[2].register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0].detach()))
+    network.module.features[2].register_forward_hook(
+        lambda layer, inputs, output: seen.append(inputs[0].detach())
+    )
     network.apply(network.initial(), x, Forward(train=True))
     torch.testing.assert_close(seen[0], wanted, rtol=1e-12, atol=1e-12)
 
@@ -136,7 +153,9 @@ def test_a_frozen_norm_normalises_by_the_statistics_it_came_with():
 def test_dropout_in_features_that_are_frozen_drops_nothing():
     def model(*dropout):
         torch.manual_seed(0)
-        return Model(nn.Sequential(nn.Flatten(), fixed(nn.Linear(50, 6)), *dropout), nn.Linear(6, 4)).double()
+        return Model(
+            nn.Sequential(nn.Flatten(), fixed(nn.Linear(50, 6)), *dropout), nn.Linear(6, 4)
+        ).double()
 
     found, wanted, dropped = (
         play(build_method("fedavg"), images(), module, THREE_COHORTS, batch_size=8).model
@@ -149,7 +168,11 @@ def test_dropout_in_features_that_are_frozen_drops_nothing():
     assert distance(found, wanted) == 0
     # Where there is nothing to freeze, dropout acts on the inputs of what moves.
     still = play(
-        build_method("fedavg"), images(), Model(nn.Flatten(), nn.Linear(50, 4)).double(), THREE_COHORTS, batch_size=8
+        build_method("fedavg"),
+        images(),
+        Model(nn.Flatten(), nn.Linear(50, 4)).double(),
+        THREE_COHORTS,
+        batch_size=8,
     ).model
     assert distance(dropped, still) > 1e-3
 
@@ -181,7 +204,9 @@ def test_a_stem_is_frozen_as_a_whole():
 
 @pytest.mark.parametrize(("method", "kept"), [("local", ""), ("ditto", "personal.")])
 def test_what_is_frozen_is_not_remembered(method, kept):
-    played = play(build_method(method), images(shape=(1, 8, 8)), transformer(), [range(10)] * 2, batch_size=8)
+    played = play(
+        build_method(method), images(shape=(1, 8, 8)), transformer(), [range(10)] * 2, batch_size=8
+    )
     names = {kept + name for name in MOVING}
     tensors = played.engine.export()
     assert {name.removeprefix("kept/") for name in tensors if name != "clients"} == names
@@ -204,7 +229,9 @@ def test_the_digest_follows_every_frozen_tensor_and_no_other():
 @pytest.mark.parametrize("chunk", [1, "auto"])
 def test_a_model_that_is_frozen_as_a_whole_is_refused(chunk):
     model = Model(nn.Flatten(), fixed(nn.Linear(50, 4)))
-    with pytest.raises(InputError, match="no parameter that can be trained, .* got 1 rounds of 'fedavg'"):
+    with pytest.raises(
+        InputError, match="no parameter that can be trained, .* got 1 rounds of 'fedavg'"
+    ):
         train(images(), model=model, rounds=1, machine=Machine(chunk=chunk))
 
 
@@ -247,7 +274,10 @@ def test_frozen_modules_in_bfloat16(chunk, encode):
 
 def test_lowering_needs_frozen_modules():
     machine = Machine(device="cpu", frozen="bfloat16")
-    with pytest.raises(InputError, match="machine.frozen lowers frozen modules, but the model has none; valid: .*vitp"):
+    with pytest.raises(
+        InputError,
+        match="machine.frozen lowers frozen modules, but the model has none; valid: .*vitp",
+    ):
         train(images(**PICTURES), model="mlp", machine=machine, rounds=1)
 
 
@@ -277,7 +307,9 @@ def test_frozen_modules_in_bfloat16_may_round_more(lowered, share, refused):
     """On a GPU products of one row and of several may be rounded differently, in each frozen layer."""
     torch.manual_seed(0)
     model = Model(Leaning(share), nn.Linear(5, 3))
-    network = Network(model, tasks.build("classification"), torch.device("cpu"), torch.float32, None, lowered)
+    network = Network(
+        model, tasks.build("classification"), torch.device("cpu"), torch.float32, None, lowered
+    )
     x, y = torch.randn(7, 6), torch.zeros(7, dtype=torch.int64)
     with pytest.raises(InputError, match="depends on the others") if refused else nullcontext():
         network.try_out(x, y, 3)

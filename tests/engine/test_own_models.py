@@ -16,7 +16,14 @@ from equipoise.models.headed import Headed, with_head
 from equipoise.models.layers import Forward
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images, text
-from tests.engine.own_models import Attending, Convolving, Encoder, Reader, image_classifier, text_classifier
+from tests.engine.own_models import (
+    Attending,
+    Convolving,
+    Encoder,
+    Reader,
+    image_classifier,
+    text_classifier,
+)
 from tests.rounds import play
 
 FLOAT64 = Machine(device="cpu", precision="float64")
@@ -57,7 +64,10 @@ def without_gradient(model):
 def test_stacked_clients_equal_clients_one_by_one(name):
     module, federation = made(name)
     cohorts = THREE_COHORTS[:2]
-    wanted, found = (play(build("fedavg"), federation, module, cohorts, chunk=chunk, batch_size=8) for chunk in (1, 10))
+    wanted, found = (
+        play(build("fedavg"), federation, module, cohorts, chunk=chunk, batch_size=8)
+        for chunk in (1, 10)
+    )
     assert not found.engine.network.unstackable
     assert distance(found.model, wanted.model, without_gradient(wanted.model)) <= 1e-9
     # Dropout does something: without it the model is another one.
@@ -77,16 +87,21 @@ def test_evaluation_is_that_of_the_module_itself(name):
     run = train(federation, model=module, rounds=1, machine=FLOAT64)
     x = federation.x if federation.x.dtype == torch.int64 else federation.x.double()
     output = run.model()(x)
-    found = run.trainer.engine.network.apply(run.trainer.global_model, x, Forward(train=False)).output
+    found = run.trainer.engine.network.apply(
+        run.trainer.global_model, x, Forward(train=False)
+    ).output
     torch.testing.assert_close(getattr(output, "logits", output), found, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "ditto", "qffl", "fftgp", "local"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedprox", "scaffold", "ditto", "qffl", "fftgp", "local"]
+)
 def test_methods_that_name_no_part_train_any_module(method):
     module, federation = made("cnn")
     if method == "fftgp":
         with pytest.raises(
-            InputError, match="features and head apart, but Convolving has a forward or hooks of its own"
+            InputError,
+            match="features and head apart, but Convolving has a forward or hooks of its own",
         ):
             train(federation, model=module, method=method, rounds=1)
         return
@@ -157,13 +172,21 @@ def test_what_follows_the_head_is_kept_and_only_rules_that_look_at_z_are_refused
     assert not run.trainer.engine.network.composed
     sums = run.model(0)(federation.x.double()).exp().sum(1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
-    with pytest.raises(InputError, match="features and head apart, but LogProbabilities has a forward"):
+    with pytest.raises(
+        InputError, match="features and head apart, but LogProbabilities has a forward"
+    ):
         train(federation, model=module, head="fc2", method="moon", rounds=1)
 
 
 def test_a_run_with_a_head_is_loaded_and_resumed(tmp_path):
     module, federation = made("vit")
-    how = {"model": module, "head": "classifier", "method": "fedper", "machine": FLOAT64, "rounds": 2}
+    how = {
+        "model": module,
+        "head": "classifier",
+        "method": "fedper",
+        "machine": FLOAT64,
+        "rounds": 2,
+    }
     run = train(federation, out=tmp_path / "run", **how)
     again = train(federation, out=tmp_path / "run", resume=True, **how)
     assert again.summary == run.summary
@@ -171,7 +194,9 @@ def test_a_run_with_a_head_is_loaded_and_resumed(tmp_path):
     assert type(loaded) is type(module)
     x = federation.x.double()
     torch.testing.assert_close(loaded(x).logits, there(x).logits)
-    with pytest.raises(InputError, match="model.head is 'classifier' there and 'vit.layernorm' here"):
+    with pytest.raises(
+        InputError, match="model.head is 'classifier' there and 'vit.layernorm' here"
+    ):
         train(federation, out=tmp_path / "run", resume=True, **{**how, "head": "vit.layernorm"})
 
 
@@ -268,16 +293,25 @@ def test_a_module_that_cannot_be_stacked_is_trained_one_client_at_a_time(conditi
     assert run.config["resolved"]["chunk"] == 1
     torch.manual_seed(0)
     always = Branching(lambda y: True)
-    stacked = train(federation, model=always, rounds=1, machine=Machine(device="cpu", precision="float64", chunk=10))
+    stacked = train(
+        federation,
+        model=always,
+        rounds=1,
+        machine=Machine(device="cpu", precision="float64", chunk=10),
+    )
     assert distance(run.trainer.global_model, stacked.trainer.global_model) <= 1e-9
-    with pytest.raises(InputError, match=f"machine.chunk is 4, but the model cannot be called .* {says}"):
+    with pytest.raises(
+        InputError, match=f"machine.chunk is 4, but the model cannot be called .* {says}"
+    ):
         train(federation, model=module, rounds=1, machine=Machine(device="cpu", chunk=4))
 
 
 def test_dropout_is_off_where_a_module_does_not_move():
     """The head is trained on features that are those of evaluation; functional dropout in them is off."""
     module, federation = made("cnn")
-    network = play(build("fedavg"), federation, with_head(module, "fc2"), THREE_COHORTS[:1]).engine.network
+    network = play(
+        build("fedavg"), federation, with_head(module, "fc2"), THREE_COHORTS[:1]
+    ).engine.network
     x, params = federation.x[:3].double(), network.initial()
     forward = Forward(train=True, key=torch.tensor(3))
     resting = network.apply(params, x, Forward(train=False)).output
@@ -290,13 +324,19 @@ def test_dropout_is_off_where_a_module_does_not_move():
 
 def test_parts_draw_the_same_numbers_alone_and_in_a_pass_of_the_whole():
     module, federation = made("cnn")
-    network = play(build("fedavg"), federation, with_head(module, "fc1"), THREE_COHORTS[:1]).engine.network
+    network = play(
+        build("fedavg"), federation, with_head(module, "fc1"), THREE_COHORTS[:1]
+    ).engine.network
     assert isinstance(network.module, Headed)
     assert not network.composed  # the network goes on after fc1
     module, federation = made("bert with a head")
     network = play(build("fedavg"), federation, module, THREE_COHORTS[:1]).engine.network
     assert network.composed
-    x, params, forward = federation.x[:4], network.initial(), Forward(train=True, key=torch.tensor(3))
+    x, params, forward = (
+        federation.x[:4],
+        network.initial(),
+        Forward(train=True, key=torch.tensor(3)),
+    )
     whole = network.apply(params, x, forward)
     z = network.apply(params, x, forward, "features").z
     assert torch.equal(z, whole.z)

@@ -15,14 +15,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Phase, personal_loss, personal_model, plain_gradient, task_loss
+from equipoise.method import (
+    LocalRule,
+    Phase,
+    personal_loss,
+    personal_model,
+    plain_gradient,
+    task_loss,
+)
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg
 from equipoise.methods.fedsam import SharpnessGradient
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd, optimizer_named
 from equipoise.random import fold
-from tests.engine.by_hand import Turn, average, hand_batches, held_by, rounds_by_hand, tensors, train_by_hand
+from tests.engine.by_hand import (
+    Turn,
+    average,
+    hand_batches,
+    held_by,
+    rounds_by_hand,
+    tensors,
+    train_by_hand,
+)
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.five_clients import BATCH, CHUNKS, COHORTS, EVERYONE, SEED, SIZES
@@ -58,9 +73,11 @@ def test_only_the_named_part_moves_and_the_rest_stays_bit_for_bit(part, chunk):
     initial = played.engine.network.initial()
     for name, tensor in played.model.items():
         assert torch.equal(tensor, initial[name]) != name.startswith(part), name
-    assert {name.split(".")[0] for tree in (played.updates[0].params, played.updates[0].buffers) for name in tree} == {
-        part
-    }
+    assert {
+        name.split(".")[0]
+        for tree in (played.updates[0].params, played.updates[0].buffers)
+        for name in tree
+    } == {part}
 
     def turns(shared, own, received):
         return [Turn([getattr(shared, part)], lambda x, y: F.cross_entropy(shared(x), y), epochs=2)]
@@ -86,10 +103,15 @@ def test_phases_follow_each_other_or_take_turns(interleaved, chunk):
         def loss(x, y):
             return F.cross_entropy(shared(x), y)
 
-        return [Turn([shared.head], loss, epochs=2, lr=0.05, momentum=0.0), Turn([shared.features], loss)]
+        return [
+            Turn([shared.head], loss, epochs=2, lr=0.05, momentum=0.0),
+            Turn([shared.features], loss),
+        ]
 
     wanted, _ = rounds_by_hand(normalised(), turns, COHORTS, interleaved=interleaved)
-    found = rounds_by_engine(HeadThenFeatures(interleaved=interleaved), normalised(), COHORTS, chunk=chunk)
+    found = rounds_by_engine(
+        HeadThenFeatures(interleaved=interleaved), normalised(), COHORTS, chunk=chunk
+    )
     assert distance(found.model, wanted, NOISE) <= 1e-9
     other, _ = rounds_by_hand(normalised(), turns, COHORTS, interleaved=not interleaved)
     assert distance(found.model, other, NOISE) > 1e-4
@@ -109,12 +131,16 @@ def test_a_phase_of_fixed_length_ignores_the_settings():
 
     for settings in ({"epochs": 2}, {"steps": 7}):
         played = rounds_by_engine(TwoSteps(), mlp(), [EVERYONE], chunk=3, **settings)
-        assert played.updates[0].reports["steps"].tolist() == [2 + 3 * -(-size // BATCH) for size in SIZES]
+        assert played.updates[0].reports["steps"].tolist() == [
+            2 + 3 * -(-size // BATCH) for size in SIZES
+        ]
 
 
 @pytest.mark.parametrize("how", [{"epochs": 0}, {"steps": 0}, {"epochs": -1}])
 def test_a_phase_that_never_begins_is_refused(how):
-    with pytest.raises(InputError, match=rf"a Phase lasts at least 1 of its {next(iter(how))}, got"):
+    with pytest.raises(
+        InputError, match=rf"a Phase lasts at least 1 of its {next(iter(how))}, got"
+    ):
         Phase(**how)
 
 
@@ -123,7 +149,9 @@ def test_dropout_is_for_the_part_that_moves(chunk):
     """Where the features rest, a head sees them whole; where they move, they are dropped."""
     how = {"chunk": chunk, "epochs": 2}
     for part, alike in (("head", True), ("features", False)):
-        dropped, whole = (rounds_by_engine(Moves(part), module, COHORTS, **how) for module in (mlp(0.5), mlp()))
+        dropped, whole = (
+            rounds_by_engine(Moves(part), module, COHORTS, **how) for module in (mlp(0.5), mlp())
+        )
         assert (distance(dropped.model, whole.model) <= 1e-12) == alike
 
 
@@ -131,8 +159,12 @@ def test_dropout_of_inputs_is_always_on():
     """Features without parameters never move, and yet a model's first layer may be dropout."""
     torch.manual_seed(4)
     head = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
-    drops, keeps = (Model(nn.Sequential(nn.Dropout(p)), copy.deepcopy(head)).double() for p in (0.5, 0.0))
-    dropped, whole = (rounds_by_engine(Moves("head"), module, [EVERYONE], chunk=3) for module in (drops, keeps))
+    drops, keeps = (
+        Model(nn.Sequential(nn.Dropout(p)), copy.deepcopy(head)).double() for p in (0.5, 0.0)
+    )
+    dropped, whole = (
+        rounds_by_engine(Moves("head"), module, [EVERYONE], chunk=3) for module in (drops, keeps)
+    )
     assert distance(dropped.model, whole.model) > 1e-2
 
 
@@ -146,7 +178,10 @@ class InParts(LocalRule):
 
 @CHUNKS
 def test_head_of_features_is_the_output_statistics_included(chunk):
-    parts, whole = (rounds_by_engine(rule, normalised(), COHORTS, chunk=chunk) for rule in (InParts(), LocalRule()))
+    parts, whole = (
+        rounds_by_engine(rule, normalised(), COHORTS, chunk=chunk)
+        for rule in (InParts(), LocalRule())
+    )
     assert distance(parts.model, whole.model) <= 1e-12
 
 
@@ -157,7 +192,9 @@ def kl_to_personal(client):
     """Cross-entropy plus the divergence from what the personal head says."""
     teacher = F.softmax(client.personal().output(), dim=1).detach()
     student = client.output()
-    return client.network.task.loss(student, client.y) + (teacher * (teacher.log() - F.log_softmax(student, 1))).sum(1)
+    return client.network.task.loss(student, client.y) + (
+        teacher * (teacher.log() - F.log_softmax(student, 1))
+    ).sum(1)
 
 
 @dataclass(frozen=True)
@@ -183,7 +220,9 @@ def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
         def near(x, y):
             z = shared.features(x)
             student, teacher = shared.head(z), F.softmax(own(z), 1).detach()
-            return F.cross_entropy(student, y) + F.kl_div(F.log_softmax(student, 1), teacher, reduction="batchmean")
+            return F.cross_entropy(student, y) + F.kl_div(
+                F.log_softmax(student, 1), teacher, reduction="batchmean"
+            )
 
         return [
             Turn([shared.features], lambda x, y: F.cross_entropy(shared(x), y)),
@@ -193,18 +232,25 @@ def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
 
     module = normalised()
     played = rounds_by_engine(ThreeSteps(), normalised(), COHORTS, chunk=chunk)
-    wanted, owned = rounds_by_hand(module, turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
+    wanted, owned = rounds_by_hand(
+        module, turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head)
+    )
     assert distance(played.model, wanted, NOISE) <= 1e-9
     first = {f"personal.head.{name}": tensor for name, tensor in tensors(module.head).items()}
     for client in EVERYONE:
         own = kept_by(played, client, first)
-        wanted_own = {f"personal.head.{name}": tensor for name, tensor in tensors(owned[client]).items()}
+        wanted_own = {
+            f"personal.head.{name}": tensor for name, tensor in tensors(owned[client]).items()
+        }
         assert distance(own, wanted_own, {"personal.head.0.bias"}) <= 1e-9
         laid_over = personal_model(played.model, own)
         assert torch.equal(laid_over["head.3.weight"], own["personal.head.3.weight"])
         assert torch.equal(laid_over["features.0.weight"], played.model["features.0.weight"])
     for updates in played.updates:
-        assert not any(name.startswith("personal") for name in {**updates.params, **updates.buffers, **updates.uploads})
+        assert not any(
+            name.startswith("personal")
+            for name in {**updates.params, **updates.buffers, **updates.uploads}
+        )
     assert set(played.model) == set(wanted)
 
 
@@ -215,16 +261,25 @@ class Together(LocalRule):
     keeps = "personal.head"
 
     def phases(self):
-        return (Phase(move=("features", "personal.head"), loss=lambda client: client.personal().task_loss()),)
+        return (
+            Phase(
+                move=("features", "personal.head"),
+                loss=lambda client: client.personal().task_loss(),
+            ),
+        )
 
 
 @CHUNKS
 def test_shared_features_learn_through_a_personal_head_statistics_included(chunk):
     def turns(shared, own, received):
-        return [Turn([shared.features, own], lambda x, y: F.cross_entropy(own(shared.features(x)), y))]
+        return [
+            Turn([shared.features, own], lambda x, y: F.cross_entropy(own(shared.features(x)), y))
+        ]
 
     played = rounds_by_engine(Together(), normalised(), COHORTS, chunk=chunk)
-    wanted, owned = rounds_by_hand(normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
+    wanted, owned = rounds_by_hand(
+        normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head)
+    )
     assert distance(played.model, wanted, NOISE) <= 1e-9
     first = {f"personal.head.{name}": tensor for name, tensor in tensors(normalised().head).items()}
     for client in EVERYONE:
@@ -274,17 +329,25 @@ def test_a_kept_head_is_trained_with_the_rest_and_stays(chunk):
             train_by_hand([shared], [turn], *held_by(federation, client), key, interleaved=False)
             heads[client] = shared.head
             sent.append(tensors(shared.features))
-        module.features.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
-    found = {n.removeprefix("features."): t for n, t in played.model.items() if n.startswith("features.")}
+        module.features.load_state_dict(
+            average(sent, [SIZES[client] for client in cohort]), strict=False
+        )
+    found = {
+        n.removeprefix("features."): t for n, t in played.model.items() if n.startswith("features.")
+    }
     assert distance(found, tensors(module.features), {"0.bias"}) <= 1e-9
     first = {f"head.{name}": tensor for name, tensor in tensors(module.head).items()}
     for client in EVERYONE:
         wanted = {f"head.{name}": tensor for name, tensor in tensors(heads[client]).items()}
         assert distance(kept_by(played, client, first), wanted, NOISE) <= 1e-9
     assert all(
-        torch.equal(played.model[n], t) for n, t in played.engine.network.initial().items() if n.startswith("head")
+        torch.equal(played.model[n], t)
+        for n, t in played.engine.network.initial().items()
+        if n.startswith("head")
     )
-    assert all(name.startswith("features.") for updates in played.updates for name in updates.params)
+    assert all(
+        name.startswith("features.") for updates in played.updates for name in updates.params
+    )
 
 
 @dataclass(frozen=True)
@@ -308,7 +371,9 @@ def test_a_phase_sees_the_batch_of_the_one_before_or_its_own(batch, chunk):
     def turns(shared, own, received):
         def near(x, y):
             pairs = zip(own.parameters(), received.parameters(), strict=True)
-            return F.cross_entropy(own(x), y) + 0.15 * sum((a - b.detach()).square().sum() for a, b in pairs)
+            return F.cross_entropy(own(x), y) + 0.15 * sum(
+                (a - b.detach()).square().sum() for a, b in pairs
+            )
 
         plain = Turn([shared], lambda x, y: F.cross_entropy(shared(x), y))
         return [plain, Turn([own], near, same=batch == "same")]
@@ -319,11 +384,15 @@ def test_a_phase_sees_the_batch_of_the_one_before_or_its_own(batch, chunk):
     first = {f"personal.{name}": tensor for name, tensor in tensors(mlp()).items()}
     for client in EVERYONE:
         found = kept_by(played, client, first)
-        assert distance(found, {f"personal.{n}": t for n, t in tensors(owned[client]).items()}) <= 1e-9
+        assert (
+            distance(found, {f"personal.{n}": t for n, t in tensors(owned[client]).items()}) <= 1e-9
+        )
 
 
 def test_a_batch_of_its_own_is_another_batch():
-    same, other = (rounds_by_engine(DittoLike(batch), mlp(), [[2]], chunk=1) for batch in ("same", "next"))
+    same, other = (
+        rounds_by_engine(DittoLike(batch), mlp(), [[2]], chunk=1) for batch in ("same", "next")
+    )
     first = {f"personal.{name}": tensor for name, tensor in tensors(mlp()).items()}
     assert distance(same.model, other.model) == 0
     assert distance(kept_by(same, 2, first), kept_by(other, 2, first)) > 1e-3
@@ -353,7 +422,10 @@ class Sam:
 
     def __call__(self, values, params):
         losses, gradients = plain_gradient(values[0], params)
-        squares = [g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g**2 for g in gradients]
+        squares = [
+            g.square().flatten(losses.dim()).sum(-1) if g.dim() > losses.dim() else g**2
+            for g in gradients
+        ]
         scale = self.rho / torch.stack(squares).sum(0).sqrt()
         shifted = [
             p + scale.view(scale.shape + (1,) * (p.dim() - scale.dim())) * g
@@ -378,7 +450,9 @@ def test_batchnorm_statistics_follow_the_first_of_two_forward_passes(chunk):
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
         x, y = held_by(federation, client)
         for batch in hand_batches(len(x), fold(fold(SEED, 0), client), 0, 1):
-            first = torch.autograd.grad(F.cross_entropy(own(x[batch]), y[batch]), list(own.parameters()))
+            first = torch.autograd.grad(
+                F.cross_entropy(own(x[batch]), y[batch]), list(own.parameters())
+            )
             scale = 0.05 / torch.sqrt(sum(g.square().sum() for g in first))
             before = [p.detach().clone() for p in own.parameters()]
             with torch.no_grad():
@@ -404,12 +478,23 @@ def test_a_loss_that_looks_twice_keeps_the_statistics_of_its_first_look(chunk):
     @dataclass(frozen=True)
     class LooksTwice(LocalRule):
         def phases(self):
-            return (Phase(loss=lambda client: client.task_loss() + replace(client, x=client.x + 100).task_loss()),)
+            return (
+                Phase(
+                    loss=lambda client: (
+                        client.task_loss() + replace(client, x=client.x + 100).task_loss()
+                    )
+                ),
+            )
 
-    played = rounds_by_engine(LooksTwice(), normalised(), [EVERYONE], chunk=chunk, steps=1, batch_size=50)
+    played = rounds_by_engine(
+        LooksTwice(), normalised(), [EVERYONE], chunk=chunk, steps=1, batch_size=50
+    )
     federation = images(sizes=SIZES)
     with torch.no_grad():
-        means = [normalised().features[0](held_by(federation, client)[0]).mean((0, 2, 3)) for client in EVERYONE]
+        means = [
+            normalised().features[0](held_by(federation, client)[0]).mean((0, 2, 3))
+            for client in EVERYONE
+        ]
     found = played.updates[0].buffers["features.1.running_mean"]
     torch.testing.assert_close(found, 0.1 * torch.stack(means), rtol=0, atol=1e-12)
 
@@ -423,7 +508,10 @@ def test_a_loss_is_told_the_parameters_that_move_and_no_statistics(chunk):
         keeps = "personal.head"
 
         def phases(self):
-            return (Phase(move="features", loss=self.loss), Phase(move="personal.head", loss=self.loss))
+            return (
+                Phase(move="features", loss=self.loss),
+                Phase(move="personal.head", loss=self.loss),
+            )
 
         def loss(self, client):
             told.append(sorted(client.moved()))
@@ -431,7 +519,9 @@ def test_a_loss_is_told_the_parameters_that_move_and_no_statistics(chunk):
 
     rounds_by_engine(Tells(), normalised(), [[0]], chunk=chunk)
     names = [name for name, _ in normalised().named_parameters()]
-    assert told == [sorted(name for name in names if name.startswith(part)) for part in ("features", "head")]
+    assert told == [
+        sorted(name for name in names if name.startswith(part)) for part in ("features", "head")
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -490,11 +580,15 @@ def test_a_step_takes_the_next_batches_and_statistics_follow_the_first(weights, 
             total, samples = total + value.item() * seen, samples + seen
         wanted.append(tensors(own))
         losses.append(total / samples)
-    played = rounds_by_engine(SeveralBatches(weights), normalised(), [EVERYONE], chunk=chunk, epochs=epochs)
+    played = rounds_by_engine(
+        SeveralBatches(weights), normalised(), [EVERYONE], chunk=chunk, epochs=epochs
+    )
     assert distance(played.model, average(wanted, SIZES), NOISE) <= 1e-9
     reports = played.updates[0].reports
     assert reports["train_loss"].tolist() == pytest.approx(losses, abs=1e-10)
-    assert reports["steps"].tolist() == [-(-3 * -(-size // BATCH) // len(weights)) for size in SIZES]
+    assert reports["steps"].tolist() == [
+        -(-3 * -(-size // BATCH) // len(weights)) for size in SIZES
+    ]
 
 
 @CHUNKS
@@ -538,7 +632,9 @@ def by_hand_with_turns(client, factors, *, batches, epochs):
         for index, (number, batch) in enumerate(itertools.islice(stream, batches)):
             for norm in norms:
                 norm.momentum = 0.0 if index else 0.1
-            value = value + factors[number % len(factors)] * F.cross_entropy(own(x[batch]), y[batch])
+            value = value + factors[number % len(factors)] * F.cross_entropy(
+                own(x[batch]), y[batch]
+            )
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -558,7 +654,9 @@ def test_losses_take_turns_batch_by_batch(batches, chunk):
 
     found = rounds_by_engine(TwoLosses(), normalised(), [EVERYONE], chunk=chunk, epochs=2)
     epochs = 4 if batches == 1 else 2
-    wanted = [by_hand_with_turns(client, (1, 2), batches=batches, epochs=epochs) for client in EVERYONE]
+    wanted = [
+        by_hand_with_turns(client, (1, 2), batches=batches, epochs=epochs) for client in EVERYONE
+    ]
     assert distance(found.model, average(wanted, SIZES), NOISE) <= 1e-9
     steps = [-(-epochs * -(-size // BATCH) // batches) for size in SIZES]
     assert found.updates[0].reports["steps"].tolist() == steps
@@ -601,7 +699,9 @@ def test_a_step_on_parts_of_one_batch(chunk):
         for batch in hand_batches(len(x), fold(fold(SEED, 0), client), 0, 2):
             half = len(batch) // 2
             first, second = batch[: max(1, half)], batch[half:]
-            value = F.cross_entropy(own(x[first]), y[first]) + 0.5 * F.cross_entropy(own(x[second]), y[second])
+            value = F.cross_entropy(own(x[first]), y[first]) + 0.5 * F.cross_entropy(
+                own(x[second]), y[second]
+            )
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
@@ -631,10 +731,15 @@ def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
 
     found = rounds_by_engine(Shares(), mlp(), [[2]], chunk=chunk)
     own = mlp()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (own.features, own.head)]
+    optimizers = [
+        torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+        for part in (own.features, own.head)
+    ]
     x, y = held_by(images(sizes=SIZES), 2)
     for batch in hand_batches(len(x), fold(fold(SEED, 0), 2), 0, 1):
-        for optimizer, half in zip(optimizers, (batch[: len(batch) // 2], batch[len(batch) // 2 :]), strict=True):
+        for optimizer, half in zip(
+            optimizers, (batch[: len(batch) // 2], batch[len(batch) // 2 :]), strict=True
+        ):
             own.zero_grad()
             F.cross_entropy(own(x[half]), y[half]).backward()
             optimizer.step()
@@ -656,7 +761,13 @@ class Paced(FedAvg):
 def test_a_step_factor_scales_plain_steps_by_hand(chunk):
     method = build("fedavg", aggregation=Paced())
     played = play(
-        method, targets(3.0, -1.0, 5.0), scalar(1.0), [[0, 1, 2]], chunk=chunk, steps=2, optimizer=Sgd(lr=0.1)
+        method,
+        targets(3.0, -1.0, 5.0),
+        scalar(1.0),
+        [[0, 1, 2]],
+        chunk=chunk,
+        steps=2,
+        optimizer=Sgd(lr=0.1),
     )
     wanted = []
     for factor, target in zip((0.25, 0.5, 0.75), (3.0, -1.0, 5.0), strict=True):
@@ -664,7 +775,9 @@ def test_a_step_factor_scales_plain_steps_by_hand(chunk):
         for _ in range(2):
             w -= 0.1 * factor * 2 * (w - target)
         wanted.append(w)
-    assert played.updates[0].params["head.weight"].flatten().tolist() == pytest.approx(wanted, abs=1e-14)
+    assert played.updates[0].params["head.weight"].flatten().tolist() == pytest.approx(
+        wanted, abs=1e-14
+    )
 
 
 @CHUNKS
@@ -675,7 +788,15 @@ def test_a_step_factor_is_a_learning_rate_of_its_own(optimizer, chunk):
     federation = images(sizes=SIZES)
     method = build("fedavg", aggregation=Paced())
     played = play(
-        method, federation, mlp(), [EVERYONE], chunk=chunk, seed=SEED, batch_size=BATCH, epochs=2, optimizer=made
+        method,
+        federation,
+        mlp(),
+        [EVERYONE],
+        chunk=chunk,
+        seed=SEED,
+        batch_size=BATCH,
+        epochs=2,
+        optimizer=made,
     )
     for client in EVERYONE:
         own = mlp()
@@ -728,7 +849,10 @@ def test_a_loss_that_is_not_one_value_a_sample_is_refused_by_name(shape, found, 
 
 def reports_of(method, cohorts=([0, 1, 2],), chunk=10, **how):
     how = {"batch_size": 64, "optimizer": Sgd(lr=0.1), **how}
-    return [updates.reports for updates in play(build(**method), images(), mlp(), cohorts, chunk=chunk, **how).updates]
+    return [
+        updates.reports
+        for updates in play(build(**method), images(), mlp(), cohorts, chunk=chunk, **how).updates
+    ]
 
 
 def loss_of(model, data, client):
@@ -743,7 +867,13 @@ def loss_of(model, data, client):
 def test_scaffold_reports_the_tasks_loss_and_its_correction_beside_it(chunk):
     """One step of the whole batch a round: the task's loss is that of the received model."""
     played = play(
-        build("scaffold"), images(), mlp(), [[0, 1, 2]] * 3, chunk=chunk, batch_size=64, optimizer=Sgd(lr=0.1)
+        build("scaffold"),
+        images(),
+        mlp(),
+        [[0, 1, 2]] * 3,
+        chunk=chunk,
+        batch_size=64,
+        optimizer=Sgd(lr=0.1),
     )
     for number, updates in enumerate(played.updates):
         wanted = [loss_of(played.states[number].model, images(), client) for client in range(3)]
@@ -758,12 +888,17 @@ def test_terms_by_hand(chunk):
     mu = 3.0
     method = {"name": "fedprox", "mu": mu}
     reports = reports_of(method, chunk=chunk, steps=2)[0]
-    one = play(build(**method), images(), mlp(), [[0, 1, 2]], batch_size=64, optimizer=Sgd(lr=0.1), steps=1)
+    one = play(
+        build(**method), images(), mlp(), [[0, 1, 2]], batch_size=64, optimizer=Sgd(lr=0.1), steps=1
+    )
     for client in range(3):
         moved = sum(
-            (one.updates[0].params[n][client] - one.states[0].model[n]).square().sum() for n in one.updates[0].params
+            (one.updates[0].params[n][client] - one.states[0].model[n]).square().sum()
+            for n in one.updates[0].params
         )
-        assert reports["method_terms"][client].item() == pytest.approx(mu / 2 * float(moved) / 2, rel=1e-9)
+        assert reports["method_terms"][client].item() == pytest.approx(
+            mu / 2 * float(moved) / 2, rel=1e-9
+        )
 
 
 def test_methods_without_terms_report_none():
@@ -777,13 +912,19 @@ def test_a_gradient_rule_reports_the_task_loss_of_the_look_it_reports():
     @dataclass(frozen=True)
     class Both(LocalRule):
         def phases(self):
-            return (Phase(loss=lambda client: client.task_loss() + 5.0, gradient=SharpnessGradient(0.5)),)
+            return (
+                Phase(
+                    loss=lambda client: client.task_loss() + 5.0, gradient=SharpnessGradient(0.5)
+                ),
+            )
 
     how = {"batch_size": 64, "optimizer": Sgd(lr=0.1)}
     played = play(build("fedavg", local=Both()), images(), mlp(), [[0, 1]], **how)
     wanted = [loss_of(played.states[0].model, images(), client) for client in range(2)]
     assert played.updates[0].reports["train_loss"].tolist() == pytest.approx(wanted, abs=1e-12)
-    assert played.updates[0].reports["method_terms"].tolist() == pytest.approx([5.0, 5.0], abs=1e-12)
+    assert played.updates[0].reports["method_terms"].tolist() == pytest.approx(
+        [5.0, 5.0], abs=1e-12
+    )
 
 
 def test_a_loss_that_never_looks_at_the_output_is_reported_as_it_is():
@@ -792,6 +933,13 @@ def test_a_loss_that_never_looks_at_the_output_is_reported_as_it_is():
         def phases(self):
             return (Phase(loss=lambda client: client.features().square().sum(1)),)
 
-    played = play(build("fedavg", local=Apart()), images(), mlp(), [[0, 1]], batch_size=64, optimizer=Sgd(lr=0.01))
+    played = play(
+        build("fedavg", local=Apart()),
+        images(),
+        mlp(),
+        [[0, 1]],
+        batch_size=64,
+        optimizer=Sgd(lr=0.01),
+    )
     assert not played.updates[0].reports["method_terms"].any()
     assert (played.updates[0].reports["train_loss"] > 0).all()

@@ -55,7 +55,9 @@ class Curious(LocalRule):
 
     def scaled(self, client):
         """Sum the samples, scaled by what this client alone is told."""
-        return client.sum(client.x.flatten(1) * client.each["scale"]) + 0 * client.each["matrix"].sum()
+        return (
+            client.sum(client.x.flatten(1) * client.each["scale"]) + 0 * client.each["matrix"].sum()
+        )
 
     def count(self, client):
         """Count samples."""
@@ -99,7 +101,9 @@ def cohort_of(rule=None, module=None, chunk=10, ids=EVERYONE, data=None):
 
 def ask_all_kinds(**how):
     cohort = cohort_of(**how)
-    return cohort.ask("of_all_kinds", 2, {"by": torch.tensor(0.5).double()}, model=cohort.engine.network.initial())
+    return cohort.ask(
+        "of_all_kinds", 2, {"by": torch.tensor(0.5).double()}, model=cohort.engine.network.initial()
+    )
 
 
 @CHUNKS
@@ -116,7 +120,9 @@ def test_sums_do_not_depend_on_the_size_of_a_pass(size_of_a_pass, chunk, monkeyp
         torch.testing.assert_close(answer["x"][client], (x**2 + 0.5).sum(0), rtol=1e-12, atol=1e-12)
         assert answer["seen"][0][client].tolist() == np.bincount(y, minlength=4).tolist()
         assert answer["seen"][1][client] == y.sum()
-        torch.testing.assert_close(answer["bias"][0][client], module.head.bias.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            answer["bias"][0][client], module.head.bias.grad, rtol=1e-12, atol=1e-12
+        )
     assert answer["seen"][1].dtype == torch.int64
 
 
@@ -147,10 +153,14 @@ def test_any_split_may_be_looked_at(split, chunk):
     cohort = cohort_of(chunk=chunk, ids=np.array([0, 1, 2, 4]))
     counts = cohort.ask("count", split=split)
     assert counts.tolist() == data.split(split).sizes[[0, 1, 2, 4]].tolist()
-    sums = cohort.ask("scaled", split=split, each={"scale": torch.ones(4).double(), "matrix": torch.ones(4, 2, 2)})
+    sums = cohort.ask(
+        "scaled", split=split, each={"scale": torch.ones(4).double(), "matrix": torch.ones(4, 2, 2)}
+    )
     for row, client in enumerate((0, 1, 2, 4)):
         held = torch.from_numpy(data.split(split).of(client))
-        torch.testing.assert_close(sums[row], data.x[held].flatten(1).sum(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            sums[row], data.x[held].flatten(1).sum(0), rtol=1e-12, atol=1e-12
+        )
 
 
 @CHUNKS
@@ -181,7 +191,9 @@ def test_each_client_gets_its_own_row(chunk):
     data = clients()
     for row, client in enumerate((1, 2, 3)):
         held = torch.from_numpy(data.train.of(client))
-        torch.testing.assert_close(answer[row], scale[row] * data.x[held].flatten(1).sum(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            answer[row], scale[row] * data.x[held].flatten(1).sum(0), rtol=1e-12, atol=1e-12
+        )
     assert cohort.bytes_down == 3 * 8 + 3 * 4 * 8
     assert cohort.bytes_up == 3 * 50 * 8
 
@@ -189,7 +201,9 @@ def test_each_client_gets_its_own_row(chunk):
 @pytest.mark.parametrize("rows", [2, 4])
 def test_another_number_of_rows_is_refused(rows):
     cohort = cohort_of(ids=np.array([1, 2, 3]))
-    with pytest.raises(InputError, match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: a row a client"):
+    with pytest.raises(
+        InputError, match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: a row a client"
+    ):
         cohort.ask("scaled", each={"scale": torch.ones(rows), "matrix": torch.ones(3, 2, 2)})
 
 
@@ -200,7 +214,8 @@ def test_another_number_of_rows_is_refused(rows):
 @pytest.mark.parametrize("question", ["of_output", "of_features"])
 def test_a_question_that_looks_at_a_model_needs_one(question, rule):
     with pytest.raises(
-        InputError, match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model="
+        InputError,
+        match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model=",
     ):
         cohort_of(rule).ask(question)
 
@@ -215,7 +230,9 @@ def test_kept_parts_can_be_applied_without_a_model(chunk):
 
 @CHUNKS
 def test_answers_are_tensors(chunk):
-    with pytest.raises(InputError, match="^the question 'list_of_numbers' must return tensors, got 3.0$"):
+    with pytest.raises(
+        InputError, match="^the question 'list_of_numbers' must return tensors, got 3.0$"
+    ):
         cohort_of(chunk=chunk).ask("list_of_numbers")
 
 
@@ -263,7 +280,10 @@ def test_a_question_sees_a_model_as_in_evaluation_and_changes_nothing():
     for client in EVERYONE:
         output = module.eval()(data.x[torch.from_numpy(data.train.of(client))])
         torch.testing.assert_close(answer[client], output.sum(0).detach(), rtol=1e-9, atol=1e-9)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in cohort.engine.network.initial().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in cohort.engine.network.initial().items()
+    )
 
 
 def test_a_rule_may_ask_before_and_after_training():

@@ -69,10 +69,14 @@ class BalancedByHand(Balanced):
 
 
 def one_round(rule, chunk):
-    engine = StackedEngine(images(), mlp(), Training(), Machine(device="cpu", precision="float64", chunk=chunk), 5)
+    engine = StackedEngine(
+        images(), mlp(), Training(), Machine(device="cpu", precision="float64", chunk=chunk), 5
+    )
     ids = np.arange(10)
     cohort = engine.cohort(averaged(rule), ids, 0)
-    updates = cohort.train({"model": engine.network.initial()}, {"number": torch.from_numpy(ids)}, rule)
+    updates = cohort.train(
+        {"model": engine.network.initial()}, {"number": torch.from_numpy(ids)}, rule
+    )
     return updates.params
 
 
@@ -100,7 +104,9 @@ class Counting(LocalRule):
 def test_class_counts_of_several_labels_count_each_of_them():
     federation = several_labels()
     module = build_model("logistic", shape=(5,), classes=3)
-    engine = StackedEngine(federation, module, Training(), Machine(device="cpu", precision="float64", chunk=4))
+    engine = StackedEngine(
+        federation, module, Training(), Machine(device="cpu", precision="float64", chunk=4)
+    )
     cohort = engine.cohort(averaged(Counting()), np.arange(4), 0)
     uploads = cohort.train({"model": engine.network.initial()}, {}, Counting()).uploads
     wanted = torch.stack([federation.y[federation.train.of(client)].sum(0) for client in range(4)])
@@ -108,7 +114,10 @@ def test_class_counts_of_several_labels_count_each_of_them():
 
 
 def test_a_task_without_classes_has_no_class_counts():
-    with pytest.raises(InputError, match="the method asks for the number of classes, which a regression does not have"):
+    with pytest.raises(
+        InputError,
+        match="the method asks for the number of classes, which a regression does not have",
+    ):
         train(random_regression([3, 4]), method=averaged(Counting()), model="logistic", rounds=1)
 
 
@@ -132,7 +141,10 @@ def rule_with(first=None, finish=None, loss=None):
 
 COUNTER = {"counter": {"rounds": torch.tensor(0)}}
 WRONG = {
-    "a loss of one number": ({"loss": lambda c: c.task_loss().mean()}, r"returned values of shape \(\) for 10 samples"),
+    "a loss of one number": (
+        {"loss": lambda c: c.task_loss().mean()},
+        r"returned values of shape \(\) for 10 samples",
+    ),
     "a loss of None": (
         {"loss": lambda c: None},
         r"returned None for 10 samples; valid: one value a sample, of shape \(10",
@@ -142,7 +154,10 @@ WRONG = {
         {"loss": lambda c: c.task_loss() if c.seen else 2 * c.task_loss()},
         "it has an if or a loop that depends on values, .* client.seen as a factor",
     ),
-    "an item": ({"loss": lambda c: c.task_loss() * c.seen.item()}, r"it calls .item\(\), float\(\) or the like"),
+    "an item": (
+        {"loss": lambda c: c.task_loss() * c.seen.item()},
+        r"it calls .item\(\), float\(\) or the like",
+    ),
     "a whole number in memory": (
         {"first": {"counter": {"rounds": 0}}},
         r"first_memory of Mine returned 0 for counter.rounds; valid: a tensor, such as torch.tensor\(0.0\)",
@@ -151,13 +166,19 @@ WRONG = {
         {"first": {"counter": torch.zeros(2)}},
         "returned torch.float32 of shape .* for counter; valid: a dictionary of tensors",
     ),
-    "a memory that is a list": ({"first": [1]}, r"first_memory of Mine returned \[1\]; valid: a dictionary"),
+    "a memory that is a list": (
+        {"first": [1]},
+        r"first_memory of Mine returned \[1\]; valid: a dictionary",
+    ),
     "a whole number in what is kept": (
         {"first": COUNTER, "finish": lambda c: ({"counter": {"rounds": 1}}, {})},
         "finish of Mine returned 1 for counter.rounds; valid: a tensor",
     ),
     "another type in the next round": (
-        {"first": COUNTER, "finish": lambda c: ({"counter": {"rounds": c.memory["counter"]["rounds"] + 0.5}}, {})},
+        {
+            "first": COUNTER,
+            "finish": lambda c: ({"counter": {"rounds": c.memory["counter"]["rounds"] + 0.5}}, {}),
+        },
         "for counter.rounds, which was torch.int64 .* before; valid: the same type and shape",
     ),
     "nothing kept": (
@@ -198,12 +219,16 @@ def test_whole_numbers_in_tensors_are_kept():
     ],
 )
 def test_an_optimizer_that_is_no_settings_is_refused(optimizer, says):
-    with pytest.raises(InputError, match=rf"optimizer must be settings such as Sgd\(lr=0.1\) .*{says}"):
+    with pytest.raises(
+        InputError, match=rf"optimizer must be settings such as Sgd\(lr=0.1\) .*{says}"
+    ):
         train(images(), rounds=1, optimizer=optimizer)
     with pytest.raises(InputError, match=f"the optimizer of a Phase must be settings .*{says}"):
         Phase(optimizer=optimizer)
 
 
 def test_a_phase_without_a_loss_is_refused():
-    with pytest.raises(InputError, match="the loss of a Phase must be a function of a client, got None"):
+    with pytest.raises(
+        InputError, match="the loss of a Phase must be a function of a client, got None"
+    ):
         Phase(loss=None)

@@ -17,13 +17,17 @@ from equipoise.run.plain import optimizer_from, schedule_from, to_plain
 @pytest.mark.parametrize("name", ["epochs", "batch_size", "steps"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_lengths_are_whole_numbers_of_at_least_one(name, value):
-    with pytest.raises(InputError, match=f"training.{name} must be a whole number of at least 1, got {value!r}"):
+    with pytest.raises(
+        InputError, match=f"training.{name} must be a whole number of at least 1, got {value!r}"
+    ):
         Training(**{name: value})
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
 def test_rounds_are_a_whole_number(value):
-    with pytest.raises(InputError, match=f"training.rounds must be a whole number of at least 0, got {value!r}"):
+    with pytest.raises(
+        InputError, match=f"training.rounds must be a whole number of at least 0, got {value!r}"
+    ):
         Training(rounds=value)
 
 
@@ -38,7 +42,8 @@ def test_a_cohort_is_a_number_or_a_fraction_of_clients(cohort):
 
 
 @pytest.mark.parametrize(
-    ("cohort", "registered", "wanted"), [(1.0, 7, 7), (0.5, 7, 4), (0.1, 50, 5), (0.001, 50, 1), (3, 7, 3), (1, 7, 1)]
+    ("cohort", "registered", "wanted"),
+    [(1.0, 7, 7), (0.5, 7, 4), (0.1, 50, 5), (0.001, 50, 1), (3, 7, 3), (1, 7, 1)],
 )
 def test_cohort_sizes_by_hand(cohort, registered, wanted):
     assert Training(cohort=cohort).cohort_size(registered) == wanted
@@ -59,14 +64,20 @@ def test_a_gradient_limit_is_positive(clip):
     ("options", "message"),
     [
         ({"device": "gpu"}, "unknown device 'gpu' in machine.device"),
-        ({"device": "cpu:x"}, "unknown device 'cpu:x' in machine.device.*Valid: auto, cpu, cuda, cuda:N"),
+        (
+            {"device": "cpu:x"},
+            "unknown device 'cpu:x' in machine.device.*Valid: auto, cpu, cuda, cuda:N",
+        ),
         ({"device": "cpu:3"}, "unknown device 'cpu:3'"),
         ({"device": "cuda:"}, "unknown device 'cuda:'"),
         ({"device": "cuda:-1"}, "unknown device 'cuda:-1'"),
         ({"device": "auto:0"}, "unknown device 'auto:0'"),
         ({"precision": "float16"}, "unknown precision 'float16'.*did you mean"),
         ({"chunk": 0}, "machine.chunk must be"),
-        ({"chunk": "atuo"}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 'atuo'"),
+        (
+            {"chunk": "atuo"},
+            "machine.chunk must be 'auto', 'measure' or a number of clients, got 'atuo'",
+        ),
     ],
 )
 def test_machines_that_are_not_there_are_refused(options, message):
@@ -122,13 +133,22 @@ def test_plain_forms_by_hand():
         "weight_decay": 0.0,
     }
     assert to_plain(optimizer_named("adamw"))["name"] == "adamw"
-    assert to_plain(optimizer_named("rmsprop", lr=0.1, alpha=0.9)) == {"name": "rmsprop", "lr": 0.1, "alpha": 0.9}
+    assert to_plain(optimizer_named("rmsprop", lr=0.1, alpha=0.9)) == {
+        "name": "rmsprop",
+        "lr": 0.1,
+        "alpha": 0.9,
+    }
     assert to_plain(Crop(padding=2)) == {"name": "crop", "padding": 2}
     assert to_plain(3) == 3
 
 
 @pytest.mark.parametrize(
-    "schedule", [Schedule(), Schedule(kind="cosine", floor=0.1), Schedule(kind="steps", at=(2, 5), factors=(0.5, 0.1))]
+    "schedule",
+    [
+        Schedule(),
+        Schedule(kind="cosine", floor=0.1),
+        Schedule(kind="steps", at=(2, 5), factors=(0.5, 0.1)),
+    ],
 )
 def test_a_schedule_survives_its_plain_form(schedule):
     assert schedule_from(json.loads(json.dumps(to_plain(schedule)))) == schedule
@@ -149,9 +169,15 @@ def test_whole_training_settings_become_plain():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optimizer_from({"lr": 0.1}), "training.optimizer must be a name or a mapping with 'name'"),
+        (
+            lambda: optimizer_from({"lr": 0.1}),
+            "training.optimizer must be a name or a mapping with 'name'",
+        ),
         (lambda: optimizer_from("sdg"), "did you mean 'sgd'"),
-        (lambda: schedule_from({"kindd": "cosine"}), "unknown key 'kindd' in training.schedule; did you mean 'kind'"),
+        (
+            lambda: schedule_from({"kindd": "cosine"}),
+            "unknown key 'kindd' in training.schedule; did you mean 'kind'",
+        ),
     ],
 )
 def test_mistakes_are_named(make, message):

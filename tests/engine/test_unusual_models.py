@@ -39,18 +39,25 @@ class Does(nn.Module):
 
 def flat(*layers, inputs=50, width=12):
     """A model of images that begins and ends with a dense layer."""
-    return Model(nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), *layers, nn.Tanh()), nn.Linear(width, 4))
+    return Model(
+        nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), *layers, nn.Tanh()),
+        nn.Linear(width, 4),
+    )
 
 
 def convolving(*layers, channels=3):
     return Model(
-        nn.Sequential(nn.Conv2d(2, channels, 3, padding=1), *layers, nn.Flatten()), nn.Linear(25 * channels, 4)
+        nn.Sequential(nn.Conv2d(2, channels, 3, padding=1), *layers, nn.Flatten()),
+        nn.Linear(25 * channels, 4),
     )
 
 
 def characters(*layers):
     """A model of text: nine characters, one of seven to come."""
-    return Model(nn.Sequential(nn.Embedding(7, 5), *layers, Does(lambda layer, x: x.mean(1))), nn.Linear(5, 7))
+    return Model(
+        nn.Sequential(nn.Embedding(7, 5), *layers, Does(lambda layer, x: x.mean(1))),
+        nn.Linear(5, 7),
+    )
 
 
 class FirstOutput(nn.Module):
@@ -147,13 +154,19 @@ def test_three_rounds_equal_the_plain_loop(name, chunk):
         federation,
         THREE_COHORTS,
         seed=5,
-        make_optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], **options),
+        make_optimizer=lambda params: torch.optim.SGD(
+            [p for p in params if p.requires_grad], **options
+        ),
         **how,
     )
     optimizer = optimizer_named("sgd", **options)
     found = engine_run(model, federation, THREE_COHORTS, chunk=chunk, optimizer=optimizer, **how)
     # A bias before BatchNorm has no gradient but rounding noise.
-    skip = {"features.0.bias"} if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()) else set()
+    skip = (
+        {"features.0.bias"}
+        if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+        else set()
+    )
     assert distance(found, {name: wanted[name] for name in found}, skip) <= 1e-9
 
 
@@ -181,7 +194,9 @@ def test_the_model_that_comes_back_is_the_one_that_was_evaluated(name):
     federation = data()
     run = train(federation, model=make(), rounds=2, machine=Machine(precision="float64"))
     engine, model = run.trainer.engine, run.model()
-    found = evaluate_shared(engine.network, engine.data, run.trainer.global_model, federation.train, federation.seen)
+    found = evaluate_shared(
+        engine.network, engine.data, run.trainer.global_model, federation.train, federation.seen
+    )
     x = federation.x if federation.x.dtype == torch.int64 else federation.x.double()
     losses = F.cross_entropy(model(x), federation.y, reduction="none").detach().numpy()
     wanted = [losses[federation.train.of(client)].mean() for client in federation.seen]
@@ -201,7 +216,9 @@ def test_what_is_fixed_stays_as_it_was():
 def test_a_part_of_which_nothing_trains_is_refused():
     model = flat()
     model.head.requires_grad_(False)
-    with pytest.raises(InputError, match="the part 'head', but the model has nothing there that can be trained"):
+    with pytest.raises(
+        InputError, match="the part 'head', but the model has nothing there that can be trained"
+    ):
         train(images(), model=model, method="fedrep", rounds=1)
 
 
@@ -228,11 +245,19 @@ CARRIED = {
     "dropout of torch": lambda layer, x: torch.dropout(x, 0.5, layer.training),
     "alpha dropout": lambda layer, x: F.alpha_dropout(x, 0.5, layer.training),
     "stochastic depth": stochastic_depth,
-    "bernoulli": lambda layer, x: x * torch.bernoulli(torch.full_like(x, 0.5)) if layer.training else x,
-    "bernoulli in place": lambda layer, x: x * x.new_empty(x.shape).bernoulli_(0.5) if layer.training else x,
+    "bernoulli": lambda layer, x: (
+        x * torch.bernoulli(torch.full_like(x, 0.5)) if layer.training else x
+    ),
+    "bernoulli in place": lambda layer, x: (
+        x * x.new_empty(x.shape).bernoulli_(0.5) if layer.training else x
+    ),
     "noise": lambda layer, x: x + 0.3 * torch.randn_like(x) if layer.training else x,
-    "uniform noise": lambda layer, x: x + torch.empty_like(x).uniform_(-0.3, 0.3) if layer.training else x,
-    "normal noise": lambda layer, x: x + torch.empty_like(x).normal_(0, 0.3) if layer.training else x,
+    "uniform noise": lambda layer, x: (
+        x + torch.empty_like(x).uniform_(-0.3, 0.3) if layer.training else x
+    ),
+    "normal noise": lambda layer, x: (
+        x + torch.empty_like(x).normal_(0, 0.3) if layer.training else x
+    ),
 }
 
 
@@ -242,12 +267,18 @@ def test_random_functions_are_carried_out_with_the_engines_numbers(name):
     model = flat(Does(CARRIED[name])).double().eval()
     before = torch.get_rng_state()
     wanted, *others = (
-        engine_run(model, images(), THREE_COHORTS, chunk=chunk, batch_size=8, epochs=2) for chunk in (1, 3, 10)
+        engine_run(model, images(), THREE_COHORTS, chunk=chunk, batch_size=8, epochs=2)
+        for chunk in (1, 3, 10)
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(distance(found, wanted) <= 1e-9 for found in others)
     plain = engine_run(
-        flat(Does(lambda layer, x: x)).double(), images(), THREE_COHORTS, chunk=10, batch_size=8, epochs=2
+        flat(Does(lambda layer, x: x)).double(),
+        images(),
+        THREE_COHORTS,
+        chunk=10,
+        batch_size=8,
+        epochs=2,
     )
     assert distance(plain, wanted) > 1e-3
 
@@ -310,7 +341,10 @@ def imaginary():
 
 
 RANDOM, IN_PLACE = "draws random numbers of its own", "in place while it is called"
-BESIDE, ANOTHER = "depends on the others in its batch", "taken apart and put together again the model is another one"
+BESIDE, ANOTHER = (
+    "depends on the others in its batch",
+    "taken apart and put together again the model is another one",
+)
 REFUSED = {
     "dropout in evaluation": (
         lambda: flat(Does(lambda layer, x: F.dropout(x, 0.5))),
@@ -318,7 +352,9 @@ REFUSED = {
         rf"{RANDOM} by torch.nn.functional.dropout, .* write F.dropout\(x, p, self.training\)",
     ),
     "attention that drops in evaluation": (
-        lambda: characters(Does(lambda layer, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))),
+        lambda: characters(
+            Does(lambda layer, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+        ),
         text,
         rf"{RANDOM} by torch.*attention, .* write dropout_p=p if self.training else 0.0",
     ),
@@ -327,9 +363,15 @@ REFUSED = {
         images,
         rf"{RANDOM} by torch.randn_like, .* call torch.randn_like only if self.training",
     ),
-    "random slopes": (lambda: flat(nn.RReLU()), images, rf"{RANDOM} by torch.nn.functional.rrelu, .* use nn.Dropout"),
+    "random slopes": (
+        lambda: flat(nn.RReLU()),
+        images,
+        rf"{RANDOM} by torch.nn.functional.rrelu, .* use nn.Dropout",
+    ),
     "dropout of steps before samples": (
-        lambda: characters(Does(lambda layer, x: F.dropout(x.transpose(0, 1), 0.5, layer.training).transpose(0, 1))),
+        lambda: characters(
+            Does(lambda layer, x: F.dropout(x.transpose(0, 1), 0.5, layer.training).transpose(0, 1))
+        ),
         text,
         r"what dropout does to a sample depends on how many others are in its batch; .* \(batch_first=True\)",
     ),
@@ -338,7 +380,11 @@ REFUSED = {
         text,
         "called with a packed sequence, .* pass the padded sequences",
     ),
-    "a running mean of one's own": (lambda: flat(Does(drift, mean=torch.zeros(()))), images, IN_PLACE),
+    "a running mean of one's own": (
+        lambda: flat(Does(drift, mean=torch.zeros(()))),
+        images,
+        IN_PLACE,
+    ),
     "instance norm that remembers": (
         lambda: convolving(nn.InstanceNorm2d(3, track_running_stats=True)),
         images,
@@ -347,10 +393,22 @@ REFUSED = {
     "BatchNorm that does more": (lambda: convolving(WithRelu(3)), images, IN_PLACE),
     "spectral norm": (spectral, images, IN_PLACE),
     "bounded embeddings": (bounded, text, IN_PLACE),
-    "samples that look at each other": (lambda: flat(Does(lambda layer, x: x - x.mean(0))), images, BESIDE),
-    "attention across the batch": (lambda: characters(nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0)), text, BESIDE),
+    "samples that look at each other": (
+        lambda: flat(Does(lambda layer, x: x - x.mean(0))),
+        images,
+        BESIDE,
+    ),
+    "attention across the batch": (
+        lambda: characters(nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0)),
+        text,
+        BESIDE,
+    ),
     "parameters in a list": (Listed, images, ANOTHER),
-    "complex numbers": (imaginary, images, "phase of the model holds complex numbers; valid: real ones"),
+    "complex numbers": (
+        imaginary,
+        images,
+        "phase of the model holds complex numbers; valid: real ones",
+    ),
     "shapes to come": (
         lambda: Model(nn.Flatten(), nn.LazyLinear(4)),
         images,
@@ -385,9 +443,13 @@ def test_a_rule_that_looks_at_features_and_head_needs_a_model_made_of_them():
         return Squashed(nn.Sequential(nn.Flatten(), nn.Linear(50, 12)), nn.Linear(12, 4))
 
     train(images(), model=model(), method="fedrep", rounds=1)
-    with pytest.raises(InputError, match="features and head apart, but Squashed has a forward or hooks of its own"):
+    with pytest.raises(
+        InputError, match="features and head apart, but Squashed has a forward or hooks of its own"
+    ):
         train(images(), model=model(), method="fedcrc", rounds=1)
     hooked = flat()
     hooked.register_forward_hook(lambda layer, inputs, output: 2 * output)
-    with pytest.raises(InputError, match="features and head apart, but Model has a forward or hooks of its own"):
+    with pytest.raises(
+        InputError, match="features and head apart, but Model has a forward or hooks of its own"
+    ):
         train(images(), model=hooked, method="fedcrc", rounds=1)

@@ -27,8 +27,12 @@ def write_images(root, domains, classes, *, each=5, size=16):
 
 def write_resnet(folder, *, seed=0):
     """Write a ResNet with random weights, as transformers does; gives its directory."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.ResNetModel(config)
@@ -47,7 +51,10 @@ def write_volumes(root, sites, *, each=5, size=16, slices=2):
             volume = draws.normal(size=(size, size, slices)).astype(np.float32)
             mask = np.zeros((size, size, slices), np.uint8)
             mask[4:10, 4:10] = 1
-            for name, values in ((f"Case{number:02}", volume), (f"Case{number:02}_segmentation", mask)):
+            for name, values in (
+                (f"Case{number:02}", volume),
+                (f"Case{number:02}_segmentation", mask),
+            ):
                 nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / f"{name}.nii.gz")
     return str(root)
 

@@ -33,8 +33,8 @@ def test_federations_differ_in_one_way(name):
         assert sizes.max() > 10 * np.median(sizes)
         assert list(sizes) == sorted(sizes, reverse=True)
         # Nobody holds a sample of another client.
-        assert len(np.unique(np.concatenate([federation.train.indices, federation.val.indices]))) == sum(
-            federation.split(split).sizes.sum() for split in ("train", "val")
-        )
+        assert len(
+            np.unique(np.concatenate([federation.train.indices, federation.val.indices]))
+        ) == sum(federation.split(split).sizes.sum() for split in ("train", "val"))
     elif name != "labels":
         assert sizes.max() - sizes.min() <= 1

@@ -51,7 +51,9 @@ def write_indices(name, index):
 
 def random_index(clients):
     draws = torch.Generator().manual_seed(0)
-    return ClientIndex(np.arange(clients), *(torch.randn(clients, 16, generator=draws) for _ in range(2)))
+    return ClientIndex(
+        np.arange(clients), *(torch.randn(clients, 16, generator=draws) for _ in range(2))
+    )
 
 
 @pytest.fixture
@@ -69,7 +71,9 @@ def study(tmp_path, monkeypatch):
 
 def test_every_table_is_there():
     found = {path.stem for path in HOME.glob("*.yaml")}
-    indices = {f"index-{name}" for name in ("cifar10", "domainnet", "pacs", "shakespeare", "twoclasses")}
+    indices = {
+        f"index-{name}" for name in ("cifar10", "domainnet", "pacs", "shakespeare", "twoclasses")
+    }
     assert found == {*TABLES, *indices}
 
 
@@ -77,7 +81,12 @@ def test_every_table_is_there():
 def test_training_is_the_papers(name, study):
     for job in study(name).jobs:
         training = job.experiment.training
-        assert (training.rounds, training.epochs, training.cohort, training.optimizer.lr) == (100, 5, 0.1, 1e-2)
+        assert (training.rounds, training.epochs, training.cohort, training.optimizer.lr) == (
+            100,
+            5,
+            0.1,
+            1e-2,
+        )
         assert training.clip == (10 if job.method.startswith("feddyn") else None)
         momentum = 0.9 if name in ("table1-domainnet", "table4-8") else 0.0
         assert (training.optimizer.momentum, training.optimizer.weight_decay) == (momentum, 5e-5)
@@ -87,7 +96,9 @@ def test_training_is_the_papers(name, study):
 @pytest.mark.parametrize("name", [name for name in TABLES if name != "table2"])
 def test_hosts_inside_are_those_without_an_index(name, study):
     methods = {job.method: job.experiment.method for job in study(name).jobs}
-    inside = {label: method.local.host for label, method in methods.items() if method.name == "client2vec"}
+    inside = {
+        label: method.local.host for label, method in methods.items() if method.name == "client2vec"
+    }
     assert inside
     for label, host in inside.items():
         assert host == methods[label.split()[0]]
@@ -99,7 +110,9 @@ def test_table_1_adds_one_use_after_the_other(name, study):
     hosts = (*HOSTS, "fediir") if name == "table1-domainnet" else HOSTS
     for host in hosts:
         for label, count in USES.items():
-            wrapped = methods[f"{host} {label}" + ("" if name == "table1-cifar10" else " global")].local
+            wrapped = methods[
+                f"{host} {label}" + ("" if name == "table1-cifar10" else " global")
+            ].local
             assert (len(wrapped.uses), wrapped.tau, wrapped.weight) == (count, 1.0, 5.0)
     assert methods["fedavg i+ii+iii federated"].local.weight == 1.0
 
@@ -142,12 +155,31 @@ def check(small, tmp_path):
 @pytest.mark.parametrize("name", ON_CIFAR)
 def test_cifar_in_small(name, study, tmp_path):
     data = {"name": "digits", "seed": 0, "imbalance": 1.0}
-    data |= {option: value for option, value in described(name)["base"]["data"].items() if option == "partition"}
+    data |= {
+        option: value
+        for option, value in described(name)["base"]["data"].items()
+        if option == "partition"
+    }
     index = make_index(load(**data), lambda x, y: (x.flatten(1), torch.eye(10)[y]))
-    overrides = [*IN_SMALL, "data.name=digits", "data.imbalance=1.0", "model.name=mlp", "training.cohort=0.2"]
+    overrides = [
+        *IN_SMALL,
+        "data.name=digits",
+        "data.imbalance=1.0",
+        "model.name=mlp",
+        "training.cohort=0.2",
+    ]
     # Other hosts are those of table 1.
-    methods = [m["label"] for m in described(name)["methods"] if isinstance(m, dict) and m.get("host") == "fedavg"]
-    small = study(name, index=index, overrides=overrides, methods=None if name == "table1-cifar10" else methods)
+    methods = [
+        m["label"]
+        for m in described(name)["methods"]
+        if isinstance(m, dict) and m.get("host") == "fedavg"
+    ]
+    small = study(
+        name,
+        index=index,
+        overrides=overrides,
+        methods=None if name == "table1-cifar10" else methods,
+    )
     check(small, tmp_path)
 
 
@@ -170,15 +202,26 @@ def test_domainnet_in_small(name, settings, methods, more, study, tmp_path):
     overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", f"data.classes={few}", *more]
     if not more:
         overrides.append(f"model.source={write_resnet(tmp_path / 'resnet')}")
-    small = study(name, index=random_index(60), overrides=overrides, settings=settings, methods=methods)
+    small = study(
+        name, index=random_index(60), overrides=overrides, settings=settings, methods=methods
+    )
     check(small, tmp_path)
 
 
 def test_shakespeare_in_small(study, tmp_path):
     root = write_roles(tmp_path / "data", 8, characters=1600)
-    overrides = [*IN_SMALL, f"data.root={root}", "model.hidden=4", "model.layers=1", "training.cohort=2"]
+    overrides = [
+        *IN_SMALL,
+        f"data.root={root}",
+        "model.hidden=4",
+        "model.layers=1",
+        "training.cohort=2",
+    ]
     methods = ["fedavg", "fedlc i+ii+iii global"]
-    check(study("table1-shakespeare", index=random_index(8), overrides=overrides, methods=methods), tmp_path)
+    check(
+        study("table1-shakespeare", index=random_index(8), overrides=overrides, methods=methods),
+        tmp_path,
+    )
 
 
 def test_other_indices_are_written_for_all_clients(tmp_path):
@@ -191,7 +234,9 @@ def test_other_indices_are_written_for_all_clients(tmp_path):
     train(load(**digits), method=stage, data=digits, out=tmp_path / "stage", **how)
     overrides = ["data.name=digits", "model.name=logistic", "training.epochs=1"]
     script = load_script(HOME / "other_indices.py")
-    paths = script.make(tmp_path / "stage", tmp_path / "out", [Override.parse(text) for text in overrides])
+    paths = script.make(
+        tmp_path / "stage", tmp_path / "out", [Override.parse(text) for text in overrides]
+    )
     found = {path.stem: ClientIndex.read(path) for path in paths}
     assert {name: index.width for name, index in found.items()} == {
         "feature-average": 64,
@@ -199,7 +244,11 @@ def test_other_indices_are_written_for_all_clients(tmp_path):
         "head-weights": 650,
     }
     assert all(len(index.ids) == 22 for index in found.values())
-    expected = {Path(m["index"]).stem for m in described("table2")["methods"] if "client2vec-indices" in str(m)}
+    expected = {
+        Path(m["index"]).stem
+        for m in described("table2")["methods"]
+        if "client2vec-indices" in str(m)
+    }
     assert set(found) == expected
 
 
@@ -212,7 +261,10 @@ def write_run(folder, scores, seconds):
         for shift in (-0.1, 0.1)
     ]
     rows += [{**row, "split": "val", "accuracy": 1.0} for row in rows]
-    laps = [{"round": r, "train": value, "combine": 1.0, "evaluate": 99.0} for r, value in seconds.items()]
+    laps = [
+        {"round": r, "train": value, "combine": 1.0, "evaluate": 99.0}
+        for r, value in seconds.items()
+    ]
     for name, lines in (("metrics", rows), ("timings", laps)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"score": "accuracy"}))
@@ -231,6 +283,8 @@ def test_times_by_hand(tmp_path, capsys, monkeypatch):
     assert (found["all"].index, found["all"].until, found["all"].total) == (7.0, 32.0, 39.0)
     assert (found["slow"].reached, found["slow"].total) == (None, None)
     assert script.times([host, slow], index, "val")["slow"].reached == 2
-    monkeypatch.setattr("sys.argv", ["times.py", "--index", str(index), str(host), str(fast), str(slow)])
+    monkeypatch.setattr(
+        "sys.argv", ["times.py", "--index", str(index), str(host), str(fast), str(slow)]
+    )
     script.main()
     assert capsys.readouterr().out.splitlines()[2].split() == ["all", "7", "104", "2", "32", "39"]

@@ -28,7 +28,14 @@ def study(name):
 
 
 def test_every_table_and_figure_is_there():
-    assert STUDIES == ["figure3", "table1-cifar10", "table1-cifar100", "table1-mnist", "table2", "table3"]
+    assert STUDIES == [
+        "figure3",
+        "table1-cifar10",
+        "table1-cifar100",
+        "table1-mnist",
+        "table2",
+        "table3",
+    ]
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -36,10 +43,18 @@ def test_local_training_is_the_papers(name):
     for job in study(name).jobs:
         training = job.experiment.training
         optimizer = training.optimizer
-        rates = [optimizer.lr * training.schedule.factor(r, training.rounds) for r in (0, 49, 50, 74, 75, 99)]
+        rates = [
+            optimizer.lr * training.schedule.factor(r, training.rounds)
+            for r in (0, 49, 50, 74, 75, 99)
+        ]
         assert rates == pytest.approx([0.05, 0.05, 0.01, 0.01, 0.001, 0.001], rel=1e-12)
         assert (training.rounds, training.batch_size, optimizer.momentum) == (100, 50, 0.9)
-        assert (optimizer.weight_decay, optimizer.nesterov, training.augment, training.clip) == (0, False, (), None)
+        assert (optimizer.weight_decay, optimizer.nesterov, training.augment, training.clip) == (
+            0,
+            False,
+            (),
+            None,
+        )
         assert training.epochs == (1 if name == "figure3" else 5)
         registered = 60 if name == "table2" else 100
         assert training.cohort_size(registered) == {"figure3": 100, "table2": 6}.get(name, 10)
@@ -68,7 +83,9 @@ def test_models_are_the_papers(name):
         shape = (1, 28, 28) if name == "table1-mnist" else (3, 32, 32)
         model = build(**json.loads(options), shape=shape, classes=10)
         layers = [type(layer).__name__ for layer in model.modules()]
-        assert (layers.count("Conv2d"), layers.count("Linear")) == ((20, 1) if "cifar100" in name else (4, 1))
+        assert (layers.count("Conv2d"), layers.count("Linear")) == (
+            (20, 1) if "cifar100" in name else (4, 1)
+        )
 
 
 @pytest.mark.parametrize("name", ["table1-cifar10", "table1-cifar100", "table1-mnist", "table2"])
@@ -105,7 +122,9 @@ def test_figure_1_measures_heads_after_each_step():
     model = build("logistic", shape=(4,), classes=3, seed=1)
     measured = load_script(HOME / "figure1.py").distances(federation, model, updates=2)
 
-    start = np.column_stack([model.head.weight.detach().numpy(), model.head.bias.detach().numpy()]).astype(float)
+    start = np.column_stack(
+        [model.head.weight.detach().numpy(), model.head.bias.detach().numpy()]
+    ).astype(float)
     heads, wanted = [start.copy(), start.copy()], []
     for _ in range(2):
         for client, rows in enumerate((slice(0, 3), slice(3, 6))):
@@ -124,7 +143,8 @@ def test_figure_3_averages_clients_and_seeds_on_test_data(tmp_path):
         folder = tmp_path / "iid" / "fedcrc" / seed
         folder.mkdir(parents=True)
         rows = [
-            {"round": 7, "model": "global", "split": "test", "client": k, "accuracy": v} for k, v in enumerate(values)
+            {"round": 7, "model": "global", "split": "test", "client": k, "accuracy": v}
+            for k, v in enumerate(values)
         ]
         rows += [{**row, "split": "val", "accuracy": 0.0} for row in rows]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -139,7 +159,10 @@ def test_figure_3_averages_clients_and_seeds_on_test_data(tmp_path):
 def test_norm_statistics_are_the_models_own_and_those_of_each_clients_test_data(tmp_path):
     training = Training(rounds=2, cohort=4, batch_size=16, optimizer=Sgd(lr=0.1))
     model = {"name": "bncnn", "channels": [4], "hidden": [], "pools": 1}
-    data = {"name": "digits", "partition": {"name": "dirichlet", "clients": 8, "beta": 0.1, "equal": True}}
+    data = {
+        "name": "digits",
+        "partition": {"name": "dirichlet", "clients": 8, "beta": 0.1, "equal": True},
+    }
     digits, out = load_data(**data), tmp_path / "beta0.1" / "fedavg" / "seed0"
     run = train(digits, data=data, model=model, training=training, out=out)
     script = load_script(HOME / "norm_statistics.py")
@@ -151,8 +174,13 @@ def test_norm_statistics_are_the_models_own_and_those_of_each_clients_test_data(
     for client in digits.seen:
         samples = digits.test.of(client)
         seen = F.conv2d(digits.x[samples].double(), weights["features.0.weight"], padding=2)
-        mean, var = seen.mean((0, 2, 3), keepdim=True), seen.var((0, 2, 3), keepdim=True, correction=0)
-        scale, shift = (weights[f"features.1.{name}"].view(1, -1, 1, 1) for name in ("weight", "bias"))
+        mean, var = (
+            seen.mean((0, 2, 3), keepdim=True),
+            seen.var((0, 2, 3), keepdim=True, correction=0),
+        )
+        scale, shift = (
+            weights[f"features.1.{name}"].view(1, -1, 1, 1) for name in ("weight", "bias")
+        )
         z = F.max_pool2d(((seen - mean) / (var + 1e-5).sqrt() * scale + shift).relu(), 2).flatten(1)
         answers = (z @ weights["head.weight"].T + weights["head.bias"]).argmax(1)
         hits.append(float((answers == digits.y[samples]).double().mean()))

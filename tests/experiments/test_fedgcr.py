@@ -50,7 +50,10 @@ def test_training_is_the_papers(name):
 @pytest.mark.parametrize("name", STUDIES)
 def test_all_studies_can_be_read(name):
     study = described(name)
-    assert len(load_study(HOME / f"{name}.yaml").jobs) == len(study["methods"]) * len(study["settings"]) * 3
+    assert (
+        len(load_study(HOME / f"{name}.yaml").jobs)
+        == len(study["methods"]) * len(study["settings"]) * 3
+    )
 
 
 @pytest.mark.parametrize("name", ["classtokens", "table1-fedgc", "table3-4"])

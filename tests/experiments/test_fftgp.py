@@ -46,7 +46,12 @@ METHODS = {
     "shakespeare": COMPARED - {"fedprox"},
     "table15": {"ga", "every 20", "every 8", "every 4", "every 2", "fftgp", "ga with bgp"},
 }
-IN_SMALL = ["training.rounds=1", "evaluation.every=1", "machine.precision=float32", "machine.device=cpu"]
+IN_SMALL = [
+    "training.rounds=1",
+    "evaluation.every=1",
+    "machine.precision=float32",
+    "machine.device=cpu",
+]
 
 
 @cache
@@ -67,12 +72,18 @@ def test_methods_are_the_papers(name):
 @pytest.mark.parametrize("name", ALL_COLLECTIONS)
 def test_each_domain_of_five_collections_is_left_out_once(name):
     assert study(name).folds == {
-        label: tuple(f"{label}-{domain}" for domain in domains) for label, domains in DOMAINS.items()
+        label: tuple(f"{label}-{domain}" for domain in domains)
+        for label, domains in DOMAINS.items()
     }
     for job in study(name).jobs:
         label, domain = job.setting.split("-")
         data = job.experiment.data
-        assert (data["root"], data["leave_out"], data["splits"], data["size"]) == (label, domain, (0.8, 0.2, 0.0), 224)
+        assert (data["root"], data["leave_out"], data["splits"], data["size"]) == (
+            label,
+            domain,
+            (0.8, 0.2, 0.0),
+            224,
+        )
         assert data["classes"] == (TEN_CLASSES if label == "domainnet" else None)
 
 
@@ -91,7 +102,12 @@ def test_supervised_training_is_the_papers(name):
         assert (training.rounds, training.epochs, training.batch_size) == (rounds, expected, 16)
         assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay) == (1e-3, 0.9, 5e-4)
         at = round(0.8 * rounds)
-        assert [training.schedule.factor(r, rounds) for r in (0, at - 1, at, rounds - 1)] == [1, 1, 0.1, 0.1]
+        assert [training.schedule.factor(r, rounds) for r in (0, at - 1, at, rounds - 1)] == [
+            1,
+            1,
+            0.1,
+            0.1,
+        ]
         assert (job.experiment.evaluation.select, training.cohort) == ("last", 1.0)
 
 
@@ -99,13 +115,21 @@ def test_supervised_training_is_the_papers(name):
 def test_training_with_clip_is_the_papers(name, lr):
     for job in study(name).jobs:
         training = job.experiment.training
-        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (100, 1, 32, lr)
+        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (
+            100,
+            1,
+            32,
+            lr,
+        )
         assert job.experiment.model["source"] == "openai/clip-vit-base-patch16"
     assert study("zeroshot").jobs[0].experiment.training.rounds == 0
 
 
 def test_adapters_are_one_to_eight_times_as_wide():
-    widths = {job.setting.partition("-")[0]: job.experiment.model["width_factor"] for job in study("figure4").jobs}
+    widths = {
+        job.setting.partition("-")[0]: job.experiment.model["width_factor"]
+        for job in study("figure4").jobs
+    }
     assert widths == {"x1": 1, "x2": 2, "x4": 4, "x8": 8}
 
 
@@ -119,7 +143,12 @@ def test_segmentation_is_the_papers():
     for job in prostate.jobs:
         experiment = job.experiment
         training = experiment.training
-        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (100, 1, 5, 1e-3)
+        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (
+            100,
+            1,
+            5,
+            1e-3,
+        )
         assert (type(training.optimizer).__name__, experiment.model["name"]) == ("Adam", "unet")
         assert (experiment.data["size"], experiment.data["splits"]) == (384, (0.8, 0.2, 0.0))
 
@@ -128,7 +157,12 @@ def test_text_is_the_papers():
     for job in study("shakespeare").jobs:
         experiment = job.experiment
         training, model = experiment.training, experiment.model
-        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (80, 1, 10, 0.8)
+        assert (training.rounds, training.epochs, training.batch_size, training.optimizer.lr) == (
+            80,
+            1,
+            10,
+            0.8,
+        )
         assert (experiment.data["roles"], experiment.data["length"], experiment.data["splits"]) == (
             31,
             80,
@@ -165,11 +199,19 @@ def check(small, tmp_path, *, without=()):
     return results
 
 
-def small_images(tmp_path, monkeypatch, name, label="pacs", *, source, fold=None, methods=None, rounds=1):
+def small_images(
+    tmp_path, monkeypatch, name, label="pacs", *, source, fold=None, methods=None, rounds=1
+):
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
     classes = TEN_CLASSES if label == "domainnet" else ("dog", "house")
     root = write_images(tmp_path / label, DOMAINS[label], classes)
-    overrides = [*IN_SMALL, f"training.rounds={rounds}", f"data.root={root}", "data.size=16", f"model.source={source}"]
+    overrides = [
+        *IN_SMALL,
+        f"training.rounds={rounds}",
+        f"data.root={root}",
+        "data.size=16",
+        f"model.source={source}",
+    ]
     part = {"settings": [fold or DOMAINS[label][0]], "methods": methods, "seeds": [1]}
     return load_study(HOME / f"{name}.yaml", **part, overrides=overrides)
 
@@ -186,11 +228,15 @@ def test_supervised_in_small(label, tmp_path, monkeypatch):
     fold, source = f"{label}-{DOMAINS[label][0]}", write_resnet(tmp_path / "resnet")
     # All other methods run in small on PACS.
     methods = ["fedavg", "only-ml", "only-da"]
-    small = small_images(tmp_path, monkeypatch, "supervised", label, source=source, fold=fold, methods=methods)
+    small = small_images(
+        tmp_path, monkeypatch, "supervised", label, source=source, fold=fold, methods=methods
+    )
     check(small, tmp_path, without=["val.personal.mean"])
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("fedclip", 1), ("promptfl", 1), ("zeroshot", 0), ("figure4", 1)])
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("fedclip", 1), ("promptfl", 1), ("zeroshot", 0), ("figure4", 1)]
+)
 def test_clip_in_small(name, rounds, tmp_path, monkeypatch):
     fold, source = "x8-photo" if name == "figure4" else "pacs-photo", write_clip(tmp_path / "clip")
     small = small_images(tmp_path, monkeypatch, name, fold=fold, source=source, rounds=rounds)

@@ -35,13 +35,22 @@ def variances_by_hand(follow):
     data, equal = world(), torch.full((3,), 1 / 3, dtype=torch.float64)
     weights, found = {"ga": equal, "faa": equal}, []
     played = play(
-        methods.build(follow), data, linear(), [data.seen] * ROUNDS, seed=0, reports=("val_loss_after",), **TRAINING
+        methods.build(follow),
+        data,
+        linear(),
+        [data.seen] * ROUNDS,
+        seed=0,
+        reports=("val_loss_after",),
+        **TRAINING,
     )
     for number, (updates, cohort) in enumerate(zip(played.updates, played.cohorts, strict=True)):
         model, step = played.states[number].model, 0.2 * (1 - number / ROUNDS)
 
         def gaps(a, updates=updates, cohort=cohort, model=model):
-            return cohort.evaluate({**model, **mix(updates, a)}, "val")["loss"] - updates.reports["val_loss_after"]
+            return (
+                cohort.evaluate({**model, **mix(updates, a)}, "val")["loss"]
+                - updates.reports["val_loss_after"]
+            )
 
         gap = gaps(weights["faa"])
         nudged = generalization_adjustment(weights["faa"], gap, step)
@@ -55,7 +64,9 @@ def variances_by_hand(follow):
 
 @pytest.mark.parametrize("follow", ["faa", "fedavg"])
 def test_variances_by_hand(figure, follow, tmp_path):
-    linear_run(tmp_path / "run", world(), {"name": "fairnesscurves", "follow": follow}, rounds=ROUNDS)
+    linear_run(
+        tmp_path / "run", world(), {"name": "fairnesscurves", "follow": follow}, rounds=ROUNDS
+    )
     found = figure.read(tmp_path / "run")
     wanted = variances_by_hand(follow)
     assert list(found) == ["fedavg", "ga", "faa"]
@@ -66,8 +77,12 @@ def test_variances_by_hand(figure, follow, tmp_path):
 
 
 def test_faas_own_run_is_not_changed_by_measuring(figure, tmp_path):
-    ours, plain = (linear_run(None, world(), name, rounds=ROUNDS) for name in ("fairnesscurves", "faa"))
-    assert torch.equal(ours.trainer.state.model["head.weight"], plain.trainer.state.model["head.weight"])
+    ours, plain = (
+        linear_run(None, world(), name, rounds=ROUNDS) for name in ("fairnesscurves", "faa")
+    )
+    assert torch.equal(
+        ours.trainer.state.model["head.weight"], plain.trainer.state.model["head.weight"]
+    )
 
 
 def test_an_unknown_aggregation_is_refused(figure):

@@ -28,14 +28,19 @@ def experiments(name, **options):
 
 
 def test_every_table_and_the_figure_are_there():
-    assert sorted(path.stem for path in HOME.glob("*.yaml")) == sorted([*TABLES, "lambda", "skewed-cifar10"])
+    assert sorted(path.stem for path in HOME.glob("*.yaml")) == sorted(
+        [*TABLES, "lambda", "skewed-cifar10"]
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_method_of_the_comparison_is_there(name):
     found = {job.method for job in jobs(name)}
     tilted = {"gender": {"term-group"}, "threegroups": {"term", "term-group"}}.get(name, {"term"})
-    assert found == {"fedavg", "qffl", "afl", "fedmgda", "ditto", "gifair-global", "gifair-per"} | tilted
+    assert (
+        found
+        == {"fedavg", "qffl", "afl", "fedmgda", "ditto", "gifair-global", "gifair-per"} | tilted
+    )
     assert {job.seed for job in jobs(name)} == {1, 2, 3}
 
 
@@ -52,17 +57,33 @@ def test_images_are_trained_on_as_in_section_5_1_3(name):
 def test_text_is_trained_on_alike(name):
     for experiment in experiments(name).values():
         training = experiment.training
-        assert (training.cohort, training.steps, training.batch_size, training.rounds) == (10, 30, 10, 100)
+        assert (training.cohort, training.steps, training.batch_size, training.rounds) == (
+            10,
+            30,
+            10,
+            100,
+        )
         assert training.optimizer.lr == 0.8
         # Clients are drawn by size and counted alike, as in algorithm 2.
         assert (experiment.method.sampler.name, experiment.method.weights) == ("size", "uniform")
         model = experiment.model
-        assert (model["name"], model["embedding"], model["hidden"], model["layers"]) == ("charlstm", 8, 256, 2)
+        assert (model["name"], model["embedding"], model["hidden"], model["layers"]) == (
+            "charlstm",
+            8,
+            256,
+            2,
+        )
 
 
 def test_federations_are_the_papers():
     partition = experiments("skewed")["fedavg"].data["partition"]
-    assert partition == {"name": "skewed", "scale": 1.0, "clients": 100, "classes": 5, "images": 100}
+    assert partition == {
+        "name": "skewed",
+        "scale": 1.0,
+        "clients": 100,
+        "classes": 5,
+        "images": 100,
+    }
     assert experiments("shakespeare")["fedavg"].data["roles"] == 31
     for name in ("gender", "lambda"):
         assert next(iter(experiments(name).values())).data["roles"] == {"male": 25, "female": 10}
@@ -86,7 +107,10 @@ def test_tuning_has_a_seed_of_its_own_and_looks_at_validation_data(name):
     chosen = experiments(name)
     for label, variants in study.tried.items():
         written = chosen[label].plain()["method"]
-        assert any(all(written[key] == value for key, value in values.items()) for values in variants.values())
+        assert any(
+            all(written[key] == value for key, value in values.items())
+            for values in variants.values()
+        )
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -115,7 +139,10 @@ def test_figure_4_reads_the_groups_of_every_strength_and_seed(tmp_path):
         (folder / "summary.json").write_text(json.dumps({"results": results}))
     figure = load_script(HOME / "figure4.py")
     found = figure.read(tmp_path)
-    assert found == {"male": {0.0: [0.4, 0.5], 0.9: [0.35]}, "female": {0.0: [0.2, 0.3], 0.9: [0.3]}}
+    assert found == {
+        "male": {0.0: [0.4, 0.5], 0.9: [0.35]},
+        "female": {0.0: [0.2, 0.3], 0.9: [0.3]},
+    }
     figure.draw(found, tmp_path / "figure4.svg")
     assert (tmp_path / "figure4.svg").stat().st_size > 1000
 
@@ -127,12 +154,25 @@ def test_figure_4_of_another_study_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["figure4.py", str(tmp_path)])
     with pytest.raises(SystemExit):
         load_script(HOME / "figure4.py").main()
-    assert "holds runs of another study: its methods are not called by values of λ" in capsys.readouterr().err
+    assert (
+        "holds runs of another study: its methods are not called by values of λ"
+        in capsys.readouterr().err
+    )
 
 
 # ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
 
-FAIR = {"fedavg", "qffl", "term", "afl", "fedmgda", "ditto", "gifair-global", "gifair-exact", "gifair-per"}
+FAIR = {
+    "fedavg",
+    "qffl",
+    "term",
+    "afl",
+    "fedmgda",
+    "ditto",
+    "gifair-global",
+    "gifair-exact",
+    "gifair-per",
+}
 
 
 def test_images_of_cifar_are_divided_and_judged_as_the_file_says():
@@ -182,7 +222,9 @@ def test_cifar_in_small(small, tmp_path):
         personal = method in ("ditto", "gifair-per")
         for metric in small.metrics:
             assert len(results.values("base", method, metric)) == 1, (method, metric)
-        assert results.models("base", small.metrics)[method] == ("personal" if personal else "global")
+        assert results.models("base", small.metrics)[method] == (
+            "personal" if personal else "global"
+        )
     for summary in results.summaries.values():
         assert summary["tail"]["rounds"] == [2, 3]
     noise = load_script(HOME / "testing_noise.py")

@@ -29,7 +29,12 @@ def test_messages_bytes_and_evaluations(runs):
     assert (fedavg.rounds, fedavg.messages, fedavg.evaluations) == (2, 1, 0)
     assert (fedavg.bytes_down, fedavg.bytes_up) == (MODEL, MODEL + REPORTS)
     # The loss of the received model is one more number.
-    assert (ga.messages, ga.evaluations, ga.bytes_down, ga.bytes_up) == (1, 2, MODEL, MODEL + REPORTS + 8)
+    assert (ga.messages, ga.evaluations, ga.bytes_down, ga.bytes_up) == (
+        1,
+        2,
+        MODEL,
+        MODEL + REPORTS + 8,
+    )
     # Two averages are sent to be evaluated, and two losses come back.
     assert (faa.messages, faa.evaluations, faa.bytes_down) == (3, 4, 3 * MODEL)
     assert faa.bytes_up == MODEL + REPORTS + 8 + 2 * 8
@@ -37,12 +42,17 @@ def test_messages_bytes_and_evaluations(runs):
 
 def test_seconds_are_those_of_training_and_aggregation(runs):
     rows = [json.loads(line) for line in (runs / "faa" / "timings.jsonl").read_text().splitlines()]
-    assert cost(runs / "faa").seconds == pytest.approx(sum(row["train"] + row["combine"] for row in rows) / 2)
+    assert cost(runs / "faa").seconds == pytest.approx(
+        sum(row["train"] + row["combine"] for row in rows) / 2
+    )
 
 
 def test_the_table_compares_with_its_first_row(runs, capsys):
     assert main(["cost", str(runs / "fedavg"), f"ours={runs / 'faa'}"]) == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     assert [row[0] for row in rows] == ["method", "---", "fedavg", "ours"]
     assert (rows[2][4], rows[3][4], rows[3][1], rows[3][6]) == ("1.00", "3.00", "3.0", "4.0")
     assert rows[3][5] == f"{(MODEL + REPORTS + 24) / (MODEL + REPORTS):.2f}"

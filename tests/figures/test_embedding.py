@@ -20,7 +20,14 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("embedding") / "run"
     digits = load_data(**DATA)
     machine = Machine(device="cpu", precision="float64")
-    train(digits, data=DATA, model={"name": "mlp", "hidden": [6]}, rounds=1, out=directory, machine=machine)
+    train(
+        digits,
+        data=DATA,
+        model={"name": "mlp", "hidden": [6]},
+        rounds=1,
+        out=directory,
+        machine=machine,
+    )
     return digits, directory
 
 
@@ -29,9 +36,13 @@ def test_features_and_points(trained):
     found = embed_features(directory, samples=8, seed=3, device="cpu")
     module = load(directory)
     with torch.no_grad():
-        wanted = np.stack([module.features(digits.x[p : p + 1].double()).numpy()[0] for p in found.samples])
+        wanted = np.stack(
+            [module.features(digits.x[p : p + 1].double()).numpy()[0] for p in found.samples]
+        )
     np.testing.assert_allclose(found.features, wanted, atol=1e-10)
-    own = TSNE(perplexity=len(wanted) / 3, init="pca", random_state=3).fit_transform(found.features.astype(np.float32))
+    own = TSNE(perplexity=len(wanted) / 3, init="pca", random_state=3).fit_transform(
+        found.features.astype(np.float32)
+    )
     np.testing.assert_array_equal(found.points, own.astype(float))
     np.testing.assert_array_equal(found.labels, digits.y.numpy()[found.samples])
 

@@ -54,15 +54,27 @@ def test_slope_and_correlation_by_hand():
 
 def test_a_client_without_a_gap_in_a_round_has_no_point_there(tmp_path):
     rows = [
-        {"round": 1, "clients": [0, 2], "notes": {"weight_changes": [0.1, -0.1], "gap_changes": [None, 0.5]}},
+        {
+            "round": 1,
+            "clients": [0, 2],
+            "notes": {"weight_changes": [0.1, -0.1], "gap_changes": [None, 0.5]},
+        },
         {"round": 2, "clients": [0, 1], "notes": {"weights": [0.5, 0.5]}},  # a round of GA
-        {"round": 3, "clients": [0, 2], "notes": {"weight_changes": [0.2, -0.2], "gap_changes": [-0.3, 0.7]}},
+        {
+            "round": 3,
+            "clients": [0, 2],
+            "notes": {"weight_changes": [0.2, -0.2], "gap_changes": [-0.3, 0.7]},
+        },
     ]
     (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "names.json").write_text('["north", "south", "west"]')
     first, second = gap_changes(tmp_path)
     assert (first.name, first.weight.tolist(), first.gap.tolist()) == ("north", [0.2], [-0.3])
-    assert (second.name, second.weight.tolist(), second.gap.tolist()) == ("west", [-0.1, -0.2], [0.5, 0.7])
+    assert (second.name, second.weight.tolist(), second.gap.tolist()) == (
+        "west",
+        [-0.1, -0.2],
+        [0.5, 0.7],
+    )
     with pytest.raises(InputError, match="has no measured changes of gaps"):
         gap_changes(tmp_path / "elsewhere")
 
@@ -71,7 +83,9 @@ def test_a_sweep_by_hand(tmp_path):
     """Client 1 gets 1/3 + Δa of the average of three local models, and the others share the rest."""
     data = world()
     run = linear_run(tmp_path / "run", data)
-    found = sweep_gaps(tmp_path / "run", federation=data, module=linear(), steps=5, reach=0.5, device="cpu")
+    found = sweep_gaps(
+        tmp_path / "run", federation=data, module=linear(), steps=5, reach=0.5, device="cpu"
+    )
     assert [one.client for one in found] == [0, 1, 2]
     own = [weights_of(run.local_model(k)) for k in range(3)]
 
@@ -81,12 +95,16 @@ def test_a_sweep_by_hand(tmp_path):
 
     changes = np.linspace(-1 / 3, 0.5, 5)
     np.testing.assert_allclose(found[1].weight, changes)
-    np.testing.assert_allclose(found[1].gap, [mean_loss(c) - mean_loss(0.0) for c in changes], atol=1e-12)
+    np.testing.assert_allclose(
+        found[1].gap, [mean_loss(c) - mean_loss(0.0) for c in changes], atol=1e-12
+    )
 
 
 def test_the_figure_is_written(tmp_path):
     linear_run(tmp_path / "run", world(), "faa", rounds=3)
-    path = draw_gap_changes({"one": gap_changes(tmp_path / "run")}, tmp_path / "figures" / "figure2.png")
+    path = draw_gap_changes(
+        {"one": gap_changes(tmp_path / "run")}, tmp_path / "figures" / "figure2.png"
+    )
     assert path.stat().st_size > 5000
     with pytest.raises(InputError, match="cannot draw to"):
         draw_gap_changes({}, tmp_path / "figure2.txt")

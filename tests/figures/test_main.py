@@ -15,7 +15,14 @@ DATA = {"name": "digits", "leave_out": "textured"}
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("main") / "run"
     how = {"model": "logistic", "rounds": 1, "cohort": 3, "machine": Machine(device="cpu")}
-    train(load(**DATA), data=DATA, method="faa", out=directory, evaluation=Evaluation(keep_local=True), **how)
+    train(
+        load(**DATA),
+        data=DATA,
+        method="faa",
+        out=directory,
+        evaluation=Evaluation(keep_local=True),
+        **how,
+    )
     return str(directory)
 
 

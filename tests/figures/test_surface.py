@@ -42,7 +42,9 @@ def test_losses_are_those_of_the_models_at_each_point(kept):
     places = {"client 0": first, "client 1": second, "client 2": third, "global": middle}
     assert list(surface.models) == list(places)
     for name, w in places.items():
-        assert surface.models[name] == pytest.approx([(w - first) @ across, (w - first) @ up], abs=1e-9)
+        assert surface.models[name] == pytest.approx(
+            [(w - first) @ across, (w - first) @ up], abs=1e-9
+        )
     # The average of three models is in their plane.
     assert surface.off_plane == pytest.approx(0, abs=1e-9)
     low, high = np.min(list(surface.models.values()), 0), np.max(list(surface.models.values()), 0)
@@ -62,7 +64,9 @@ def test_a_global_model_outside_the_plane_is_projected(tmp_path):
     """The mean of four models is off the plane of three of them, by its distance to the plane's nearest point."""
     data = world(unseen=(4,))
     run = linear_run(tmp_path / "run", data)
-    surface = loss_surface(tmp_path / "run", clients=[0, 1, 3], federation=data, module=linear(), steps=2, device="cpu")
+    surface = loss_surface(
+        tmp_path / "run", clients=[0, 1, 3], federation=data, module=linear(), steps=2, device="cpu"
+    )
     own = [weights_of(run.local_model(k)) for k in (0, 1, 3)]
     edges = np.stack([own[1] - own[0], own[2] - own[0]], axis=1)
     difference = weights_of(run.model()) - own[0]
@@ -87,7 +91,9 @@ def test_batch_statistics_stay_valid_outside_the_models(tmp_path):
     outside = opened.mixed(clients[:2], np.array([3.0, -2.0]))
     ours, theirs = (run.local_model(client).state_dict() for client in clients[:2])
     torch.testing.assert_close(outside["features.1.running_var"], ours["features.1.running_var"])
-    torch.testing.assert_close(outside["head.weight"], 3 * ours["head.weight"] - 2 * theirs["head.weight"])
+    torch.testing.assert_close(
+        outside["head.weight"], 3 * ours["head.weight"] - 2 * theirs["head.weight"]
+    )
     draw_surfaces({"one": surface, "again": surface}, tmp_path / "figure5.png")
     assert (tmp_path / "figure5.png").stat().st_size > 5000
 
@@ -96,9 +102,13 @@ def test_refusals(kept, tmp_path):
     data, directory, _ = kept
     given = {"federation": data, "module": linear(), "device": "cpu"}
     for clients in ([0, 1], [0, 1, 3], [0, 1, 1]):
-        with pytest.raises(InputError, match="a plane goes through the local models of three clients"):
+        with pytest.raises(
+            InputError, match="a plane goes through the local models of three clients"
+        ):
             loss_surface(directory, clients=clients, **given)
-    with pytest.raises(InputError, match="does not say how its data were made; pass them as federation="):
+    with pytest.raises(
+        InputError, match="does not say how its data were made; pass them as federation="
+    ):
         loss_surface(directory, module=linear(), device="cpu")
     other = world(unseen=(1,))
     with pytest.raises(InputError, match="was trained on other data"):
@@ -106,9 +116,17 @@ def test_refusals(kept, tmp_path):
     everyone = world(unseen=())
     linear_run(tmp_path / "everyone", everyone)
     with pytest.raises(InputError, match="no unseen client has test data"):
-        loss_surface(tmp_path / "everyone", clients=[0, 1, 2], federation=everyone, module=linear(), device="cpu")
+        loss_surface(
+            tmp_path / "everyone",
+            clients=[0, 1, 2],
+            federation=everyone,
+            module=linear(),
+            device="cpu",
+        )
     best = Evaluation(keep_local=True, select="best")
     run = linear_run(tmp_path / "best", data, rounds=6, evaluation=best, optimizer=Sgd(lr=0.9))
     assert run.summary["round"] < 6
-    with pytest.raises(InputError, match=r"the global model is of round \d .* local models are of round 6"):
+    with pytest.raises(
+        InputError, match=r"the global model is of round \d .* local models are of round 6"
+    ):
         loss_surface(tmp_path / "best", **given)

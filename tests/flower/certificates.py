@@ -17,10 +17,15 @@ def make_tls(folder):
     """Make an authority and a certificate of its for this machine."""
     folder = Path(folder)
     folder.mkdir(parents=True)
-    authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    authority, server = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test authority")])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    names = x509.SubjectAlternativeName(
+        [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    )
     usage = {
         "digital_signature": True, "content_commitment": False, "key_encipherment": False, "data_encipherment": False,
         "key_agreement": False, "encipher_only": False, "decipher_only": False,
@@ -29,22 +34,31 @@ def make_tls(folder):
         _certificate(issuer, issuer, authority)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False
+        )
         .sign(authority, hashes.SHA256())
     )
     leaf = (
         _certificate(subject, issuer, server)
         .add_extension(names, critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
+            critical=False,
+        )
         .sign(authority, hashes.SHA256())
     )
-    files = SimpleNamespace(ca=folder / "ca.crt", certificate=folder / "server.pem", key=folder / "server.key")
+    files = SimpleNamespace(
+        ca=folder / "ca.crt", certificate=folder / "server.pem", key=folder / "server.key"
+    )
     files.ca.write_bytes(root.public_bytes(serialization.Encoding.PEM))
     files.certificate.write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
     files.key.write_bytes(
         server.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         )
     )
     return files
@@ -67,7 +81,11 @@ def make_key(path):
     """Make a SuperNode's key pair, as ``ssh-keygen -t ecdsa -b 384`` does."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = serialization.PrivateFormat.OpenSSH
-    Path(path).write_bytes(key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption()))
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    Path(path).write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, private, serialization.NoEncryption())
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
     Path(f"{path}.pub").write_bytes(public + b"\n")
     return Path(path)

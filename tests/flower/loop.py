@@ -100,7 +100,9 @@ def write_silos(root):
     for number, client in enumerate(CHOSEN):
         folder = Path(root) / f"client-{number}"
         folder.mkdir(parents=True)
-        rows = np.concatenate([digits.split(split).of(client) for split in ("train", "val", "test")])
+        rows = np.concatenate(
+            [digits.split(split).of(client) for split in ("train", "val", "test")]
+        )
         np.savez(folder / "data.npz", x=digits.x[rows].numpy(), y=digits.y[rows].numpy())
         (folder / "client.yaml").write_text(f"group: {digits.group_names[digits.groups[client]]}\n")
     return Path(root)
@@ -115,7 +117,9 @@ def write_experiment(folder, **sections):
         "flower": {"clients": 4, "timeout": 60},
     }
     for name, section in sections.items():
-        content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        content[name] = (
+            {**content.get(name, {}), **section} if isinstance(section, dict) else section
+        )
     path = folder / "experiment.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
@@ -123,7 +127,10 @@ def write_experiment(folder, **sections):
 
 def own_nodes(folder, clients=range(4)):
     """Return the configurations of nodes that each have their own data and memory."""
-    return [{"data": str(folder / "silos" / f"client-{c}"), "memory": str(folder / "memory" / str(c))} for c in clients]
+    return [
+        {"data": str(folder / "silos" / f"client-{c}"), "memory": str(folder / "memory" / str(c))}
+        for c in clients
+    ]
 
 
 def number_of(node):
@@ -136,11 +143,17 @@ def misbehaving(client, kind, round_, wrong):
 
     def tamper(node, message, reply):
         hit = (number_of(node), message.metadata.message_type) == (client, kind)
-        return wrong(message, reply) if hit and settings_of(message.content)["round"] == round_ else reply
+        return (
+            wrong(message, reply)
+            if hit and settings_of(message.content)["round"] == round_
+            else reply
+        )
 
     return tamper
 
 
 def error(message, reply):
     """Answer that memory has run out."""
-    return Message(Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message)
+    return Message(
+        Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message
+    )

@@ -43,7 +43,9 @@ def saved(values, **declared):
 
 def raw(data, like, dtype=None, shape=None):
     """Make an array whose bytes are anything, and declare what is expected of it."""
-    return Array(dtype or str(like.dtype), tuple(like.shape) if shape is None else shape, NUMPY, data)
+    return Array(
+        dtype or str(like.dtype), tuple(like.shape) if shape is None else shape, NUMPY, data
+    )
 
 
 def described(descr, shape, order=False, more=""):
@@ -179,7 +181,9 @@ def in_numbers(record, **values):
 
     def wrong(content):
         numbers = dict(content.metric_records[record]) | values
-        content[record] = MetricRecord({name: value for name, value in numbers.items() if value is not None})
+        content[record] = MetricRecord(
+            {name: value for name, value in numbers.items() if value is not None}
+        )
 
     return wrong
 
@@ -212,7 +216,9 @@ def in_note(**values):
 
     def wrong(content):
         note = dict(content.config_records["note"]) | values
-        content["note"] = ConfigRecord({name: value for name, value in note.items() if value is not None})
+        content["note"] = ConfigRecord(
+            {name: value for name, value in note.items() if value is not None}
+        )
 
     return wrong
 
@@ -268,23 +274,39 @@ def answer_kinds(record):
 
 def wrong_arrays(record, name):
     """Return all ways to spoil a record of arrays."""
-    changed = {f"{record}: {what}": in_array(record, name, change) for what, change in ARRAYS.items()}
+    changed = {
+        f"{record}: {what}": in_array(record, name, change) for what, change in ARRAYS.items()
+    }
     named = {f"{record}: {what}": in_arrays(record, change) for what, change in NAMES.items()}
-    kinds = {what: wrong for what, wrong in answer_kinds(record).items() if not what.endswith("as arrays")}
+    kinds = {
+        what: wrong
+        for what, wrong in answer_kinds(record).items()
+        if not what.endswith("as arrays")
+    }
     return {**changed, **named, **kinds}
 
 
 def wrong_numbers(record, name):
     """Return all ways to spoil a needed number."""
-    changed = {f"{name} as {what}": in_numbers(record, **{name: value}) for what, value in NUMBERS.items()}
-    kinds = {what: wrong for what, wrong in answer_kinds(record).items() if not what.endswith("as numbers")}
+    changed = {
+        f"{name} as {what}": in_numbers(record, **{name: value}) for what, value in NUMBERS.items()
+    }
+    kinds = {
+        what: wrong
+        for what, wrong in answer_kinds(record).items()
+        if not what.endswith("as numbers")
+    }
     return {**changed, **kinds}
 
 
 def wrong_notes():
     """Return all ways to spoil the note of an answer."""
     changed = {what: in_note(**values) for what, values in NOTES.items()}
-    kinds = {what: wrong for what, wrong in answer_kinds("note").items() if not what.endswith("as settings")}
+    kinds = {
+        what: wrong
+        for what, wrong in answer_kinds("note").items()
+        if not what.endswith("as settings")
+    }
     return {**changed, **kinds, "nothing at all": empty}
 
 
@@ -304,7 +326,9 @@ FORMS = {
     "a form of a number": form("7"),
     "a form with an unknown tensor": form('{"tensor": "99"}'),
     "a form with a list as tensor": form('{"tensor": ["0"]}'),
-    "a form with a number as tensor": form('{"tuple": [{"mapping": [["head.weight", {"tensor": 0}]]}]}'),
+    "a form with a number as tensor": form(
+        '{"tuple": [{"mapping": [["head.weight", {"tensor": 0}]]}]}'
+    ),
     "a form without tensors": form('{"value": 7}'),
     "a form of two kinds": form('{"list": [], "tuple": []}'),
     "a form of an unknown kind": form('{"module": "os"}'),
@@ -387,7 +411,9 @@ REGISTRATIONS = {
     "group names as text": registered(group_names="abc"),
     "group names as numbers": registered(group_names=[1, 2]),
     "group names nested": registered(group_names=[["a"]]),
-    "a hundred thousand groups": registered(group_names=[f"group {n}" for n in range(100_000)], group="group 1"),
+    "a hundred thousand groups": registered(
+        group_names=[f"group {n}" for n in range(100_000)], group="group 1"
+    ),
     "a megabyte as group": registered(group_names=["g" * 1_000_000], group="g" * 1_000_000),
     "name as null": registered(name=None),
     "name as mapping": registered(name={"a": 1}),

@@ -35,7 +35,11 @@ def assert_same_rows(ours, theirs, tolerance=TOLERANCE, metrics=()):
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
-            same = math.isclose(value, other[key], rel_tol=tolerance, abs_tol=tolerance) if key in close else None
+            same = (
+                math.isclose(value, other[key], rel_tol=tolerance, abs_tol=tolerance)
+                if key in close
+                else None
+            )
             assert value == other[key] if same is None else same, (key, one, other)
 
 
@@ -43,7 +47,10 @@ def assert_same_notes(ours, theirs):
     """Notes may be quotients of small differences (slopes), so rounding shows in them sooner than in models."""
     assert ours.keys() == theirs.keys()
     for name, values in ours.items():
-        one, other = ([math.nan if v is None else v for v in np.ravel(given)] for given in (values, theirs[name]))
+        one, other = (
+            [math.nan if v is None else v for v in np.ravel(given)]
+            for given in (values, theirs[name])
+        )
         assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True), name
 
 
@@ -68,10 +75,17 @@ def compare(path, folder, tolerance=TOLERANCE):
         assert_same_notes(one.get("notes", {}), other.get("notes", {}))
     for client in range(4):
         ends_up_with, note = load_tensors(
-            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}/model.safetensors"
+            folder
+            / "memory"
+            / str(client)
+            / "runs"
+            / run.trainer.engine.run()
+            / f"client-{client}/model.safetensors"
         )
         module = alone.model(client if here.own and client in here.clients else None)
-        expected = {name: tensor for name, tensor in module.state_dict().items() if name in ends_up_with}
+        expected = {
+            name: tensor for name, tensor in module.state_dict().items() if name in ends_up_with
+        }
         assert differ(expected, ends_up_with) <= tolerance
         assert note["round"] == here.round
     return alone, run, grid

@@ -82,10 +82,16 @@ class Flower:
         )
         secure = ["--insecure"]
         if tls:
-            secure = [f"--ssl-ca-certfile={tls.ca}", f"--ssl-certfile={tls.certificate}", f"--ssl-keyfile={tls.key}"]
+            secure = [
+                f"--ssl-ca-certfile={tls.ca}",
+                f"--ssl-certfile={tls.certificate}",
+                f"--ssl-keyfile={tls.key}",
+            ]
         secure += ["--enable-supernode-auth"] if auth else []
         secure += ["--simulation"] if simulation else []
-        self._start("superlink", "flower-superlink", "--host=127.0.0.1", f"--port={self.port}", *secure)
+        self._start(
+            "superlink", "flower-superlink", "--host=127.0.0.1", f"--port={self.port}", *secure
+        )
         wait_until(lambda: listening(self.port), 60, "the SuperLink to listen")
 
     def __enter__(self):
@@ -112,7 +118,9 @@ class Flower:
         """Start a SuperNode."""
         how = ["--root-certificates", str(self.tls.ca)] if self.tls else ["--insecure"]
         how += ["--auth-supernode-private-key", str(key)] if key else []
-        text = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in config.items())
+        text = " ".join(
+            f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in config.items()
+        )
         return self._start(
             name,
             "flower-supernode",
@@ -126,7 +134,9 @@ class Flower:
     def begin(self, app, *arguments, name="run", **run_config):
         """Start a run and follow it; the process ends when the run does."""
         text = " ".join(f'{key}="{value}"' for key, value in run_config.items())
-        return self._start(name, "flwr", "run", str(app), "test", "--stream", "--run-config", text, *arguments)
+        return self._start(
+            name, "flwr", "run", str(app), "test", "--stream", "--run-config", text, *arguments
+        )
 
     def run(self, app, *arguments, timeout=300, name="run", **run_config):
         """Carry a run out to its end."""

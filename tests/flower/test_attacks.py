@@ -83,15 +83,23 @@ def test_attacks_over_real_processes(tmp_path):
         flower.processes["node3"].wait(60)
         flower.node("thief", thief)
         flower.node("stranger", stranger)
-        wait_until(lambda: rounds() >= 2 or run.poll() is not None, PATIENCE, "thief and stranger to be refused")
+        wait_until(
+            lambda: rounds() >= 2 or run.poll() is not None,
+            PATIENCE,
+            "thief and stranger to be refused",
+        )
         flower.node("node3-again", configs[3])
         run.wait(PATIENCE)
         log = flower.log("run")
         # Another run of the same app, started without its protection.
         weakened = tmp_path / "weakened"
-        flower.begin(tmp_path / "app", name="weakened", out=str(weakened), set="flower.privacy=null")
+        flower.begin(
+            tmp_path / "app", name="weakened", out=str(weakened), set="flower.privacy=null"
+        )
         reason = "cannot take part: the client refuses: the run weakens flower.privacy: none instead of clip 0.05"
-        wait_until(lambda: flower.log("weakened").count(reason) == 6, PATIENCE, "all six nodes to refuse")
+        wait_until(
+            lambda: flower.log("weakened").count(reason) == 6, PATIENCE, "all six nodes to refuse"
+        )
         silos = {client: flower.log(f"node{client}") for client in range(3)}
     assert marked(flower.mark) == []
 
@@ -109,8 +117,12 @@ def test_attacks_over_real_processes(tmp_path):
     assert "refused a message 'train': the message has a local rule of its own" in silos[1]
     assert not list(tmp_path.rglob("escaped*"))
     norms = [norm for row in rows for norm in row["notes"]["guard_norms"]]
-    assert max(norms) == pytest.approx(CLIP, rel=1e-6), "updates were clipped whatever the message said"
-    assert {said["client"] for said in json.loads((out / "clients.json").read_text())["clients"]} == {0, 1, 2, 3}
+    assert max(norms) == pytest.approx(CLIP, rel=1e-6), (
+        "updates were clipped whatever the message said"
+    )
+    assert {
+        said["client"] for said in json.loads((out / "clients.json").read_text())["clients"]
+    } == {0, 1, 2, 3}
     assert_same_run(out, replayed(path, tmp_path, rows), log)
 
     assert "refused a message 'query.describe': the run weakens flower.privacy" in silos[2]

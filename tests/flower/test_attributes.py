@@ -33,7 +33,13 @@ def folder(tmp_path_factory):
 
 def experiment(folder, **sections):
     data = {"name": "silos", "root": str(folder / "silos"), "classes": 2}
-    sections = {"data": data, "model": "logistic", "training": {"rounds": 2}, "evaluation": EVALUATION, **sections}
+    sections = {
+        "data": data,
+        "model": "logistic",
+        "training": {"rounds": 2},
+        "evaluation": EVALUATION,
+        **sections,
+    }
     return write_experiment(folder, **sections)
 
 
@@ -43,7 +49,10 @@ def test_counts_are_the_same_and_cost_no_message(method, folder):
     for key in ("results", "validation"):
         assert set(alone.summary[key]) == set(run.summary[key])
         for model, whose in alone.summary[key].items():
-            ours, theirs = whose["seen"]["attributes"], run.summary[key][model]["seen"]["attributes"]
+            ours, theirs = (
+                whose["seen"]["attributes"],
+                run.summary[key][model]["seen"]["attributes"],
+            )
             assert ours == theirs
             assert set(ours) == {"sex", "origin"}
     assert alone.summary["results"]["global"]["seen"]["attributes"]["origin"]["withheld"] > 0
@@ -55,13 +64,24 @@ def test_small_cells_do_not_leave_a_client(folder):
 
     def look(node, message, reply):
         for name in ("global.val", "global.test"):
-            seen.append({} if reply.has_error() else dict(reply.content.metric_records.get(name, {})))
+            seen.append(
+                {} if reply.has_error() else dict(reply.content.metric_records.get(name, {}))
+            )
         return reply
 
     run_on_loop(experiment(folder), own_nodes(folder), tamper=look)
-    counts = [(read_column(name), value) for numbers in seen for name, value in numbers.items() if read_column(name)]
+    counts = [
+        (read_column(name), value)
+        for numbers in seen
+        for name, value in numbers.items()
+        if read_column(name)
+    ]
     assert {name[0] for name, _ in counts} == {"sex", "origin"}
-    small = [(name, value) for name, value in counts if name[2] in ("n", "positives", "negatives") and 0 < value < 4]
+    small = [
+        (name, value)
+        for name, value in counts
+        if name[2] in ("n", "positives", "negatives") and 0 < value < 4
+    ]
     assert small == []
 
 
@@ -72,7 +92,11 @@ def test_a_node_may_withhold_more(folder):
     run, _ = run_on_loop(experiment(folder), nodes)
     usual, _ = run_on_loop(experiment(folder), own_nodes(folder))
     rows, expected = (
-        [row for row in r.trainer.metrics if (row["round"], row["model"], row["split"]) == (2, "global", "test")]
+        [
+            row
+            for row in r.trainer.metrics
+            if (row["round"], row["model"], row["split"]) == (2, "global", "test")
+        ]
         for r in (run, usual)
     )
     assert "attributes" not in rows[1]

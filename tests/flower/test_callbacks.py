@@ -76,7 +76,11 @@ def test_a_server_tells_the_same(last, folder):
     load_experiment(path).run(callbacks=[ours])
     on_loop(path, folder, theirs)
     assert theirs.events == ours.events
-    assert ours.events == ["begin", "round", "evaluated", "end"] if last else "evaluated" in ours.events
+    assert (
+        ours.events == ["begin", "round", "evaluated", "end"]
+        if last
+        else "evaluated" in ours.events
+    )
     assert_same_rows(ours.rows, theirs.rows)
     assert max(differ(*both) for both in zip(ours.models, theirs.models, strict=True)) <= 1e-9
     for one, other in zip(ours.groups, theirs.groups, strict=True):
@@ -91,7 +95,9 @@ def test_trackers_of_the_experiment_run_on_the_server(folder, tmp_path, monkeypa
     monkeypatch.setattr(tracking, "TRACKERS", dict(tracking.TRACKERS))
     (folder / "losses_on_server.py").write_text(OWN)
     own = {"name": "LossesOnServer", "file": str(tmp_path / "losses.txt")}
-    path = write_experiment(folder, training={"rounds": 2}, imports="losses_on_server.py", tracking=[own])
+    path = write_experiment(
+        folder, training={"rounds": 2}, imports="losses_on_server.py", tracking=[own]
+    )
     run, _ = run_on_loop(path, own_nodes(folder), tmp_path / "run")
     losses = [f"{row['round']} {row['train_loss']:.9f}" for row in run.trainer.rounds]
     # Clients read the same experiment and write nothing.

@@ -30,7 +30,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("client2vec")
     write_silos(folder / "silos")
     torch.manual_seed(0)
-    ClientIndex(np.arange(4), torch.randn(4, 6), torch.randn(4, 3)).write(folder / "index.safetensors")
+    ClientIndex(np.arange(4), torch.randn(4, 6), torch.randn(4, 3)).write(
+        folder / "index.safetensors"
+    )
     return folder
 
 
@@ -63,7 +65,9 @@ def test_clusters_of_an_index_are_the_same(method, asked, folder):
     inside = method.get("aggregation")
     method = {**method, "aggregation": inside | about} if inside else method | about
     model = MODELS.get(method["name"], {"name": "mlp"})
-    _, run, grid = compare(write_experiment(folder, method=method, training=TRAINING, model=model), folder)
+    _, run, grid = compare(
+        write_experiment(folder, method=method, training=TRAINING, model=model), folder
+    )
     assert grid.kinds.count("query.ask") == asked
     assert set(next(iter(run.trainer.rounds))["notes"]["clusters"]) == {0, 1}
 

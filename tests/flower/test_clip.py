@@ -37,7 +37,9 @@ def write_images(root, domains=("photo", "art"), classes=("dog", "cat")):
 
 @pytest.mark.parametrize(("method", "rounds"), [("fedclip", 2), ("promptfl", 2), ("fedavg", 0)])
 def test_clients_say_the_names_of_their_classes(folder, method, rounds):
-    path = write_experiment(folder, method=method, training={"rounds": rounds, "optimizer": {"lr": 0.1}})
+    path = write_experiment(
+        folder, method=method, training={"rounds": rounds, "optimizer": {"lr": 0.1}}
+    )
     content = load_experiment(path).plain()
     model = {"fedclip": "clipadapter", "promptfl": "clipprompts", "fedavg": "clip"}[method]
     content["data"] = write_images(folder / "images")
@@ -45,9 +47,13 @@ def test_clients_say_the_names_of_their_classes(folder, method, rounds):
     content["flower"]["clients"] = 2
     path.write_text(yaml.safe_dump(content))
     alone = load_experiment(path).run()
-    nodes = [{"client": client, "memory": str(folder / "memory" / str(client))} for client in range(2)]
+    nodes = [
+        {"client": client, "memory": str(folder / "memory" / str(client))} for client in range(2)
+    ]
     run, _ = run_on_loop(path, nodes)
-    assert alone.config["model"]["class_names"] == run.config["model"]["class_names"] == ["cat", "dog"]
+    assert (
+        alone.config["model"]["class_names"] == run.config["model"]["class_names"] == ["cat", "dog"]
+    )
     assert_same_rows(list(alone.trainer.metrics), list(run.trainer.metrics))
     here, there = alone.trainer.selected().shared, run.trainer.selected().shared
     assert here.keys() == there.keys()
@@ -70,5 +76,8 @@ def test_clients_with_other_names_are_refused():
     one, other = (Description.of(digits, client) for client in (0, 1))
     named = Description.read(other.text().replace('"class_names": null', '"class_names": ["zero"]'))
     assert named.class_names == ("zero",)
-    with pytest.raises(InputError, match=r"client 1 .* has class_names \('zero',\), client 0 .* None; they must agree"):
+    with pytest.raises(
+        InputError,
+        match=r"client 1 .* has class_names \('zero',\), client 0 .* None; they must agree",
+    ):
         Roster("digits", {0: one, 1: named})

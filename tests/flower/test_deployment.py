@@ -34,7 +34,9 @@ def processes_below(flower, name):
 
 def test_a_bad_day(tmp_path):
     """One node is killed and started again, one sends NaN, one hangs and comes back; every round counts."""
-    path = world(tmp_path, method="ditto", training={"rounds": 5}, flower={"timeout": 60, "retries": 1})
+    path = world(
+        tmp_path, method="ditto", training={"rounds": 5}, flower={"timeout": 60, "retries": 1}
+    )
     out = tmp_path / "out"
     with Flower(tmp_path / "flower") as flower:
         configs = own_nodes(tmp_path)
@@ -51,7 +53,11 @@ def test_a_bad_day(tmp_path):
             send(pid, signal.SIGKILL)
         wait_until(lambda: rounds() >= 2, PATIENCE, "round 2 to end")
         flower.node("node1-again", configs[1])
-        wait_until(lambda: rounds() >= 3 and times_received(flower, "node2") >= 4, PATIENCE, "round 4 to begin")
+        wait_until(
+            lambda: rounds() >= 3 and times_received(flower, "node2") >= 4,
+            PATIENCE,
+            "round 4 to begin",
+        )
         stopped = processes_below(flower, "node2")
         for pid in stopped:
             send(pid, signal.SIGSTOP)
@@ -80,9 +86,17 @@ def test_a_late_joiner_over_real_processes(tmp_path):
         flower.node("node0", configs[0])
         flower.node("node3", configs[3])
         run = flower.begin(tmp_path / "app", out=str(out))
-        wait_until(lambda: (out / "rounds.jsonl").exists() and rows_of(out, "rounds"), PATIENCE, "round 1 to end")
+        wait_until(
+            lambda: (out / "rounds.jsonl").exists() and rows_of(out, "rounds"),
+            PATIENCE,
+            "round 1 to end",
+        )
         flower.node("node1", configs[1])
-        wait_until(lambda: rows_of(out, "rounds")[-1]["cohort"] == 3, PATIENCE, "the late joiner to take part")
+        wait_until(
+            lambda: rows_of(out, "rounds")[-1]["cohort"] == 3,
+            PATIENCE,
+            "the late joiner to take part",
+        )
         run.kill()
     assert {row["cohort"] for row in rows_of(out, "rounds")} == {2, 3}
 
@@ -126,7 +140,9 @@ def test_an_unencrypted_node_cannot_join_over_tls(tmp_path):
 def test_flwr_run_simulates_on_one_machine(tmp_path):
     path = world(tmp_path, method="ditto", evaluation={"every": 1})
     out = tmp_path / "out"
-    with Flower(tmp_path / "flower", simulation=True, EQUIPOISE_MEMORY=str(tmp_path / "memory")) as flower:
+    with Flower(
+        tmp_path / "flower", simulation=True, EQUIPOISE_MEMORY=str(tmp_path / "memory")
+    ) as flower:
         log = flower.run(
             tmp_path / "app",
             "--federation-config",

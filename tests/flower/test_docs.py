@@ -25,7 +25,9 @@ PAGE = (ROOT / "docs" / "flower.md").read_text()
 
 def test_the_settings_shown_are_the_defaults_there_are():
     blocks = re.findall(r"```yaml\n(flower:\n.*?)```", PAGE, re.DOTALL)
-    shown = {name: value for block in blocks for name, value in yaml.safe_load(block)["flower"].items()}
+    shown = {
+        name: value for block in blocks for name, value in yaml.safe_load(block)["flower"].items()
+    }
     assert set(shown) == {item.name for item in fields(FlowerSettings)} - {"identity", "roster"}
     assert experiment_from({"data": "digits", "flower": shown}).flower.min_clients == 3
 
@@ -37,7 +39,9 @@ def test_the_privacy_shown_is_accepted():
 
 def test_the_limits_and_the_identity_shown_are_accepted(tmp_path):
     page = (ROOT / "docs" / "security.md").read_text()
-    (tmp_path / "limits.yaml").write_text(re.search(r"```yaml\n(methods:.*?)```", page, re.DOTALL)[1])
+    (tmp_path / "limits.yaml").write_text(
+        re.search(r"```yaml\n(methods:.*?)```", page, re.DOTALL)[1]
+    )
     limits = read_limits(tmp_path / "limits.yaml")
     assert limits.methods == ("fedavg", "fedprox", "ditto")
     assert {item.name for item in fields(limits)} <= set(re.findall(r"^(\w+):", page, re.MULTILINE))
@@ -68,13 +72,20 @@ def test_supernodes_and_operators_use_other_paths_of_the_one_port():
 def test_silos_numbered_from_1_need_the_numbers_they_have_in_one_process(tmp_path):
     write_silos(tmp_path / "silos")
     for number in (3, 2, 1, 0):
-        (tmp_path / "silos" / f"client-{number}").rename(tmp_path / "silos" / f"client-{number + 1}")
-    path, nodes = write_experiment(tmp_path, training={"rounds": 2}), own_nodes(tmp_path, range(1, 5))
+        (tmp_path / "silos" / f"client-{number}").rename(
+            tmp_path / "silos" / f"client-{number + 1}"
+        )
+    path, nodes = (
+        write_experiment(tmp_path, training={"rounds": 2}),
+        own_nodes(tmp_path, range(1, 5)),
+    )
 
     def loss(run):
         return run.summary["results"]["global"]["seen"]["loss"]
 
     expected = loss(load_experiment(path).run())
-    numbered, _ = run_on_loop(path, [{**node, "client": number} for number, node in enumerate(nodes)])
+    numbered, _ = run_on_loop(
+        path, [{**node, "client": number} for number, node in enumerate(nodes)]
+    )
     assert abs(loss(numbered) - expected) < 1e-9
     assert abs(loss(run_on_loop(path, nodes)[0]) - expected) > 1e-6

@@ -8,7 +8,14 @@ import torch
 
 from equipoise.client_index import ClientIndex
 from equipoise.config import load_experiment
-from tests.flower.loop import error, misbehaving, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    error,
+    misbehaving,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 from tests.flower.parity import compare
 from tests.tiny_bert import write_bert
 
@@ -31,9 +38,17 @@ def folder(tmp_path_factory):
 
 
 def experiment(folder, strategy, **more):
-    model = {"name": "dsaign", "feedforward": 8, "depth": 1, "text": str(folder / "texts"), "class_names": NAMES}
+    model = {
+        "name": "dsaign",
+        "feedforward": 8,
+        "depth": 1,
+        "text": str(folder / "texts"),
+        "class_names": NAMES,
+    }
     training = {"rounds": 2, "cohort": 3, "optimizer": {"name": "adam", "lr": 0.01}}
-    return write_experiment(folder, method=METHODS[strategy], model=model, training=training, **more)
+    return write_experiment(
+        folder, method=METHODS[strategy], model=model, training=training, **more
+    )
 
 
 @pytest.mark.parametrize("strategy", METHODS)
@@ -42,7 +57,10 @@ def test_a_stage_is_the_same(strategy, folder, tmp_path):
     compare(path, folder)
     load_experiment(path).run(tmp_path / "here")
     run_on_loop(path, own_nodes(folder), tmp_path / "there")
-    here, there = (ClientIndex.read(tmp_path / place / "client_index.safetensors") for place in ("here", "there"))
+    here, there = (
+        ClientIndex.read(tmp_path / place / "client_index.safetensors")
+        for place in ("here", "there")
+    )
     assert here.ids.tolist() == there.ids.tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(here.features, there.features, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(here.labels, there.labels, rtol=1e-6, atol=1e-6)

@@ -95,7 +95,9 @@ def impostor(message, reply):
 
 
 def infinite_loss(message, reply):
-    reply.content["reports"] = MetricRecord({**reply.content["reports"], "train_loss": float("inf")})
+    reply.content["reports"] = MetricRecord(
+        {**reply.content["reports"], "train_loss": float("inf")}
+    )
     return reply
 
 
@@ -104,8 +106,14 @@ WRONG_ANSWERS = {
     "error": (error, "<class 'MemoryError'>:<'out of memory'>"),
     "NaN": (changed(put_nan), "answered with NaN or infinity in head.bias"),
     "absurd": (changed(put_absurd), r"answered with a number beyond 1e\+12 in head.bias"),
-    "shape": (changed(put_other_shape), r"answered with head.bias of \(9,\) torch.float64 instead of \(10,\)"),
-    "type": (changed(put_other_type), "answered with head.bias of .* torch.float32 instead of .* torch.float64"),
+    "shape": (
+        changed(put_other_shape),
+        r"answered with head.bias of \(9,\) torch.float64 instead of \(10,\)",
+    ),
+    "type": (
+        changed(put_other_type),
+        "answered with head.bias of .* torch.float32 instead of .* torch.float64",
+    ),
     "missing": (changed(forget_one), "answered with other parameters: head.bias"),
     "stale": (stale, "answered for round 0, counted from 0, instead of 1"),
     "impostor": (impostor, "answered as client 3"),
@@ -128,7 +136,9 @@ def test_a_mask_that_was_sent_as_minus_infinity_is_no_wrong_answer():
 def test_a_wrong_answer_is_left_out_by_name_and_the_round_goes_on(what, folder):
     wrong, reason = WRONG_ANSWERS[what]
     path = write_experiment(folder, method="ditto", flower={"timeout": 0.3})
-    run, _ = run_on_loop(path, own_nodes(folder), folder / "out", tamper=misbehaving(1, "train", 1, wrong))
+    run, _ = run_on_loop(
+        path, own_nodes(folder), folder / "out", tamper=misbehaving(1, "train", 1, wrong)
+    )
     rows = list(run.trainer.rounds)
     assert [row["cohort"] for row in rows] == [4, 3, 4]
     assert list(rows[1]["left_out"]) == ["1"]
@@ -158,7 +168,8 @@ def test_too_few_updates_for_a_guard_stop_the_run_with_its_checkpoint_intact(fol
     path = write_experiment(folder, method=method, training={"rounds": 3})
     wrong = misbehaving(1, "train", 1, changed(put_absurd))
     with pytest.raises(
-        RunError, match=r"round 2: the guard 'multikrum' .* 3 sent one .* checkpoint of round 1 is intact"
+        RunError,
+        match=r"round 2: the guard 'multikrum' .* 3 sent one .* checkpoint of round 1 is intact",
     ):
         run_on_loop(path, own_nodes(folder), folder / "out", tamper=wrong)
     resumed, _ = run_on_loop(path, own_nodes(folder), folder / "out")
@@ -169,7 +180,8 @@ def test_who_is_left_out_has_no_weight_in_the_round(folder):
     path = write_experiment(folder, training={"rounds": 1}, flower={"timeout": 0.3})
     run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, error))
     without, _ = run_on_loop(
-        write_experiment(folder, training={"rounds": 1}, flower={"clients": 3}), own_nodes(folder, [0, 2, 3])
+        write_experiment(folder, training={"rounds": 1}, flower={"clients": 3}),
+        own_nodes(folder, [0, 2, 3]),
     )
     for name, tensor in run.trainer.state.model.items():
         assert torch.equal(tensor, without.trainer.state.model[name])
@@ -205,7 +217,10 @@ def test_too_few_answers_are_asked_for_again_and_then_the_run_stops(folder):
                 return error(message, reply)
         return reply
 
-    with pytest.raises(RunError, match=r"round 2: 3 of 4 clients answered, and flower.min_clients is 4 \(client 2: "):
+    with pytest.raises(
+        RunError,
+        match=r"round 2: 3 of 4 clients answered, and flower.min_clients is 4 \(client 2: ",
+    ):
         run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
     # Those that had answered are not asked again.
     assert sorted(asked) == [0, 1, 2, 2, 2, 3]
@@ -227,14 +242,22 @@ def test_a_retry_that_succeeds_changes_nothing(folder):
 
     run, _ = run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
     run_on_loop(path, own_nodes(folder), folder / "alone")
-    assert (folder / "out/model.safetensors").read_bytes() == (folder / "alone/model.safetensors").read_bytes()
-    assert (folder / "out/metrics.jsonl").read_bytes() == (folder / "alone/metrics.jsonl").read_bytes()
+    assert (folder / "out/model.safetensors").read_bytes() == (
+        folder / "alone/model.safetensors"
+    ).read_bytes()
+    assert (folder / "out/metrics.jsonl").read_bytes() == (
+        folder / "alone/metrics.jsonl"
+    ).read_bytes()
     assert "left_out" not in next(iter(run.trainer.rounds))
 
 
-@pytest.mark.parametrize(("name", "checkpoint_every"), [("scaffold", 1), ("ditto", 2), ("gifair", 1)])
+@pytest.mark.parametrize(
+    ("name", "checkpoint_every"), [("scaffold", 1), ("ditto", 2), ("gifair", 1)]
+)
 def test_a_server_stopped_anywhere_resumes_to_the_same_bytes(name, checkpoint_every, folder):
-    path = write_experiment(folder, method=name, training={"rounds": 5, "cohort": 3}, checkpoint_every=checkpoint_every)
+    path = write_experiment(
+        folder, method=name, training={"rounds": 5, "cohort": 3}, checkpoint_every=checkpoint_every
+    )
     alone, _ = run_on_loop(path, own_nodes(folder), folder / "alone")
 
     class Killed(BaseException):
@@ -257,14 +280,21 @@ def test_a_server_stopped_anywhere_resumes_to_the_same_bytes(name, checkpoint_ev
     assert [row["round"] for row in resumed.trainer.rounds] == [1, 2, 3, 4, 5]
     for client in range(4):
         files = [
-            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}/model.safetensors"
+            folder
+            / "memory"
+            / str(client)
+            / "runs"
+            / run.trainer.engine.run()
+            / f"client-{client}/model.safetensors"
             for run in (alone, resumed)
         ]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_client_lost_while_updates_are_combined_counts_no_more(folder):
-    path = write_experiment(folder, method={"name": "gifair", "exact": True}, training={"rounds": 2})
+    path = write_experiment(
+        folder, method={"name": "gifair", "exact": True}, training={"rounds": 2}
+    )
     wrong = misbehaving(2, "evaluate", 1, error)
     run, _ = run_on_loop(path, own_nodes(folder), tamper=wrong)
     rows = list(run.trainer.rounds)
@@ -278,7 +308,9 @@ def test_a_client_lost_while_updates_are_combined_counts_no_more(folder):
 
 def test_who_is_not_evaluated_is_named_and_has_no_row(folder):
     path = write_experiment(folder, training={"rounds": 2})
-    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(0, "evaluate.models", 2, error))
+    run, _ = run_on_loop(
+        path, own_nodes(folder), tamper=misbehaving(0, "evaluate.models", 2, error)
+    )
     assert [row.get("not_evaluated") for row in run.trainer.rounds] == [
         None,
         {"0": "<class 'MemoryError'>:<'out of memory'>"},
@@ -318,7 +350,9 @@ def growing(folder, path, clients, **changes):
     return Growing(client_app(path), own_nodes(folder, clients), **changes)
 
 
-@pytest.mark.parametrize(("name", "late"), [("fedavg", 3), ("scaffold", 0), ("gifair", 2), ("afl", 3)])
+@pytest.mark.parametrize(
+    ("name", "late"), [("fedavg", 3), ("scaffold", 0), ("gifair", 2), ("afl", 3)]
+)
 def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
     path = write_experiment(folder, method=name, training={"rounds": 5}, flower={"clients": 3})
     first = [client for client in range(4) if client != late]
@@ -329,7 +363,9 @@ def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
     assert sizes[-1] == 4
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == set(first)
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 5} == {0, 1, 2, 3}
-    assert {said["client"] for said in json.loads((folder / "out/clients.json").read_text())["clients"]} == {0, 1, 2, 3}
+    assert {
+        said["client"] for said in json.loads((folder / "out/clients.json").read_text())["clients"]
+    } == {0, 1, 2, 3}
     clients = run.trainer.state.server.get("clients", {})
     if "ids" in clients:
         assert clients["ids"].tolist() == [0, 1, 2, 3]
@@ -386,7 +422,8 @@ def test_a_node_that_flower_calls_unavailable_is_asked_who_it_is_when_it_is_back
 def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
     path = write_experiment(folder, flower={"wait": 0.3})
     with pytest.raises(
-        RunError, match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: .*nowhere"
+        RunError,
+        match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: .*nowhere",
     ):
         run_on_loop(path, [*own_nodes(folder, range(3)), {"client": 3, "data": "/nowhere"}])
 
@@ -441,7 +478,10 @@ def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_fact
     """Another seed makes another model to begin with: the parts that are not sent would not be the server's."""
     path = write_experiment(folder, method="fedper", flower={"min_clients": 4, "retries": 0})
     other = write_experiment(
-        tmp_path_factory.mktemp("other"), method="fedper", seed=8, data={"root": str(folder / "silos")}
+        tmp_path_factory.mktemp("other"),
+        method="fedper",
+        seed=8,
+        data={"root": str(folder / "silos")},
     )
     grid = LoopGrid(client_app(other), own_nodes(folder))
     with pytest.raises(RunError, match=r"head\.\w+.* differ here from the server's"):
@@ -458,15 +498,21 @@ def test_uploads_of_another_shape_are_left_out(folder):
         return reply
 
     run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(3, "train", 0, wrong))
-    assert next(iter(run.trainer.rounds))["left_out"] == {"3": "answered with uploads of other shapes"}
+    assert next(iter(run.trainer.rounds))["left_out"] == {
+        "3": "answered with uploads of other shapes"
+    }
 
 
 def test_settings_are_checked():
     with pytest.raises(InputError, match="flower.min_clients is 3, more than the flower.clients=2"):
         FlowerSettings(min_clients=3)
-    with pytest.raises(InputError, match="flower.timeout must be a number of seconds above 0, got 0"):
+    with pytest.raises(
+        InputError, match="flower.timeout must be a number of seconds above 0, got 0"
+    ):
         FlowerSettings(timeout=0)
-    with pytest.raises(InputError, match="flower.clients must be a whole number of at least 1, got True"):
+    with pytest.raises(
+        InputError, match="flower.clients must be a whole number of at least 1, got True"
+    ):
         FlowerSettings(clients=True)
 
 
@@ -476,7 +522,10 @@ def test_nobody_there_is_an_error_after_the_wait():
             super().__init__(None, [])
 
     nodes = Nodes(Empty(), Roster("x"), FlowerSettings(wait=0.2))
-    with pytest.raises(RunError, match=r"0 of 2 clients have registered within 0.2 s \(flower.clients, flower.wait;"):
+    with pytest.raises(
+        RunError,
+        match=r"0 of 2 clients have registered within 0.2 s \(flower.clients, flower.wait;",
+    ):
         nodes.gather()
 
 
@@ -519,10 +568,14 @@ def test_a_run_goes_on_only_with_the_same_protection(folder):
     run, _ = run_on_loop(path, own_nodes(folder), folder / "out")
     assert run.config["flower"]["privacy"]["clip"] == 1.0
     again = write_experiment(folder, training=settings, flower={"privacy": {"clip": 2.0}})
-    with pytest.raises(InputError, match="holds another experiment: flower.privacy.clip is 1.0 there and 2.0 here"):
+    with pytest.raises(
+        InputError, match="holds another experiment: flower.privacy.clip is 1.0 there and 2.0 here"
+    ):
         run_on_loop(again, own_nodes(folder), folder / "out")
     # How long to wait may change from one start to the next.
-    patient = write_experiment(folder, training=settings, flower={"privacy": {"clip": 1.0}, "timeout": 99})
+    patient = write_experiment(
+        folder, training=settings, flower={"privacy": {"clip": 1.0}, "timeout": 99}
+    )
     assert run_on_loop(patient, own_nodes(folder), folder / "out")[0].summary == run.summary
 
 

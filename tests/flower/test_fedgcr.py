@@ -41,6 +41,8 @@ def test_one_exchange_a_round_and_bytes_by_hand(method, reports, folder):
         assert [row["bytes_up"] for row in rows] == [8 * 4 * (MOVED + WIDTH + reports)] * 3
         # From the second round on: H, and the place of its cluster to each client.
         assert rows[0]["bytes_down"] == 8 * 4 * MOVED
-        assert [row["bytes_down"] for row in rows[1:]] == [8 * 4 * (MOVED + CLUSTERS * WIDTH + 1)] * 2
+        assert [row["bytes_down"] for row in rows[1:]] == [
+            8 * 4 * (MOVED + CLUSTERS * WIDTH + 1)
+        ] * 2
     assert grid.kinds.count("train") == 3 * 4
     assert "query.ask" not in grid.kinds

@@ -52,12 +52,19 @@ BROUGHT = {
 @pytest.mark.parametrize("name", [name for name in with_clients() if name not in OTHERS])
 def test_every_method_moves_the_same_bytes_and_gives_the_same_numbers(name, folder):
     path = write_experiment(
-        folder, method=name, model=PROMPTS, training={"rounds": 2, "cohort": 3, "optimizer": {"lr": 0.1}}
+        folder,
+        method=name,
+        model=PROMPTS,
+        training={"rounds": 2, "cohort": 3, "optimizer": {"lr": 0.1}},
     )
     alone, run, _ = compare(path, folder)
     assert rows_of_bytes(alone) == rows_of_bytes(run)
     assert len(rows_of_bytes(run)) == 2
-    assert set(run.trainer.state.model) == {"features.prompts", "head.weight", "head.bias"} | BROUGHT.get(name, set())
+    assert set(run.trainer.state.model) == {
+        "features.prompts",
+        "head.weight",
+        "head.bias",
+    } | BROUGHT.get(name, set())
 
 
 @pytest.mark.parametrize(
@@ -85,16 +92,22 @@ def test_what_a_client_keeps_on_its_disk_holds_nothing_that_is_frozen(folder):
     files = list((folder / "memory").glob("*/runs/*/client-*/*.safetensors"))
     assert len(files) >= 8
     for file in files:
-        names = {name.rpartition("/")[2].removeprefix("personal.") for name in load_tensors(file)[0]}
+        names = {
+            name.rpartition("/")[2].removeprefix("personal.") for name in load_tensors(file)[0]
+        }
         assert names - {"clients"} == {"features.prompts", "head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("encode", [True, False])
 def test_clients_encode_their_own_samples(encode, folder):
-    path = write_experiment(folder, model=PROMPTS, training={"rounds": 2}, machine={"encode": encode})
+    path = write_experiment(
+        folder, model=PROMPTS, training={"rounds": 2}, machine={"encode": encode}
+    )
     alone, _, _ = compare(path, folder)
     assert alone.trainer.engine.network.encoded == encode
-    arrays = [np.load(file) for file in (folder / "cache" / "arrays").glob("*.npy")] if encode else []
+    arrays = (
+        [np.load(file) for file in (folder / "cache" / "arrays").glob("*.npy")] if encode else []
+    )
     # One array of all samples for the run in one process, and one of its own for each client.
     sizes = sorted(len(array) for array in arrays)
     assert len(sizes) == (5 if encode else 0)
@@ -104,7 +117,10 @@ def test_clients_encode_their_own_samples(encode, folder):
 def test_silos_may_be_encoded_by_a_pretrained_model(folder):
     source = write_encoder(folder / "encoder")
     path = write_experiment(
-        folder, data={"encode": source, "encode_size": 16}, model={"name": "logistic"}, training={"rounds": 2}
+        folder,
+        data={"encode": source, "encode_size": 16},
+        model={"name": "logistic"},
+        training={"rounds": 2},
     )
     # Embeddings are float32, and a client encodes its samples in other batches than one process does those of all.
     alone, run, _ = compare(path, folder, tolerance=1e-5)
@@ -127,7 +143,9 @@ def with_weights(shape, classes):
     layer = nn.Linear(64, 12)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(12, 64, generator=draws) / 8)
-    return Model(nn.Sequential(nn.Flatten(), Frozen(layer), nn.Linear(12, 8)), nn.Linear(8, classes))
+    return Model(
+        nn.Sequential(nn.Flatten(), Frozen(layer), nn.Linear(12, 8)), nn.Linear(8, classes)
+    )
 
 
 @pytest.fixture
@@ -141,13 +159,17 @@ def differing(clients):
     def data(node):
         directory = Path(node["data"])
         Weights.seed = int(int(directory.name[-1]) in clients)
-        return silo_federation(directory, splits=(0.7, 0.1, 0.2), classes=10, task="classification", seed=0)
+        return silo_federation(
+            directory, splits=(0.7, 0.1, 0.2), classes=10, task="classification", seed=0
+        )
 
     return data
 
 
 def test_a_client_with_other_frozen_weights_is_left_out_and_the_reason_named(folder, own_model):
-    path = write_experiment(folder, model={"name": "weights"}, training={"rounds": 2}, flower={"min_clients": 2})
+    path = write_experiment(
+        folder, model={"name": "weights"}, training={"rounds": 2}, flower={"min_clients": 2}
+    )
     run, _ = run_on_loop(path, own_nodes(folder), data=differing({1}))
     rows = list(run.trainer.rounds)
     assert [set(row["left_out"]) for row in rows] == [{"1"}, {"1"}]
@@ -163,5 +185,8 @@ def test_a_run_in_which_all_have_other_frozen_weights_ends(folder, own_model):
         Weights.seed = 0
         return reply
 
-    with pytest.raises(RunError, match=r"0 of 4 clients answered.*the frozen tensors of the model here have the hash"):
+    with pytest.raises(
+        RunError,
+        match=r"0 of 4 clients answered.*the frozen tensors of the model here have the hash",
+    ):
         run_on_loop(path, own_nodes(folder), data=differing(range(4)), tamper=tamper)

@@ -23,7 +23,16 @@ from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.federation import SPLITS
 from equipoise.flower.roster import Description, Roster
-from equipoise.flower.schema import ANSWER, NOTE, REPORTS, UPDATE, Declared, Misfit, Schema, read_registration
+from equipoise.flower.schema import (
+    ANSWER,
+    NOTE,
+    REPORTS,
+    UPDATE,
+    Declared,
+    Misfit,
+    Schema,
+    read_registration,
+)
 from equipoise.flower.settings import LARGEST_REPORT, FlowerSettings
 from equipoise.flower.wire import pack, to_record, unpack
 from tests.flower import malformed
@@ -50,7 +59,10 @@ TRAINING = Schema(
     round=2,
     trees={UPDATE: EXPECTED},
     open_trees=("upload.h",),
-    numbers={REPORTS: DECLARED.of_training(["loss_before", "lr"], SIZES), **DECLARED.of_model("local", SIZES)},
+    numbers={
+        REPORTS: DECLARED.of_training(["loss_before", "lr"], SIZES),
+        **DECLARED.of_model("local", SIZES),
+    },
     largest=1e6,
 )
 QUESTION = Schema(client=1, round=2, open_trees=(ANSWER,), question=True, largest=1e6)
@@ -75,22 +87,29 @@ NAMES = st.one_of(
     st.text(max_size=8),
 )  # fmt: skip
 RECORDS = st.one_of(
-    st.sampled_from([UPDATE, "upload.h", REPORTS, "local.val", "local.test", NOTE, ANSWER, "form"]), st.text(max_size=8)
+    st.sampled_from([UPDATE, "upload.h", REPORTS, "local.val", "local.test", NOTE, ANSWER, "form"]),
+    st.text(max_size=8),
 )
-WHOLE = st.one_of(st.integers(-3, 5), st.sampled_from([-(2**63), 2**63 - 1, 2**63, 2**64 - 1, 10**12]))
+WHOLE = st.one_of(
+    st.integers(-3, 5), st.sampled_from([-(2**63), 2**63 - 1, 2**63, 2**64 - 1, 10**12])
+)
 FLOATS = st.floats(width=64)
 TYPES = st.one_of(
     st.sampled_from(["float64", "float32", "int64", "bool", "bfloat16", "complex64", "float128", "object", "<U3", "V8", "f4,f4"]),
     st.text(max_size=5),
 )  # fmt: skip
-SHAPES = st.lists(st.one_of(st.integers(-1, 4), st.sampled_from([10**9, 2**63, 2**80])), max_size=4).map(tuple)
+SHAPES = st.lists(
+    st.one_of(st.integers(-1, 4), st.sampled_from([10**9, 2**63, 2**80])), max_size=4
+).map(tuple)
 PLAIN = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @st.composite
 def written(draw):
     """Make an array as NumPy writes it, some bytes of which may then be changed."""
-    dtype = draw(st.sampled_from(["f8", "f4", ">f8", "i8", "u2", "?", "c8", "f2", "S2", "U2", "M8[s]", "V4"]))
+    dtype = draw(
+        st.sampled_from(["f8", "f4", ">f8", "i8", "u2", "?", "c8", "f2", "S2", "U2", "M8[s]", "V4"])
+    )
     values = np.zeros(draw(PLAIN), dtype)
     data = bytearray(malformed.saved(values).data)
     for place in draw(st.lists(st.integers(0, len(data) - 1), max_size=3)):
@@ -101,7 +120,13 @@ def written(draw):
 
 ARRAYS = st.one_of(
     written(),
-    st.builds(Array, TYPES, SHAPES, st.sampled_from(["numpy.ndarray", "torch", ""]), st.binary(max_size=200)),
+    st.builds(
+        Array,
+        TYPES,
+        SHAPES,
+        st.sampled_from(["numpy.ndarray", "torch", ""]),
+        st.binary(max_size=200),
+    ),
     st.sampled_from(list(malformed.ARRAYS)).map(lambda name: malformed.ARRAYS[name](np.zeros(4))),
 )
 
@@ -185,7 +210,9 @@ def check_training(content):
     if answer is None:
         return
     tree = answer.trees[UPDATE]
-    assert {n: (t.shape, t.dtype) for n, t in tree.items()} == {n: (t.shape, t.dtype) for n, t in EXPECTED.items()}
+    assert {n: (t.shape, t.dtype) for n, t in tree.items()} == {
+        n: (t.shape, t.dtype) for n, t in EXPECTED.items()
+    }
     for tensor in (*tree.values(), *answer.trees["upload.h"].values()):
         assert bool(torch.isfinite(tensor).all())
     assert set(answer.content) == {UPDATE, "upload.h", REPORTS, "local.val", "local.test", NOTE}
@@ -211,7 +238,12 @@ def test_any_of_many_answers_is_read_or_refused(content):
 
 def test_the_honest_answer_is_read():
     answer = TRAINING.read(as_sent(honest()))
-    assert answer.numbers[REPORTS] == {"train_loss": 0.5, "steps": 3.0, "loss_before": 0.7, "lr": 0.1}
+    assert answer.numbers[REPORTS] == {
+        "train_loss": 0.5,
+        "steps": 3.0,
+        "loss_before": 0.7,
+        "lr": 0.1,
+    }
     assert math.isnan(answer.numbers["local.val"]["loss"])
 
 
@@ -235,12 +267,16 @@ ITEMS = st.recursive(
 TREES = st.recursive(
     st.integers(1, 3).map(lambda size: torch.ones(1, size)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=2)
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=3), inner, max_size=2),
     ),
     max_leaves=5,
 )
 # Half of the forms are valid, and then those of other arrays than the ones that come with them.
-FORMS = st.one_of(ITEMS.map(json.dumps), st.text(max_size=30), TREES.map(lambda tree: pack(tree)[0]))
+FORMS = st.one_of(
+    ITEMS.map(json.dumps), st.text(max_size=30), TREES.map(lambda tree: pack(tree)[0])
+)
 
 
 def check_question(form, tree, spoil):
@@ -260,7 +296,10 @@ def check_question(form, tree, spoil):
     if answer is None:
         assert form is not None or spoil
         return
-    assert all(tensor.shape[0] == 1 and bool(torch.isfinite(tensor).all()) for tensor in answer.trees[ANSWER].values())
+    assert all(
+        tensor.shape[0] == 1 and bool(torch.isfinite(tensor).all())
+        for tensor in answer.trees[ANSWER].values()
+    )
     unpack(answer.form, answer.trees[ANSWER])
 
 
@@ -285,7 +324,9 @@ def test_any_of_many_answers_to_a_question_is_read_or_refused(form, tree, spoil)
 DIGITS = [Description.of(load("digits"), client) for client in range(3)]
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), WHOLE, FLOATS, st.text(max_size=10)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 FIELDS = sorted(json.loads(DIGITS[0].text()))
@@ -329,7 +370,12 @@ def check_registration(text):
     except InputError:
         assert roster.known == before
     assert roster.clients <= 10_000
-    assert len(roster.groups) == len(roster.unseen) == len(roster.split("train").sizes) == roster.clients
+    assert (
+        len(roster.groups)
+        == len(roster.unseen)
+        == len(roster.split("train").sizes)
+        == roster.clients
+    )
 
 
 @given(TEXTS)
@@ -364,7 +410,11 @@ def check_run(folder, data, method, rounds):
     """Have client 1 answer anything at all in every round: the run finishes with the other three."""
 
     def tamper(node, message, reply):
-        if node["data"].endswith("1") and message.metadata.message_type != "query.describe" and not reply.has_error():
+        if (
+            node["data"].endswith("1")
+            and message.metadata.message_type != "query.describe"
+            and not reply.has_error()
+        ):
             for name in sorted(reply.content):
                 if data.draw(st.booleans()):
                     del reply.content[name]
@@ -373,14 +423,18 @@ def check_run(folder, data, method, rounds):
                     )
         return reply
 
-    path = write_experiment(folder, method=method, training={"rounds": rounds, "batch_size": 64}, flower={"timeout": 5})
+    path = write_experiment(
+        folder, method=method, training={"rounds": rounds, "batch_size": 64}, flower={"timeout": 5}
+    )
     run, _ = run_on_loop(path, own_nodes(folder), tamper=tamper)
     assert run.summary["rounds"] == rounds
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
     assert {client for row in run.trainer.rounds for client in row.get("left_out", {})} <= {"1"}
 
 
-METHODS = st.sampled_from(["fedavg", "scaffold", "gifair", "afl", "qffl", "fediir", "harmofl", "ditto"])
+METHODS = st.sampled_from(
+    ["fedavg", "scaffold", "gifair", "afl", "qffl", "fediir", "harmofl", "ditto"]
+)
 
 
 @given(st.data(), METHODS)

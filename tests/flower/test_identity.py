@@ -17,11 +17,27 @@ from equipoise.cli import app as cli
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
 from equipoise.flower.client import client_app
-from equipoise.flower.identity import OWNERS, Invited, Owner, Owners, fingerprint, read_invited, release, sealed
+from equipoise.flower.identity import (
+    OWNERS,
+    Invited,
+    Owner,
+    Owners,
+    fingerprint,
+    read_invited,
+    release,
+    sealed,
+)
 from equipoise.flower.memory import proof_of_home
 from equipoise.flower.server import serve
 from tests.flower.certificates import make_key
-from tests.flower.loop import FIRST_NODE, LoopGrid, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    FIRST_NODE,
+    LoopGrid,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 
 THIEF, RETURNED = FIRST_NODE + 10_000, FIRST_NODE + 20_000
 
@@ -83,7 +99,9 @@ def thief_of(folder, client, **changes):
 
 
 def run_on(folder, path, out=None, nodes=range(4), **changes):
-    configs = [config if isinstance(config, dict) else own_nodes(folder, [config])[0] for config in nodes]
+    configs = [
+        config if isinstance(config, dict) else own_nodes(folder, [config])[0] for config in nodes
+    ]
     return serve(Changing(client_app(path), configs, **changes), load_experiment(path), out)
 
 
@@ -106,7 +124,9 @@ def test_a_number_is_not_taken_over_while_its_client_is_offline(folder, at_once,
     attacked = {4: both(leave(1), join(THIEF, thief_of(folder, 1))), 10: back}
     with caplog.at_level(logging.WARNING):
         run = run_on(folder, path, events=attacked)
-    assert refusals(run)[THIEF].startswith(f"client 1 belongs to the node that registered it first (node {node(1)})")
+    assert refusals(run)[THIEF].startswith(
+        f"client 1 belongs to the node that registered it first (node {node(1)})"
+    )
     assert f"node {THIEF} cannot take part: client 1 belongs to" in caplog.text
     assert {"1": "not connected"} in left_out(run)
     assert left_out(run)[-1] == {}, "the rightful client is back, with another node id"
@@ -135,7 +155,9 @@ def test_two_nodes_with_one_number_before_round_1(disk, folder):
     assert left_out(run) == [{}]
     assert same_models(run, run_on(folder, path))
     missing = write_experiment(folder, flower={"wait": 0.3})
-    with pytest.raises(RunError, match=rf"3 of 4 clients have registered .* node {node(3)} was refused: .*client 2"):
+    with pytest.raises(
+        RunError, match=rf"3 of 4 clients have registered .* node {node(3)} was refused: .*client 2"
+    ):
         run_on(folder, missing, nodes=[0, 1, 2, double])
 
 
@@ -187,7 +209,9 @@ def stopped_after_round_1(folder, path, out):
 def test_a_number_stays_with_its_node_when_the_run_is_resumed(folder):
     path, out = write_experiment(folder, flower={"wait": 0.3}), folder / "out"
     stopped_after_round_1(folder, path, out)
-    with pytest.raises(RunError, match=r"client 1 belongs to .* `equipoise flower release 1 .*/out`"):
+    with pytest.raises(
+        RunError, match=r"client 1 belongs to .* `equipoise flower release 1 .*/out`"
+    ):
         run_on(folder, path, out, nodes=[0, 2, thief_of(folder, 1), 3])
     resumed = run_on(folder, path, out)
     assert len(list(resumed.trainer.rounds)) == 3
@@ -204,11 +228,19 @@ def test_the_operator_may_give_a_number_to_another_node(folder):
     assert left_out(run) == [{}] * 3
     # Now it belongs to the other node, in the same way.
     with pytest.raises(RunError, match="client 1 belongs to"):
-        run_on(folder, path, out, nodes=[0, {**own_nodes(folder, [1])[0], "memory": str(folder / "old")}, 2, 3])
+        run_on(
+            folder,
+            path,
+            out,
+            nodes=[0, {**own_nodes(folder, [1])[0], "memory": str(folder / "old")}, 2, 3],
+        )
 
 
 def test_a_number_may_be_given_away_while_the_run_goes_on(folder, at_once):
-    path, out = write_experiment(folder, training={"rounds": 5}, flower={"timeout": 5}), folder / "out"
+    path, out = (
+        write_experiment(folder, training={"rounds": 5}, flower={"timeout": 5}),
+        folder / "out",
+    )
     events = {4: both(leave(1), join(THIEF, thief_of(folder, 1))), 10: lambda grid: release(out, 1)}
     run = run_on(folder, path, out, events=events)
     assert {"1": "not connected"} in left_out(run)
@@ -226,7 +258,9 @@ def test_a_number_may_be_given_away_while_the_run_goes_on(folder, at_once):
 def test_a_release_that_frees_nothing_is_an_error(arguments, says, folder):
     out = folder / "out"
     run_on(folder, write_experiment(folder, training={"rounds": 1}), out)
-    said = CliRunner().invoke(cli, ["flower", "release", *(text.replace("OUT", str(out)) for text in arguments)])
+    said = CliRunner().invoke(
+        cli, ["flower", "release", *(text.replace("OUT", str(out)) for text in arguments)]
+    )
     assert said.exit_code == 2
     with pytest.raises(InputError, match=says):
         release(out / "elsewhere" if "elsewhere" in arguments[1] else out, int(arguments[0]))
@@ -245,7 +279,10 @@ def test_only_the_same_key_comes_back_if_the_operator_says_so(rule, folder, at_o
     events = {4: both(leave(1), join(RETURNED, own_nodes(folder, [1])[0]))}
     run = run_on(folder, path, events=events, keys=with_keys(RETURNED))
     if rule == "key":
-        assert "client 1 belongs to the node that registered it first (SHA256:" in refusals(run)[RETURNED]
+        assert (
+            "client 1 belongs to the node that registered it first (SHA256:"
+            in refusals(run)[RETURNED]
+        )
         assert left_out(run)[-1] == {"1": "not connected"}
     else:
         assert left_out(run)[-1] == {}
@@ -269,7 +306,9 @@ def test_a_key_has_one_number(folder, at_once):
         """Node 0 is away for a moment, and answers with another number afterwards."""
 
         def get_nodes(self):
-            away = self.kinds.count("train") >= 3 and self.nodes[node(0)] == own_nodes(folder, [0])[0]
+            away = (
+                self.kinds.count("train") >= 3 and self.nodes[node(0)] == own_nodes(folder, [0])[0]
+            )
             infos = super().get_nodes()
             if away:
                 change_number(self)
@@ -285,15 +324,23 @@ def test_a_key_has_one_number(folder, at_once):
 def public_key(path):
     """Return the public key in PEM, as Flower has it."""
     loaded = serialization.load_ssh_public_key(path.with_name(f"{path.name}.pub").read_bytes())
-    return loaded.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return loaded.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
 
 
 def test_a_fingerprint_is_that_of_ssh_keygen(tmp_path):
     path = make_key(tmp_path / "key")
     line = (tmp_path / "key.pub").read_bytes()
-    assert fingerprint(public_key(path)) == fingerprint(line) != fingerprint(public_key(make_key(tmp_path / "other")))
+    assert (
+        fingerprint(public_key(path))
+        == fingerprint(line)
+        != fingerprint(public_key(make_key(tmp_path / "other")))
+    )
     if command := shutil.which("ssh-keygen"):
-        said = subprocess.run([command, "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [command, "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True
+        )
         assert said.stdout.split()[1] == fingerprint(line)
 
 
@@ -311,9 +358,13 @@ def test_who_is_not_in_the_roster_cannot_join(folder, at_once):
 def test_a_roster_gives_a_number_to_a_key_and_a_name(folder, tmp_path):
     keys = [make_key(tmp_path / f"key{client}") for client in range(3)]
     line = (tmp_path / "key0.pub").read_text().strip()
-    (folder / "roster.yaml").write_text(f"0: {{key: '{line}'}}\n1: {{key: key1.pub, name: client-1}}\n")
+    (folder / "roster.yaml").write_text(
+        f"0: {{key: '{line}'}}\n1: {{key: key1.pub, name: client-1}}\n"
+    )
     path = write_experiment(
-        folder, training={"rounds": 1}, flower={"clients": 2, "roster": str(folder / "roster.yaml"), "wait": 0.3}
+        folder,
+        training={"rounds": 1},
+        flower={"clients": 2, "roster": str(folder / "roster.yaml"), "wait": 0.3},
     )
     pem = [public_key(key) for key in keys]
     nodes = own_nodes(folder, [0, 1])
@@ -332,7 +383,9 @@ def test_a_key_in_the_roster_replaces_the_owner(tmp_path):
     owners = Owners(invited=invited)
     owners._of[3] = Owner("SHA256:old", "", "north")
     assert owners.objection(3, Owner("SHA256:new", "", "north")) is None
-    assert "the roster gives client 3 the key SHA256:new" in owners.objection(3, Owner("SHA256:old", "", "north"))
+    assert "the roster gives client 3 the key SHA256:new" in owners.objection(
+        3, Owner("SHA256:old", "", "north")
+    )
 
 
 def test_a_roster_beside_the_experiment(folder):
@@ -363,7 +416,9 @@ def test_a_wrong_roster_is_an_error(text, says, tmp_path):
 
 
 def test_settings_are_checked(folder):
-    with pytest.raises(InputError, match="unknown value 'keys' in flower.identity.*did you mean 'key'"):
+    with pytest.raises(
+        InputError, match="unknown value 'keys' in flower.identity.*did you mean 'key'"
+    ):
         load_experiment(write_experiment(folder, flower={"identity": "keys"}))
 
 

@@ -20,7 +20,14 @@ from equipoise.flower.settings import Privacy
 from equipoise.flower.silo import open_silo, read_experiment
 from equipoise.flower.wire import from_record, settings_of
 from equipoise.methods import build, describe_part
-from tests.flower.loop import LoopGrid, number_of, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    LoopGrid,
+    number_of,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +77,24 @@ ORDERS = {
     "a path upwards": (setting(run="../../elsewhere"), "'../../elsewhere' is not a name for a run"),
     "an absolute path": (setting(run="/tmp/elsewhere"), "'/tmp/elsewhere' is not a name for a run"),
     "two dots": (setting(run=".."), "'..' is not a name for a run"),
-    "a path as the name of a tree": (setting(once='{"model": "../../x"}'), "'../../x' is not a name for a tree"),
+    "a path as the name of a tree": (
+        setting(once='{"model": "../../x"}'),
+        "'../../x' is not a name for a tree",
+    ),
     "no run": (setting(run=""), "'' is not a name for a run"),
-    "a round that is no number": (setting(oldest="../x"), "oldest is '../x', not a whole number from 0"),
+    "a round that is no number": (
+        setting(oldest="../x"),
+        "oldest is '../x', not a whole number from 0",
+    ),
     "a round below 0": (setting(version=-1), "version is -1, not a whole number from 0"),
     "an evaluation that is off": (evaluating_locally, "evaluation.local is off"),
 }
 
 
 @pytest.mark.parametrize("what", ORDERS)
-def test_a_message_that_asks_for_more_than_the_experiment_is_refused_and_logged(what, folder, caplog):
+def test_a_message_that_asks_for_more_than_the_experiment_is_refused_and_logged(
+    what, folder, caplog
+):
     order, says = ORDERS[what]
     path = write_experiment(folder, training={"rounds": 2})
     grid = Hostile(client_app(path), own_nodes(folder), kind="train", order=order)
@@ -88,7 +103,10 @@ def test_a_message_that_asks_for_more_than_the_experiment_is_refused_and_logged(
     assert len(grid.answered) == 1
     assert grid.answered[0].has_error()
     assert says in grid.answered[0].error.reason
-    assert f"refused a message 'train': {grid.answered[0].error.reason.partition(': ')[2]}" in caplog.text
+    assert (
+        f"refused a message 'train': {grid.answered[0].error.reason.partition(': ')[2]}"
+        in caplog.text
+    )
     rows = list(run.trainer.rounds)
     assert list(rows[1]["left_out"]) == ["1"]
     assert "the client refuses: " in rows[1]["left_out"]["1"]
@@ -101,11 +119,15 @@ def test_a_message_that_asks_for_more_than_the_experiment_is_refused_and_logged(
 def test_a_rule_that_is_the_experiment_s_own_is_obeyed(folder):
     path = write_experiment(folder, training={"rounds": 2}, method={"name": "fedprox", "mu": 0.5})
     own = setting(local=json.dumps(describe_part(build("fedprox", mu=0.5).local)))
-    run = serve(Hostile(client_app(path), own_nodes(folder), kind="train", order=own), load_experiment(path))
+    run = serve(
+        Hostile(client_app(path), own_nodes(folder), kind="train", order=own), load_experiment(path)
+    )
     assert [row["cohort"] for row in run.trainer.rounds] == [4, 4]
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/tmp", "..\\x", "a\0b", "a\nb", ".hidden", "a" * 300])
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "a/b", "/tmp", "..\\x", "a\0b", "a\nb", ".hidden", "a" * 300]
+)
 def test_memories_are_below_their_directory(name, tmp_path):
     with pytest.raises(Refusal, match="is not a name for a run"):
         Versions(tmp_path, name, 0)
@@ -127,28 +149,42 @@ def test_parts_that_clients_keep_stay_there_unless_the_experiment_averages_them(
     said = answer_of(path, own_nodes(folder)[0], "query.kept")
     assert "but evaluation.average_kept is off" in said.error.reason
     path = write_experiment(
-        folder, method="fedper", evaluation={"average_kept": True}, flower={"privacy": {"clip": 1.0}}
+        folder,
+        method="fedper",
+        evaluation={"average_kept": True},
+        flower={"privacy": {"clip": 1.0}},
     )
     said = answer_of(path, own_nodes(folder)[0], "query.kept")
-    assert "a part of the model that clients keep would leave without the protection" in said.error.reason
+    assert (
+        "a part of the model that clients keep would leave without the protection"
+        in said.error.reason
+    )
 
 
 def test_what_is_private_to_a_rule_is_not_a_question(folder):
-    said = answer_of(write_experiment(folder), own_nodes(folder)[0], "query.ask", question="__init__")
+    said = answer_of(
+        write_experiment(folder), own_nodes(folder)[0], "query.ask", question="__init__"
+    )
     assert "'__init__' is not a question" in said.error.reason
 
 
 def test_questions_are_not_answered_under_privacy(folder):
     path = write_experiment(folder, method="fedgr", flower={"privacy": {"clip": 1.0}})
     said = answer_of(path, own_nodes(folder)[0], "query.ask", question="class_tokens")
-    assert "the answer to 'class_tokens' would leave without the protection of flower.privacy" in said.error.reason
+    assert (
+        "the answer to 'class_tokens' would leave without the protection of flower.privacy"
+        in said.error.reason
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
         ({"method": "scaffold"}, "Scaffold also uploads control_change"),
-        ({"model": {"name": "resnet18", "width": 4, "norm": "batch"}}, "noise on the statistics of BatchNorm"),
+        (
+            {"model": {"name": "resnet18", "width": 4, "norm": "batch"}},
+            "noise on the statistics of BatchNorm",
+        ),
     ],
 )
 def test_what_cannot_be_protected_does_not_leave(sections, says, folder):
@@ -168,16 +204,28 @@ def test_a_client_that_is_held_out_does_not_train(folder):
 
 @pytest.mark.parametrize(
     "override",
-    ["flower.privacy=null", "flower.privacy.clip=2.0", "flower.privacy.epsilon=null", "flower.privacy.delta=0.1"],
+    [
+        "flower.privacy=null",
+        "flower.privacy.clip=2.0",
+        "flower.privacy.epsilon=null",
+        "flower.privacy.delta=0.1",
+    ],
 )
 def test_a_run_cannot_weaken_the_privacy_of_its_app(override, folder):
     privacy = {"clip": 1.0, "epsilon": 8.0, "delta": 1e-5}
     path = write_experiment(folder, flower={"privacy": privacy, "wait": 0.3})
-    with pytest.raises(Refusal, match="the run weakens flower.privacy: .* instead of clip 1.0, epsilon 8.0"):
+    with pytest.raises(
+        Refusal, match="the run weakens flower.privacy: .* instead of clip 1.0, epsilon 8.0"
+    ):
         open_silo(path, {"set": override}, own_nodes(folder)[0])
-    with pytest.raises(RunError, match="0 of 4 clients .* was refused: the client refuses: the run weakens"):
+    with pytest.raises(
+        RunError, match="0 of 4 clients .* was refused: the client refuses: the run weakens"
+    ):
         run_on_loop(path, own_nodes(folder), settings=override)
-    assert open_silo(path, {"set": "flower.privacy.clip=0.5"}, own_nodes(folder)[0]).privacy.clip == 0.5
+    assert (
+        open_silo(path, {"set": "flower.privacy.clip=0.5"}, own_nodes(folder)[0]).privacy.clip
+        == 0.5
+    )
 
 
 def with_limits(folder, nodes, **limits):
@@ -233,15 +281,39 @@ def test_the_stricter_protection_is_stricter_than_both():
 @pytest.mark.parametrize(
     ("limits", "sections", "says"),
     [
-        ({"methods": ["fedavg", "fedprox"]}, {"method": "scaffold"}, "methods fedavg, fedprox, .* uses scaffold"),
-        ({"methods": ["fedavg"]}, {"method": {"name": "fedavg", "local": "fedprox"}}, "uses fedprox"),
-        ({"methods": ["fedavg"]}, {"method": {"name": "fedavg", "aggregation": "qffl"}}, "uses qffl"),
-        ({"methods": ["client2vec"]}, {"method": {"name": "client2vec", "host": "ditto"}}, "uses ditto"),
+        (
+            {"methods": ["fedavg", "fedprox"]},
+            {"method": "scaffold"},
+            "methods fedavg, fedprox, .* uses scaffold",
+        ),
+        (
+            {"methods": ["fedavg"]},
+            {"method": {"name": "fedavg", "local": "fedprox"}},
+            "uses fedprox",
+        ),
+        (
+            {"methods": ["fedavg"]},
+            {"method": {"name": "fedavg", "aggregation": "qffl"}},
+            "uses qffl",
+        ),
+        (
+            {"methods": ["client2vec"]},
+            {"method": {"name": "client2vec", "host": "ditto"}},
+            "uses ditto",
+        ),
         ({"methods": []}, {}, r"methods \(none\), but the experiment uses fedavg"),
-        ({"max_epochs": 2}, {"training": {"epochs": 3}}, "2 epochs in a round, but training takes 3"),
+        (
+            {"max_epochs": 2},
+            {"training": {"epochs": 3}},
+            "2 epochs in a round, but training takes 3",
+        ),
         ({"max_epochs": 2}, {"training": {"steps": 50, "batch_size": 14}}, "but training takes 50"),
         ({"max_epochs": 1.5}, {"method": "ditto"}, "1.5 epochs in a round, but training takes 2"),
-        ({"max_epochs": 1}, {"evaluation": {"fine_tune": {"epochs": 2}}}, "but evaluation.fine_tune takes 2"),
+        (
+            {"max_epochs": 1},
+            {"evaluation": {"fine_tune": {"epochs": 2}}},
+            "but evaluation.fine_tune takes 2",
+        ),
     ],
 )
 def test_an_experiment_beyond_the_limits_is_refused(limits, sections, says, folder):
@@ -255,8 +327,14 @@ def test_an_experiment_beyond_the_limits_is_refused(limits, sections, says, fold
     ("limits", "sections"),
     [
         (Limits(methods=("fedprox",)), {"method": "fedprox"}),
-        (Limits(methods=("fedprox", "qffl")), {"method": {"name": "fedprox", "aggregation": "qffl"}}),
-        (Limits(methods=("client2vec", "ditto")), {"method": {"name": "client2vec", "host": "ditto"}}),
+        (
+            Limits(methods=("fedprox", "qffl")),
+            {"method": {"name": "fedprox", "aggregation": "qffl"}},
+        ),
+        (
+            Limits(methods=("client2vec", "ditto")),
+            {"method": {"name": "client2vec", "host": "ditto"}},
+        ),
         (Limits(max_epochs=2), {"method": "ditto"}),
         (Limits(max_epochs=1), {"training": {"steps": 1, "batch_size": 14}}),
     ],
@@ -284,7 +362,10 @@ def test_a_silo_that_only_evaluates(folder):
     run, _ = run_on_loop(path, nodes)
     assert [row["cohort"] for row in run.trainer.rounds] == [3, 3]
     assert {row["client"] for row in run.trainer.metrics} == {0, 1, 2, 3}
-    assert "this client evaluates models and never trains" in answer_of(path, nodes[2], "train").error.reason
+    assert (
+        "this client evaluates models and never trains"
+        in answer_of(path, nodes[2], "train").error.reason
+    )
 
 
 def test_limits_that_cannot_be_read_stop_the_client(folder):
@@ -310,5 +391,7 @@ def test_a_wrong_limits_file_is_an_error(limits, says, tmp_path):
 
 
 def test_a_run_cannot_import_code_of_its_own(folder):
-    with pytest.raises(InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app does"):
+    with pytest.raises(
+        InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app does"
+    ):
         read_experiment(write_experiment(folder), {"set": "seed=1; imports=/tmp/x.py"})

@@ -7,7 +7,14 @@ import torch
 from flwr.app import MetricRecord
 
 from equipoise.errors import InputError
-from tests.flower.loop import error, misbehaving, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    error,
+    misbehaving,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 from tests.flower.parity import compare
 
 LOCAL = {"local": True, "every": 2}
@@ -34,14 +41,18 @@ def test_local_models_are_the_same_and_cost_no_message(method, folder):
     without, other = run_on_loop(path, own_nodes(folder))
     assert grid.kinds == other.kinds
     counted = ("bytes_up", "bytes_down", "bytes_overhead")
-    ours, theirs = ([[row[name] for name in counted] for row in r.trainer.rounds] for r in (run, without))
+    ours, theirs = (
+        [[row[name] for name in counted] for row in r.trainer.rounds] for r in (run, without)
+    )
     assert ours == theirs
     for name, tensor in without.trainer.state.model.items():
         assert torch.equal(tensor, run.trainer.state.model[name])
 
 
 def test_local_models_are_kept_from_the_updates(folder):
-    path = write_experiment(folder, method="ditto", training=TRAINING, evaluation={"keep_local": True})
+    path = write_experiment(
+        folder, method="ditto", training=TRAINING, evaluation={"keep_local": True}
+    )
     alone, run, _ = compare(path, folder)
     here, there = alone.trainer.local_models(), run.trainer.local_models()
     assert here.clients == there.clients
@@ -54,8 +65,14 @@ def test_local_models_are_kept_from_the_updates(folder):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"method": "fedper"}, r"clients of method 'fedper' keep parts of the model \(head\.weight\)"),
-        ({"flower": {"privacy": {"clip": 1.0}}}, "with flower.privacy the server receives clipped or noisy updates"),
+        (
+            {"method": "fedper"},
+            r"clients of method 'fedper' keep parts of the model \(head\.weight\)",
+        ),
+        (
+            {"flower": {"privacy": {"clip": 1.0}}},
+            "with flower.privacy the server receives clipped or noisy updates",
+        ),
     ],
 )
 def test_what_the_server_does_not_receive_is_not_kept(sections, message, folder):
@@ -74,7 +91,10 @@ def test_a_client_that_reports_nothing_of_its_local_model_is_left_out(folder):
         return reply
 
     path = write_experiment(
-        folder, training={"rounds": 1}, evaluation={"local": True}, flower={"min_clients": 3, "retries": 0}
+        folder,
+        training={"rounds": 1},
+        evaluation={"local": True},
+        flower={"min_clients": 3, "retries": 0},
     )
     for wrong, reason in (
         (silent, "answered with nothing as test loss of the local model"),
@@ -83,7 +103,11 @@ def test_a_client_that_reports_nothing_of_its_local_model_is_left_out(folder):
         run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, wrong))
         (row,) = run.trainer.rounds
         assert reason in row["left_out"]["1"]
-        assert {row["client"] for row in run.trainer.metrics if row["model"] == "local"} == {0, 2, 3}
+        assert {row["client"] for row in run.trainer.metrics if row["model"] == "local"} == {
+            0,
+            2,
+            3,
+        }
 
 
 def test_a_client_lost_after_training_has_no_local_row(folder):

@@ -42,7 +42,13 @@ def experiment(folder, **sections):
     # The file is imported once; the registry is put back after each test.
     exec((folder / "metric_of_large.py").read_text(), {"__name__": "metric_of_large"})
     return write_experiment(
-        folder, **{"imports": "metric_of_large.py", "training": {"rounds": 2}, "evaluation": EVALUATION, **sections}
+        folder,
+        **{
+            "imports": "metric_of_large.py",
+            "training": {"rounds": 2},
+            "evaluation": EVALUATION,
+            **sections,
+        },
     )
 
 
@@ -58,14 +64,19 @@ def test_metrics_of_clients_are_the_same_and_only_numbers_travel(method, folder)
                 assert ours[name].get("mean") == pytest.approx(theirs[name].get("mean"), rel=1e-9)
                 assert ours[name]["left_out_clients"] == theirs[name]["left_out_clients"]
 
-    assert run.summary["results"]["global"]["seen"]["metrics"]["share_of_wrong_large"]["clients"] >= 3
+    assert (
+        run.summary["results"]["global"]["seen"]["metrics"]["share_of_wrong_large"]["clients"] >= 3
+    )
 
     without, other = run_on_loop(
-        experiment(folder, method=method, evaluation={"metrics": [], "local": True}), own_nodes(folder)
+        experiment(folder, method=method, evaluation={"metrics": [], "local": True}),
+        own_nodes(folder),
     )
     assert grid.kinds == other.kinds
     counted = ("bytes_up", "bytes_down", "bytes_overhead", "messages")
-    ours, theirs = ([[row[name] for name in counted] for row in r.trainer.rounds] for r in (run, without))
+    ours, theirs = (
+        [[row[name] for name in counted] for row in r.trainer.rounds] for r in (run, without)
+    )
     assert ours == theirs
 
 
@@ -83,11 +94,20 @@ def changed(**values):
 
 
 def test_implausible_values_are_left_out_and_named(folder, tmp_path):
-    wrong = changed(auroc=7.5, ece=float("inf"), share_of_wrong_large=float("nan"), client=3.0, round=99.0)
-    run, _ = run_on_loop(
-        experiment(folder), own_nodes(folder), tmp_path / "run", tamper=misbehaving(1, "evaluate.models", 2, wrong)
+    wrong = changed(
+        auroc=7.5, ece=float("inf"), share_of_wrong_large=float("nan"), client=3.0, round=99.0
     )
-    rows = [row for row in run.trainer.metrics if (row["round"], row["model"], row["split"]) == (2, "global", "test")]
+    run, _ = run_on_loop(
+        experiment(folder),
+        own_nodes(folder),
+        tmp_path / "run",
+        tamper=misbehaving(1, "evaluate.models", 2, wrong),
+    )
+    rows = [
+        row
+        for row in run.trainer.metrics
+        if (row["round"], row["model"], row["split"]) == (2, "global", "test")
+    ]
     assert [row["client"] for row in rows] == [0, 1, 2, 3]
     assert rows[1]["left_out"] == {
         "auroc": "7.5 is not in the range from 0 to 1",
@@ -97,16 +117,24 @@ def test_implausible_values_are_left_out_and_named(folder, tmp_path):
     assert not {"auroc", "ece", "share_of_wrong_large"} & set(rows[1])
     part = run.summary["results"]["global"]["seen"]
     assert part["clients"] == 4
-    assert part["metrics"]["ece"]["left_out_clients"] == {"1": "inf is not in the range from 0 to 1"}
-    assert part["metrics"]["ece"]["mean"] == pytest.approx(sum(rows[c]["ece"] for c in (0, 2, 3)) / 3)
+    assert part["metrics"]["ece"]["left_out_clients"] == {
+        "1": "inf is not in the range from 0 to 1"
+    }
+    assert part["metrics"]["ece"]["mean"] == pytest.approx(
+        sum(rows[c]["ece"] for c in (0, 2, 3)) / 3
+    )
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize(("accuracy", "said"), [(float("nan"), "nan"), (None, "nothing")])
 def test_a_client_without_a_score_is_not_evaluated(accuracy, said, folder):
-    path = experiment(folder, flower={"min_clients": 3, "retries": 0}, evaluation={"metrics": ["auroc"]})
+    path = experiment(
+        folder, flower={"min_clients": 3, "retries": 0}, evaluation={"metrics": ["auroc"]}
+    )
     tamper = misbehaving(1, "evaluate.models", 2, changed(accuracy=accuracy))
     run, _ = run_on_loop(path, own_nodes(folder), tamper=tamper)
     last = list(run.trainer.rounds)[-1]
-    assert last["not_evaluated"] == {"1": f"answered with {said} as test accuracy of the global model"}
+    assert last["not_evaluated"] == {
+        "1": f"answered with {said} as test accuracy of the global model"
+    }

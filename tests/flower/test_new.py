@@ -37,7 +37,10 @@ def test_flower_accepts_the_app(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, warnings = load_and_validate(tmp_path / "my-app" / "pyproject.toml")
     assert warnings == []
-    assert config["tool"]["flwr"]["app"]["components"] == {"serverapp": "app:server", "clientapp": "app:client"}
+    assert config["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": "app:server",
+        "clientapp": "app:client",
+    }
     assert set(config["tool"]["flwr"]["app"]["config"]) == {"out", "set"}
     assert len(build_fab_from_disk(tmp_path / "my-app")) > 500
 
@@ -48,7 +51,10 @@ def test_a_norm_bound_is_suggested_and_off(experiment, tmp_path):
     assert load_experiment(tmp_path / "my-app" / "experiment.yaml").method.guard is None
     suggested = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#   method: ")]
     assert len(suggested) == 2
-    guards = [experiment_from({"data": "digits", **yaml.safe_load(line)}).method.guard for line in suggested]
+    guards = [
+        experiment_from({"data": "digits", **yaml.safe_load(line)}).method.guard
+        for line in suggested
+    ]
     assert [guard.bound for guard in guards] == [None, 2.0]
     # Who has a guard needs no advice, and without updates there is nothing to guard.
     for number, method in enumerate(("{name: ditto, guard: norm}", "local")):
@@ -192,8 +198,12 @@ def test_what_cannot_become_an_app_is_refused(name, content, says, experiment, t
 def test_what_would_be_written_is_checked_before_it_is(experiment, tmp_path):
     (tmp_path / "silos" / "clinic-0").mkdir(parents=True)
     np.savez(tmp_path / "silos" / "clinic-0" / "data.npz", x=np.zeros((9, 2)), y=np.arange(9) % 2)
-    experiment.write_text(f"data: {{name: silos, root: {tmp_path / 'silos'}}}\nflower: {{min_clients: 2}}")
-    with pytest.raises(InputError, match=r"mine.yaml: flower.min_clients is 2, more than the flower.clients=1"):
+    experiment.write_text(
+        f"data: {{name: silos, root: {tmp_path / 'silos'}}}\nflower: {{min_clients: 2}}"
+    )
+    with pytest.raises(
+        InputError, match=r"mine.yaml: flower.min_clients is 2, more than the flower.clients=1"
+    ):
         new_app(tmp_path / "my-app", experiment)
     assert not (tmp_path / "my-app").exists()
 
@@ -205,12 +215,16 @@ def test_nothing_is_written_over(experiment, tmp_path):
 
 
 def test_the_command_writes_and_names_the_files(experiment, tmp_path):
-    result = CliRunner().invoke(app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)])
+    result = CliRunner().invoke(
+        app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)]
+    )
     assert result.exit_code == 0
     names = ["app.py", "experiment.yaml", "pyproject.toml", "README.md"]
     assert [Path(line).name for line in result.stdout.split()] == names
     tomllib.loads((tmp_path / "my-app" / "pyproject.toml").read_text())
-    again = CliRunner().invoke(app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)])
+    again = CliRunner().invoke(
+        app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(experiment)]
+    )
     assert again.exit_code == 2
 
 
@@ -234,5 +248,7 @@ def test_flowers_own_commands_run_without_telemetry_update_check_and_installatio
 
 def test_who_wants_telemetry_can_have_it(tmp_path):
     program = "import os; os.environ['FLWR_TELEMETRY_ENABLED'] = '1'; import equipoise.flower; print(os.environ['FLWR_TELEMETRY_ENABLED'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "1\n"

@@ -98,6 +98,8 @@ def test_several_labels_are_learned_as_in_one_process(tmp_path):
             x, y = held["x"], held["y"]
         np.savez(file, x=x, y=np.concatenate([np.eye(10)[y], (y % 2)[:, None]], 1))
     data = {"task": "multilabel", "classes": 11}
-    path = write_experiment(tmp_path, data=data, model="mlp", training={"rounds": 2, "loss": "focal"})
+    path = write_experiment(
+        tmp_path, data=data, model="mlp", training={"rounds": 2, "loss": "focal"}
+    )
     alone, run, _ = compare(path, tmp_path)
     assert run.summary["score"] == alone.summary["score"] == "f1"

@@ -17,7 +17,15 @@ from equipoise.optimizers import Sgd
 from equipoise.random import Purpose, fold
 from equipoise.run.files import load_tensors
 from equipoise.tree import size_in_bytes
-from tests.flower.loop import error, misbehaving, number_of, own_nodes, run_on_loop, write_experiment, write_silos
+from tests.flower.loop import (
+    error,
+    misbehaving,
+    number_of,
+    own_nodes,
+    run_on_loop,
+    write_experiment,
+    write_silos,
+)
 from tests.flower.parity import TOLERANCE, compare, differ
 from tests.own_rules import make_known
 from tests.rounds import play
@@ -66,7 +74,9 @@ def test_models_metrics_and_bytes_are_the_same(what, folder):
 
 
 def test_the_same_clients_are_chosen(folder):
-    path = write_experiment(folder, method=OWN["power of choice"] | {"aggregation": "noting"}, training={"cohort": 2})
+    path = write_experiment(
+        folder, method=OWN["power of choice"] | {"aggregation": "noting"}, training={"cohort": 2}
+    )
     alone, run, _ = compare(path, folder)
     chosen = [row["clients"] for row in run.trainer.rounds]
     assert [row["clients"] for row in alone.trainer.rounds] == chosen
@@ -103,7 +113,10 @@ def forgets_after(client, round_, folder):
     """Have a client lose its disk after it has trained in a round."""
 
     def tamper(node, message, reply):
-        trained = (message.metadata.message_type, settings_of(message.content).get("round")) == ("train", round_)
+        trained = (message.metadata.message_type, settings_of(message.content).get("round")) == (
+            "train",
+            round_,
+        )
         if number_of(node) == client and trained:
             shutil.rmtree(folder / "memory" / str(client) / "runs")
         return reply
@@ -132,7 +145,10 @@ def test_a_client_that_fails_when_it_is_sent_them_again_gets_them_in_the_next_ro
 
     def tamper(node, message, reply):
         if message.metadata.message_type == "train" and number_of(node) == 1:
-            round_, whole = settings_of(message.content)["round"], "sent.means" in message.content.array_records
+            round_, whole = (
+                settings_of(message.content)["round"],
+                "sent.means" in message.content.array_records,
+            )
             asked.append((round_, whole))
             if round_ == 0:
                 shutil.rmtree(folder / "memory" / "1" / "runs")
@@ -150,7 +166,10 @@ def test_a_damaged_file_is_as_good_as_none(folder):
     path = write_experiment(folder, method="mixed")
 
     def tamper(node, message, reply):
-        if (message.metadata.message_type, settings_of(message.content).get("round")) == ("train", 0):
+        if (message.metadata.message_type, settings_of(message.content).get("round")) == (
+            "train",
+            0,
+        ):
             for file in (folder / "memory" / str(number_of(node))).glob("runs/*/client-*/held-*"):
                 file.write_bytes(file.read_bytes()[:-8] + b"\0" * 8)
         return reply
@@ -170,7 +189,10 @@ def test_a_server_that_was_stopped_resumes_to_the_same_bytes(name, folder):
         pass
 
     def tamper(node, message, reply):
-        if (message.metadata.message_type, settings_of(message.content).get("round")) == ("train", 2):
+        if (message.metadata.message_type, settings_of(message.content).get("round")) == (
+            "train",
+            2,
+        ):
             raise Killed
         return reply
 
@@ -190,7 +212,9 @@ def test_facts_are_on_the_clients_own_disks_only(folder):
     run, _ = run_on_loop(path, own_nodes(folder), folder / "out")
     data = load_experiment(path).federation()
     for client in range(4):
-        kept = folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}"
+        kept = (
+            folder / "memory" / str(client) / "runs" / run.trainer.engine.run() / f"client-{client}"
+        )
         memory, _ = load_tensors(kept / "round-3.safetensors")
         wanted = np.bincount(data.y[torch.from_numpy(data.train.of(client))], minlength=10)
         assert memory["labels/counts"].tolist() == [wanted.tolist()]
@@ -232,14 +256,22 @@ def test_a_round_goes_on_without_a_client_that_is_lost_while_it_is_prepared(fold
 
 def test_a_sampler_chooses_among_those_that_answer(folder):
     path = write_experiment(
-        folder, method=PLAIN | {"sampling": {"name": "powerofchoice", "candidates": 4}}, training={"cohort": 2}
+        folder,
+        method=PLAIN | {"sampling": {"name": "powerofchoice", "candidates": 4}},
+        training={"cohort": 2},
     )
     path_of_three = folder / "three.yaml"
-    three = path.read_text().replace("candidates: 4", "candidates: 3").replace("clients: 4", "clients: 3")
+    three = (
+        path.read_text()
+        .replace("candidates: 4", "candidates: 3")
+        .replace("clients: 4", "clients: 3")
+    )
     path_of_three.write_text(three)
     wrong = misbehaving(1, "evaluate", 0, error)
     run, _ = run_on_loop(path, own_nodes(folder), settings="training.rounds=1", tamper=wrong)
-    others, _ = run_on_loop(path_of_three, own_nodes(folder, [0, 2, 3]), settings="training.rounds=1")
+    others, _ = run_on_loop(
+        path_of_three, own_nodes(folder, [0, 2, 3]), settings="training.rounds=1"
+    )
     (row,) = run.trainer.rounds
     assert row["left_out"] == {"1": "<class 'MemoryError'>:<'out of memory'>"}
     assert row["cohort"] == 2
@@ -250,11 +282,16 @@ def test_a_sampler_chooses_among_those_that_answer(folder):
 
 
 def test_rows_for_another_number_of_clients_are_refused(folder):
-    run, _ = run_on_loop(write_experiment(folder, method="aligned", training={"rounds": 1}), own_nodes(folder))
+    run, _ = run_on_loop(
+        write_experiment(folder, method="aligned", training={"rounds": 1}), own_nodes(folder)
+    )
     trainer = run.trainer
     cohort = trainer.engine.cohort(trainer.method, np.array([0, 1, 2]), 1)
     for rows in (2, 4):
-        with pytest.raises(InputError, match=rf"each\['share'\] has {rows} rows for 3 clients; valid: a row a client"):
+        with pytest.raises(
+            InputError,
+            match=rf"each\['share'\] has {rows} rows for 3 clients; valid: a row a client",
+        ):
             cohort.ask("gradient_sums", model=trainer.state.model, each={"share": torch.ones(rows)})
 
 

@@ -24,7 +24,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", with_clients())
 def test_every_method_gives_the_same_models_and_metrics(name, folder):
     # Three of four clients a round: some have no memory yet, and the sampler has something to choose.
-    path = write_experiment(folder, method=name, training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}})
+    path = write_experiment(
+        folder, method=name, training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}}
+    )
     _, run, _ = compare(path, folder)
     assert all(torch.isfinite(tensor).all() for tensor in run.trainer.state.model.values())
 
@@ -42,7 +44,9 @@ def test_the_best_round_is_the_same_and_clients_keep_its_memory(folder):
 
 
 def test_fine_tuned_and_averaged_models_are_the_same(folder):
-    path = write_experiment(folder, method="fedper", evaluation={"fine_tune": {"epochs": 1}, "average_kept": True})
+    path = write_experiment(
+        folder, method="fedper", evaluation={"fine_tune": {"epochs": 1}, "average_kept": True}
+    )
     compare(path, folder)
 
 
@@ -107,7 +111,10 @@ def test_guards_give_the_same_and_what_they_drop_is_not_missed(name, guard, fold
         assert (one["cohort"], one.get("left_out")) == (other["cohort"], other.get("left_out"))
         assert one["cohort"] == kept
     assert run.trainer.engine.remembering == []
-    assert sorted(run.trainer.engine.ledger.now) == alone.trainer.engine.remembering or name == "gifair"
+    assert (
+        sorted(run.trainer.engine.ledger.now) == alone.trainer.engine.remembering
+        or name == "gifair"
+    )
 
 
 OWN = {
@@ -126,12 +133,16 @@ def own_methods(monkeypatch):
 
 @pytest.mark.parametrize("what", OWN)
 def test_methods_of_the_users_own_give_the_same(what, folder, own_methods):
-    path = write_experiment(folder, method=OWN[what], training={"rounds": 3, "cohort": 2, "optimizer": {"lr": 0.1}})
+    path = write_experiment(
+        folder, method=OWN[what], training={"rounds": 3, "cohort": 2, "optimizer": {"lr": 0.1}}
+    )
     _, run, grid = compare(path, folder)
     assert ("query.ask" in grid.kinds) == (what == "ask")
     if what == "frozen backbone":
         # What never moves is not sent: both sides have it.
-        head = sum(t.numel() * 8 for n, t in run.trainer.state.model.items() if n.startswith("head."))
+        head = sum(
+            t.numel() * 8 for n, t in run.trainer.state.model.items() if n.startswith("head.")
+        )
         whole = sum(t.numel() * 8 for t in run.trainer.state.model.values())
         row = next(iter(run.trainer.rounds))
         assert row["bytes_down"] == 2 * head < whole

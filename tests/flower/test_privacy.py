@@ -28,7 +28,10 @@ def norm(tree):
 
 def test_a_long_update_is_shortened_and_keeps_its_direction():
     received = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([[2.0]])}
-    update = {"a": torch.tensor([4.0, 5.0]), "b": torch.tensor([[14.0]])}  # differences 3, 4 and 12: norm 13
+    update = {
+        "a": torch.tensor([4.0, 5.0]),
+        "b": torch.tensor([[14.0]]),
+    }  # differences 3, 4 and 12: norm 13
     made = protected(update, received, Privacy(clip=6.5))
     assert torch.allclose(made["a"], torch.tensor([2.5, 3.0]))
     assert torch.allclose(made["b"], torch.tensor([[8.0]]))
@@ -90,28 +93,42 @@ def test_noise_is_switched_on_in_the_experiment(folder):
 def test_what_would_leave_unprotected_is_refused(folder):
     flower = {"privacy": {"clip": 1.0}}
     path = write_experiment(folder, method="scaffold", flower=flower)
-    with pytest.raises(InputError, match="protects parameters, but Scaffold also uploads control_change"):
+    with pytest.raises(
+        InputError, match="protects parameters, but Scaffold also uploads control_change"
+    ):
         run_on_loop(path, own_nodes(folder))
     path = write_experiment(folder, method="fedgr", flower=flower)
     with pytest.raises(
-        InputError, match="protects parameters, but method 'fedgr' also asks clients for 'class_tokens'"
+        InputError,
+        match="protects parameters, but method 'fedgr' also asks clients for 'class_tokens'",
     ):
         run_on_loop(path, own_nodes(folder))
-    path = write_experiment(folder, model={"name": "resnet18", "width": 4, "norm": "batch"}, flower=flower)
-    with pytest.raises(InputError, match="noise on the statistics of BatchNorm; choose a model with GroupNorm"):
+    path = write_experiment(
+        folder, model={"name": "resnet18", "width": 4, "norm": "batch"}, flower=flower
+    )
+    with pytest.raises(
+        InputError, match="noise on the statistics of BatchNorm; choose a model with GroupNorm"
+    ):
         run_on_loop(path, own_nodes(folder))
 
 
 def test_parts_that_clients_keep_are_not_asked_for(folder):
     path = write_experiment(
-        folder, method="fedper", evaluation={"average_kept": True}, flower={"privacy": {"clip": 1.0}}
+        folder,
+        method="fedper",
+        evaluation={"average_kept": True},
+        flower={"privacy": {"clip": 1.0}},
     )
-    with pytest.raises(InputError, match="average_kept asks clients for parts of the model without the protection"):
+    with pytest.raises(
+        InputError, match="average_kept asks clients for parts of the model without the protection"
+    ):
         run_on_loop(path, own_nodes(folder))
 
 
 def test_nothing_is_sent_and_nothing_protected_when_clients_train_alone(folder):
-    path = write_experiment(folder, method="local", training={"rounds": 1}, flower={"privacy": {"clip": 1.0}})
+    path = write_experiment(
+        folder, method="local", training={"rounds": 1}, flower={"privacy": {"clip": 1.0}}
+    )
     run, sent = updates_sent(path, folder)
     assert sent == [{}] * 4
     assert run.summary["rounds"] == 1

@@ -38,7 +38,12 @@ def probe(how):
         if not name.lower().endswith("_proxy") and name != "RAY_USAGE_STATS_ENABLED"
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, how], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, "-c", PROBE, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -47,7 +52,9 @@ def probe(how):
 @pytest.mark.slow
 def test_ray_does_not_ask_the_cloud_where_it_runs():
     usual = probe("without")
-    assert "169.254.169.254" in usual["reached"], "Ray does not ask any more: UNASKED has become superfluous"
+    assert "169.254.169.254" in usual["reached"], (
+        "Ray does not ask any more: UNASKED has become superfluous"
+    )
     assert usual["reports"]
     quiet = probe("with")
     assert quiet["reached"]

@@ -71,7 +71,10 @@ def folder(tmp_path, silos):
 
 def in_turn(kind, faults, hostile, first=0):
     """Let hostile clients answer one kind of message wrongly, each round with the next faults."""
-    plan = {(first + place // len(hostile), hostile[place % len(hostile)]): name for place, name in enumerate(faults)}
+    plan = {
+        (first + place // len(hostile), hostile[place % len(hostile)]): name
+        for place, name in enumerate(faults)
+    }
 
     def tamper(node, message, reply):
         name = plan.get((settings_of(message.content).get("round"), number_of(node)))
@@ -162,7 +165,9 @@ def test_every_malformed_answer_is_refused_in_one_readable_line(what, folder, mo
 
     insist = Nodes.insist
     monkeypatch.setattr(Nodes, "insist", listening)
-    run_on_loop(write_experiment(folder, training={"rounds": 1, **QUICK}, **sections), own_nodes(folder))
+    run_on_loop(
+        write_experiment(folder, training={"rounds": 1, **QUICK}, **sections), own_nodes(folder)
+    )
     read, honest = heard[-1]
     reasons, accepted = {}, []
     for name, wrong in faults.items():
@@ -176,7 +181,9 @@ def test_every_malformed_answer_is_refused_in_one_readable_line(what, folder, mo
         else:
             accepted.append(name.rpartition(": ")[2])
     assert_readable(reasons)
-    assert set(accepted) <= (OF_OTHER_SHAPES if what in ("an upload", "an answer to a question") else set())
+    assert set(accepted) <= (
+        OF_OTHER_SHAPES if what in ("an upload", "an answer to a question") else set()
+    )
     assert len(reasons) > 20
 
 
@@ -217,7 +224,9 @@ def test_the_journal_says_why_an_answer_was_left_out(what, fault, folder):
     first = 1 if what in ("an evaluation", "a later evaluation") else 0
     tamper = misbehaving(1, kind, first, malformed.answering(faults[fault]))
     run, _ = run_on_loop(
-        write_experiment(folder, training={"rounds": 2, **QUICK}, **sections), own_nodes(folder), tamper=tamper
+        write_experiment(folder, training={"rounds": 2, **QUICK}, **sections),
+        own_nodes(folder),
+        tamper=tamper,
     )
     said = [row.get("not_evaluated") or row.get("left_out") for row in run.trainer.rounds]
     assert sorted(filter(None, said), key=str) == [{"1": REASONS[what, fault]}]
@@ -239,9 +248,9 @@ def test_a_run_with_malformed_answers_in_every_round_finishes(what, folder):
 
 
 def test_an_accuracy_of_one_is_in_the_range():
-    number = Declared(tasks.build("classification")).of_model("global", {"val": 1, "test": 1})["global.test"][
-        "accuracy"
-    ]
+    number = Declared(tasks.build("classification")).of_model("global", {"val": 1, "test": 1})[
+        "global.test"
+    ]["accuracy"]
     assert number.read(1.0) == 1.0
     assert number.read(1 + 1e-12) == 1 + 1e-12
     with pytest.raises(Misfit, match="answered with 1.001 as test accuracy"):
@@ -252,7 +261,9 @@ def test_an_accuracy_of_one_is_in_the_range():
 def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, caplog):
     """The first client's names count most: all columns are made from its answer."""
     record = {"evaluate.models": "global.test"}.get(kind, REPORTS)
-    faults = {name: malformed.in_numbers(record, **more) for name, more in malformed.UNDECLARED.items()}
+    faults = {
+        name: malformed.in_numbers(record, **more) for name, more in malformed.UNDECLARED.items()
+    }
     faults["one record more"] = lambda content: content.update({"more": MetricRecord({"a": [1]})})
     faults["arrays more"] = lambda content: content.update(
         {"more": malformed.ArrayRecord({"a": malformed.saved(np.zeros(3), dtype="?!")})}
@@ -272,7 +283,9 @@ def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, ca
 
 def test_a_client_that_is_missing_from_one_of_two_evaluations_has_no_row(folder):
     """The global and the personal model are evaluated one after the other if kept parts are averaged."""
-    path = write_experiment(folder, method="fedper", training={"rounds": 2, **QUICK}, evaluation={"average_kept": True})
+    path = write_experiment(
+        folder, method="fedper", training={"rounds": 2, **QUICK}, evaluation={"average_kept": True}
+    )
     asked = []
 
     def tamper(node, message, reply):
@@ -304,25 +317,36 @@ def test_a_finite_loss_of_1e30_does_not_win_afl(folder):
 def test_the_largest_loss_is_the_operators_word(folder):
     lie = malformed.answering(malformed.in_numbers(REPORTS, loss_before=90.0))
     for largest, left_out in ((100.0, False), (50.0, True)):
-        path = write_experiment(folder, method="afl", training={"rounds": 1, **QUICK}, flower={"max_loss": largest})
+        path = write_experiment(
+            folder, method="afl", training={"rounds": 1, **QUICK}, flower={"max_loss": largest}
+        )
         run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, lie))
         assert ("left_out" in next(iter(run.trainer.rounds))) == left_out
 
 
 def test_the_largest_valid_loss_leaves_weights_that_sum_to_one(folder):
-    path = write_experiment(folder, method={"name": "afl", "ascent": 1e6}, training={"rounds": 2, **QUICK})
+    path = write_experiment(
+        folder, method={"name": "afl", "ascent": 1e6}, training={"rounds": 2, **QUICK}
+    )
     lie = malformed.answering(malformed.in_numbers(REPORTS, loss_before=1e24))
     run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, lie))
     assert float(run.trainer.state.server["clients"]["weight"].sum()) == pytest.approx(1, abs=1e-12)
 
 
 def test_an_answer_that_is_too_large_is_left_out(folder):
-    path = write_experiment(folder, method="scaffold", training={"rounds": 1, **QUICK}, flower={"max_answer": 1.0})
-    long = malformed.in_arrays(
-        "upload.control_change", lambda arrays: arrays.update(more=malformed.saved(np.zeros(200_000)))
+    path = write_experiment(
+        folder, method="scaffold", training={"rounds": 1, **QUICK}, flower={"max_answer": 1.0}
     )
-    run, _ = run_on_loop(path, own_nodes(folder), tamper=misbehaving(1, "train", 0, malformed.answering(long)))
-    assert next(iter(run.trainer.rounds))["left_out"] == {"1": "answered with more than 1e+06 bytes in control_change"}
+    long = malformed.in_arrays(
+        "upload.control_change",
+        lambda arrays: arrays.update(more=malformed.saved(np.zeros(200_000))),
+    )
+    run, _ = run_on_loop(
+        path, own_nodes(folder), tamper=misbehaving(1, "train", 0, malformed.answering(long))
+    )
+    assert next(iter(run.trainer.rounds))["left_out"] == {
+        "1": "answered with more than 1e+06 bytes in control_change"
+    }
 
 
 def test_answers_to_questions_are_bounded():
@@ -339,7 +363,9 @@ def test_answers_to_questions_are_bounded():
         read(-2e24)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64], ids=str
+)
 def test_open_arrays_of_every_type_are_read_as_they_were_sent(dtype):
     sent = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     schema = Schema(client=0, round=0, open_trees=("upload.h",))
@@ -352,7 +378,10 @@ def test_open_arrays_of_every_type_are_read_as_they_were_sent(dtype):
 def test_numbers_beyond_all_are_found_in_integers_and_complex_numbers():
     schema = Schema(client=0, round=0, open_trees=("upload.h",))
     for value in (torch.tensor([2**62]), torch.tensor([complex(0, math.inf)])):
-        content = {"upload.h": to_record({"h": value}), "note": ConfigRecord({"client": 0, "round": 0})}
+        content = {
+            "upload.h": to_record({"h": value}),
+            "note": ConfigRecord({"client": 0, "round": 0}),
+        }
         with pytest.raises(Misfit, match="answered with (a number beyond|NaN or infinity)"):
             schema.read(RecordDict(content))
 
@@ -436,7 +465,9 @@ class Joining(LoopGrid):
 
 @pytest.mark.parametrize("after", [0, 3], ids=["before round 1", "during the run"])
 def test_every_malformed_registration_is_refused_by_name(after, folder):
-    path = write_experiment(folder, training={"rounds": 3, **QUICK}, flower={"clients": 3, "wait": 10})
+    path = write_experiment(
+        folder, training={"rounds": 3, **QUICK}, flower={"clients": 3, "wait": 10}
+    )
     strangers = hostile_nodes(folder, len(malformed.REGISTRATIONS))
     begin = [] if after else strangers
     grid = Joining(
@@ -457,7 +488,9 @@ def test_every_malformed_registration_is_refused_by_name(after, folder):
     assert reasons["client as text"] == (
         "it registered with client '3'; valid: a whole number from 0 to 9999 (flower.max_client)"
     )
-    assert reasons["unknown group"].startswith("it registered with the unknown group nobody knows it; valid: ")
+    assert reasons["unknown group"].startswith(
+        "it registered with the unknown group nobody knows it; valid: "
+    )
 
 
 def about(**changes):
@@ -467,22 +500,30 @@ def about(**changes):
 
 def test_client_numbers_are_bounded_by_the_operator():
     assert read_registration(about(client=9_999), FlowerSettings()).client == 9_999
-    assert read_registration(about(client=21_000), FlowerSettings(max_client=21_000)).client == 21_000
+    assert (
+        read_registration(about(client=21_000), FlowerSettings(max_client=21_000)).client == 21_000
+    )
     assert read_registration(about(client=20_000), FlowerSettings(clients=2_000)).client == 20_000
-    with pytest.raises(Misfit, match=r"client 22; valid: a whole number from 0 to 21 \(flower.max_client\)"):
+    with pytest.raises(
+        Misfit, match=r"client 22; valid: a whole number from 0 to 21 \(flower.max_client\)"
+    ):
         read_registration(about(client=22), FlowerSettings(max_client=21))
 
 
 def test_a_client_without_training_samples_must_be_unseen():
     sizes = {"train": 0, "val": 0, "test": 9}
-    with pytest.raises(Misfit, match="without training samples; valid: one or more, or unseen=true"):
+    with pytest.raises(
+        Misfit, match="without training samples; valid: one or more, or unseen=true"
+    ):
         read_registration(about(sizes=sizes), FlowerSettings())
     assert read_registration(about(sizes=sizes, unseen=True), FlowerSettings()).unseen
 
 
 def test_one_client_does_not_decide_which_model_all_need(folder):
     """The one with the lowest number comes first, and needs another model than the others."""
-    path = write_experiment(folder, training={"rounds": 2, **QUICK}, flower={"clients": 3, "wait": 10})
+    path = write_experiment(
+        folder, training={"rounds": 2, **QUICK}, flower={"clients": 3, "wait": 10}
+    )
 
     def tamper(node, message, reply):
         if message.metadata.message_type == "query.describe" and number_of(node) == 0:
@@ -502,10 +543,14 @@ def test_too_few_clients_that_fit_are_an_error_that_names_the_others(folder):
 
     def tamper(node, message, reply):
         return (
-            lie(message, reply) if message.metadata.message_type == "query.describe" and number_of(node) == 2 else reply
+            lie(message, reply)
+            if message.metadata.message_type == "query.describe" and number_of(node) == 2
+            else reply
         )
 
-    with pytest.raises(RunError, match="3 of 4 clients have registered .* was refused: client 2 .* has outputs 9"):
+    with pytest.raises(
+        RunError, match="3 of 4 clients have registered .* was refused: client 2 .* has outputs 9"
+    ):
         run_on_loop(path, own_nodes(folder), tamper=tamper)
 
 
@@ -529,7 +574,9 @@ def test_sizes_stay_what_they_were_at_registration(folder, caplog):
             return pushed
 
     with caplog.at_level("WARNING", logger="flwr.equipoise"):
-        run = serve(Returning(client_app(path), own_nodes(folder), tamper=tamper), load_experiment(path))
+        run = serve(
+            Returning(client_app(path), own_nodes(folder), tamper=tamper), load_experiment(path)
+        )
     assert len(described) == 2
     assert run.trainer.engine.roster.known[1].sizes["train"] < 100
     assert list(run.trainer.rounds)[-1]["cohort"] == 4
@@ -558,7 +605,9 @@ def test_a_client_that_does_not_answer_before_round_1_waits_and_the_others_train
     assert rows[0]["left_out"] == {"1": "answered with a list as train loss"}
     assert run.trainer.state.server["clients"]["ids"].tolist() == [0, 2, 3]
     without, _ = run_on_loop(
-        write_experiment(folder, method="gifair", training={"rounds": 3, **QUICK}, flower={"clients": 3}),
+        write_experiment(
+            folder, method="gifair", training={"rounds": 3, **QUICK}, flower={"clients": 3}
+        ),
         own_nodes(folder, [0, 2, 3]),
     )
     for name, tensor in run.trainer.state.model.items():
@@ -566,7 +615,9 @@ def test_a_client_that_does_not_answer_before_round_1_waits_and_the_others_train
 
 
 def test_a_client_that_waits_is_asked_again_and_takes_part_then(folder):
-    path = write_experiment(folder, method="gifair", training={"rounds": 12, **QUICK}, evaluation={"every": 0})
+    path = write_experiment(
+        folder, method="gifair", training={"rounds": 12, **QUICK}, evaluation={"every": 0}
+    )
     silent, finished = speechless(1), set()
 
     def until_round_6(node, message, reply):
@@ -602,10 +653,15 @@ def test_who_waits_still_waits_after_a_resume(folder):
 
 
 # SCAFFOLD counts registered clients, and AFL has a weight for each of them.
-@pytest.mark.parametrize(("name", "same"), [("gifair", True), ("afl", False), ("scaffold", False), ("fedavg", True)])
+@pytest.mark.parametrize(
+    ("name", "same"), [("gifair", True), ("afl", False), ("scaffold", False), ("fedavg", True)]
+)
 def test_a_stranger_that_joins_and_answers_nothing_right_harms_nobody(name, same, folder):
     path = write_experiment(
-        folder, method=name, training={"rounds": 4, **QUICK}, flower={"clients": 3, "min_clients": 3}
+        folder,
+        method=name,
+        training={"rounds": 4, **QUICK},
+        flower={"clients": 3, "min_clients": 3},
     )
 
     def tamper(node, message, reply):
@@ -626,7 +682,9 @@ def test_a_stranger_that_joins_and_answers_nothing_right_harms_nobody(name, same
     assert {client for row in run.trainer.rounds for client in row.get("left_out", {})} == {"3"}
     alone, _ = run_on_loop(path, own_nodes(folder, range(3)))
     if same:
-        assert all(torch.equal(t, alone.trainer.state.model[n]) for n, t in run.trainer.state.model.items())
+        assert all(
+            torch.equal(t, alone.trainer.state.model[n]) for n, t in run.trainer.state.model.items()
+        )
 
 
 # ---- messages that Flower cannot put together ----------------------------------------------------------------------------
@@ -661,10 +719,16 @@ def test_a_message_that_flower_cannot_read_is_left_out_by_name(folder):
 
 def test_a_task_cannot_measure_a_column_or_an_empty_range():
     def task(**members):
-        return type("Own", (Task,), {"loss": lambda self, output, y: output, "metrics": lambda *a: {}, **members})
+        return type(
+            "Own",
+            (Task,),
+            {"loss": lambda self, output, y: output, "metrics": lambda *a: {}, **members},
+        )
 
     for members in ({"score": "round"}, {"ranges": {"unseen": (0.0, 1.0)}}):
-        with pytest.raises(InputError, match="has a metric called '(round|unseen)', which is another column"):
+        with pytest.raises(
+            InputError, match="has a metric called '(round|unseen)', which is another column"
+        ):
             tasks.register("own_for_schema")(task(**members))
     with pytest.raises(InputError, match=r"has the range \(1.0, 0.0\) for 'f1'"):
         tasks.register("own_for_schema")(task(ranges={"f1": (1.0, 0.0)}))
@@ -719,7 +783,9 @@ def test_a_client_that_claims_a_billion_samples_has_the_largest_share_and_no_mor
 
     def tamper(node, message, reply):
         return (
-            lie(message, reply) if message.metadata.message_type == "query.describe" and number_of(node) == 2 else reply
+            lie(message, reply)
+            if message.metadata.message_type == "query.describe" and number_of(node) == 2
+            else reply
         )
 
     priors = {}

@@ -41,7 +41,10 @@ def test_a_client_has_one_number_for_good(node, number):
     [
         ({}, "does not say which client this is"),
         ({"data": "/srv/clinic"}, "does not say which client this is"),
-        ({"client": -1}, "client in the node's configuration must be a whole number from 0, got -1"),
+        (
+            {"client": -1},
+            "client in the node's configuration must be a whole number from 0, got -1",
+        ),
         ({"client": "three"}, "got 'three'"),
         ({"client": True}, "got True"),
     ],
@@ -62,7 +65,9 @@ def test_a_silo_has_the_splits_it_has_among_all_others(folder):
             assert torch.equal(own.y[here], together.y[there])
         said = Description.of(own, client)
         assert (said.name, said.group) == (f"client-{client}", together.group_names[client])
-        assert said.sizes == {s: int(together.split(s).sizes[client]) for s in ("train", "val", "test")}
+        assert said.sizes == {
+            s: int(together.split(s).sizes[client]) for s in ("train", "val", "test")
+        }
 
 
 def own_federation(node):
@@ -91,7 +96,9 @@ def test_a_function_a_directory_and_a_shared_source_give_the_same_run(folder):
     memories = [{"memory": str(folder / "memory" / f"own-{c}")} for c in range(4)]
     by_directory, _ = run_on_loop(path, own_nodes(folder))
     by_source, _ = run_on_loop(path, [{"client": c, **memory} for c, memory in enumerate(memories)])
-    nodes = [{"client": c, "where": str(folder / "silos"), **memory} for c, memory in enumerate(memories)]
+    nodes = [
+        {"client": c, "where": str(folder / "silos"), **memory} for c, memory in enumerate(memories)
+    ]
     by_function, _ = run_on_loop(path, nodes, data=own_federation)
     for other in (by_source, by_function):
         for name, tensor in by_directory.trainer.state.model.items():
@@ -100,7 +107,9 @@ def test_a_function_a_directory_and_a_shared_source_give_the_same_run(folder):
 
 
 def test_a_node_must_hold_one_client():
-    with pytest.raises(InputError, match="must hold one client, its own; federation 'digits' has 22"):
+    with pytest.raises(
+        InputError, match="must hold one client, its own; federation 'digits' has 22"
+    ):
         placed(load("digits"), 3)
 
 
@@ -113,13 +122,18 @@ def test_a_directory_needs_an_experiment_on_silos(tmp_path, folder):
 
 def test_test_samples_of_other_clients_are_not_there(folder, tmp_path):
     path = write_experiment(tmp_path, data={"root": str(folder / "silos"), "test": "group"})
-    with pytest.raises(InputError, match="data.test: group needs the test samples of other clients"):
+    with pytest.raises(
+        InputError, match="data.test: group needs the test samples of other clients"
+    ):
         open_silo(path, {}, own_nodes(folder)[0])
 
 
 def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(folder):
     path = write_experiment(
-        folder, data={"splits": [0.8, 0.2, 0.0], "leave_out": "plain"}, method="perfedavg", training={"rounds": 2}
+        folder,
+        data={"splits": [0.8, 0.2, 0.0], "leave_out": "plain"},
+        method="perfedavg",
+        training={"rounds": 2},
     )
     alone = load_experiment(path).run()
     nodes = [{"client": c, "memory": str(folder / "memory" / f"left-out-{c}")} for c in range(4)]
@@ -131,7 +145,9 @@ def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(fold
 
 def test_leaving_out_a_group_of_directories_is_refused(folder):
     path = write_experiment(folder, data={"leave_out": "plain"})
-    with pytest.raises(InputError, match="data.leave_out='plain' is not applied to data that nodes have"):
+    with pytest.raises(
+        InputError, match="data.leave_out='plain' is not applied to data that nodes have"
+    ):
         open_silo(path, {}, own_nodes(folder)[0])
 
 
@@ -147,9 +163,16 @@ def said(client, **changes):
 
 
 def test_the_roster_keeps_numbers_and_puts_new_groups_last():
-    roster = Roster("x", {3: said(3, group="b", group_names=("b",)), 1: said(1, group="a", group_names=("a",))})
+    roster = Roster(
+        "x", {3: said(3, group="b", group_names=("b",)), 1: said(1, group="a", group_names=("a",))}
+    )
     assert roster.group_names == ("a", "b")
-    roster.admit([said(0, group="c", group_names=("c",)), said(2, group="a", group_names=("a",), unseen=True)])
+    roster.admit(
+        [
+            said(0, group="c", group_names=("c",)),
+            said(2, group="a", group_names=("a",), unseen=True),
+        ]
+    )
     assert roster.group_names == ("a", "b", "c")
     assert roster.groups.tolist() == [2, 0, 0, 1]
     assert roster.seen.tolist() == [0, 1, 3]
@@ -163,7 +186,10 @@ def test_the_roster_keeps_numbers_and_puts_new_groups_last():
             {"shape": (1, 28, 28)},
             r"client 2 \(plain 3\) has shape \(1, 28, 28\), client 0 .* \(1, 8, 8\); they must agree",
         ),
-        ({"outputs": 9}, "client 2 .* has outputs 9, client 0 .* 10; they must agree; say data.classes"),
+        (
+            {"outputs": 9},
+            "client 2 .* has outputs 9, client 0 .* 10; they must agree; say data.classes",
+        ),
         ({"task": "regression"}, "has task 'regression', client 0"),
     ],
 )
@@ -184,13 +210,17 @@ def test_a_roster_survives_on_disk_in_the_order_clients_came(tmp_path):
 
 
 def test_central_is_refused():
-    with pytest.raises(InputError, match="'central' puts all data in one place, but on Flower they stay"):
+    with pytest.raises(
+        InputError, match="'central' puts all data in one place, but on Flower they stay"
+    ):
         Roster("x", {0: said(0)}).pooled()
 
 
 def test_settings_of_the_run_are_set_over_the_experiment(folder):
     path = write_experiment(folder)
-    silo = open_silo(path, {"set": "training.rounds=9; method=fedprox; method.mu=0.5"}, own_nodes(folder)[0])
+    silo = open_silo(
+        path, {"set": "training.rounds=9; method=fedprox; method.mu=0.5"}, own_nodes(folder)[0]
+    )
     assert silo.experiment.training.rounds == 9
     assert silo.experiment.method.local.mu == 0.5
     assert load_experiment(path).training.rounds == 3
@@ -198,6 +228,9 @@ def test_settings_of_the_run_are_set_over_the_experiment(folder):
 
 def test_a_node_says_its_own_device(folder):
     path = write_experiment(folder, machine={"device": "auto"})
-    assert open_silo(path, {}, {**own_nodes(folder)[0], "device": "cpu"}).engine.machine.device == "cpu"
+    assert (
+        open_silo(path, {}, {**own_nodes(folder)[0], "device": "cpu"}).engine.machine.device
+        == "cpu"
+    )
     with pytest.raises(InputError, match="--set machine.device=gpu.*unknown device 'gpu'"):
         open_silo(path, {}, {**own_nodes(folder)[0], "device": "gpu"})

@@ -14,7 +14,9 @@ def test_averages_over_rounds_are_the_same(tmp_path):
     alone, run, _ = compare(path, tmp_path)
     assert alone.summary["tail"]["rounds"] == run.summary["tail"]["rounds"] == [2, 3]
     for which in ("selected", "each"):
-        ours, theirs = (one.summary["tail"][which]["results"]["global"]["seen"] for one in (alone, run))
+        ours, theirs = (
+            one.summary["tail"][which]["results"]["global"]["seen"] for one in (alone, run)
+        )
         assert ours["sigma_clients"] == pytest.approx(theirs["sigma_clients"], rel=1e-9)
     ours, theirs = (one.summary["results"]["global"]["seen"] for one in (alone, run))
     for name in ("mean", "sigma_clients", "worst10", "loss"):

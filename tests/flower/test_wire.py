@@ -33,7 +33,10 @@ def across(content):
 def test_tensors_of_every_type_cross_bit_for_bit(dtype, shape):
     width = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(
-        0, 2 if dtype is torch.bool else 256, (*shape, width), generator=torch.Generator().manual_seed(1)
+        0,
+        2 if dtype is torch.bool else 256,
+        (*shape, width),
+        generator=torch.Generator().manual_seed(1),
     )
     tensor = raw.to(torch.uint8).view(dtype).reshape(shape)
     arrived = from_record(across({"model": to_record({"w": tensor})}).array_records["model"])["w"]
@@ -51,13 +54,21 @@ def test_views_and_gradients_cross_as_the_numbers_they_show():
 
 def test_the_order_of_names_survives():
     names = ["z", "a", "features.10.weight", "features.2.weight"]
-    record = across({"model": to_record({name: torch.ones(1) for name in names})}).array_records["model"]
+    record = across({"model": to_record({name: torch.ones(1) for name in names})}).array_records[
+        "model"
+    ]
     assert list(from_record(record)) == names
 
 
 @given(
     st.recursive(
-        st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(allow_nan=False), st.text(max_size=3)),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(-5, 5),
+            st.floats(allow_nan=False),
+            st.text(max_size=3),
+        ),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.tuples(inner, inner),
@@ -74,14 +85,19 @@ def test_nested_values_are_put_together_again(value):
 def test_tensors_inside_nested_values_are_put_together_again():
     value = [{"w": torch.ones(2)}, (torch.zeros(1), 3)]
     text, tensors = pack(value)
-    arrived = unpack(text, from_record(across({"arguments": to_record(tensors)}).array_records["arguments"]))
+    arrived = unpack(
+        text, from_record(across({"arguments": to_record(tensors)}).array_records["arguments"])
+    )
     assert torch.equal(arrived[0]["w"], torch.ones(2))
     assert torch.equal(arrived[1][0], torch.zeros(1))
     assert arrived[1][1] == 3
 
 
 def test_reports_cross_in_full_precision():
-    reports = {"loss": torch.tensor([0.1 + 0.2], dtype=torch.float64), "nothing": torch.tensor([float("nan")])}
+    reports = {
+        "loss": torch.tensor([0.1 + 0.2], dtype=torch.float64),
+        "nothing": torch.tensor([float("nan")]),
+    }
     arrived = across({"reports": to_metrics(reports)}).metric_records["reports"]
     assert arrived["loss"] == 0.1 + 0.2
     assert arrived["nothing"] != arrived["nothing"]

@@ -17,7 +17,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("host", ["scaffold", "fediir", {"name": "ditto", "aggregation": "faa"}], ids=str)
+@pytest.mark.parametrize(
+    "host", ["scaffold", "fediir", {"name": "ditto", "aggregation": "faa"}], ids=str
+)
 def test_a_wrapped_method_gives_the_same(host, folder, monkeypatch):
     make_known(monkeypatch)
     method = {"name": "sharpened", "factor": 0.8, "power": 0.5, "host": host}

@@ -44,7 +44,13 @@ def world(folder, **sections):
     """Four silos, an experiment on them and its app."""
     write_silos(folder / "silos")
     path = write_experiment(
-        folder, **{"flower": {"timeout": PATIENCE}, "evaluation": {"every": 10}, "training": {"rounds": 2}, **sections}
+        folder,
+        **{
+            "flower": {"timeout": PATIENCE},
+            "evaluation": {"every": 10},
+            "training": {"rounds": 2},
+            **sections,
+        },
     )
     new_app(folder / "app", path)
     shutil.copy(OWN, folder / "app")
@@ -63,7 +69,10 @@ def replayed(path, folder, rows):
             return Message(Error(code=0, reason="gone"), reply_to=message)
         return reply
 
-    nodes = [{**node, "memory": str(folder / "replayed" / str(c))} for c, node in enumerate(own_nodes(folder))]
+    nodes = [
+        {**node, "memory": str(folder / "replayed" / str(c))}
+        for c, node in enumerate(own_nodes(folder))
+    ]
     return run_on_loop(path, nodes, tamper=tamper)[0]
 
 
@@ -81,7 +90,11 @@ def assert_same_run(out, expected, log=""):
     assert differ(chosen.shared, model) <= TOLERANCE
     ours, theirs = rows_of(out), list(expected.trainer.metrics)
     key = ("round", "model", "split", "client")
-    absent = {(row["round"], int(c)) for row in rows_of(out, "rounds") for c in row.get("not_evaluated", {})}
+    absent = {
+        (row["round"], int(c))
+        for row in rows_of(out, "rounds")
+        for c in row.get("not_evaluated", {})
+    }
     theirs = [row for row in theirs if (row["round"], row["client"]) not in absent]
     assert [[row[k] for k in key] for row in ours] == [[row[k] for k in key] for row in theirs]
     for one, other in zip(ours, theirs, strict=True):

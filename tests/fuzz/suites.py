@@ -33,8 +33,18 @@ from tests.data.small_files import cifar_batch, idx_bytes
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 EXPERIMENT = {
-    "method": {"name": "fedprox", "mu": 0.5, "sampling": {"name": "uniform"}, "guard": {"name": "norm", "bound": 2.0}},
-    "data": {"name": "digits", "imbalance": 2, "splits": [0.6, 0.2, 0.2], "partition": {"name": "iid", "clients": 3}},
+    "method": {
+        "name": "fedprox",
+        "mu": 0.5,
+        "sampling": {"name": "uniform"},
+        "guard": {"name": "norm", "bound": 2.0},
+    },
+    "data": {
+        "name": "digits",
+        "imbalance": 2,
+        "splits": [0.6, 0.2, 0.2],
+        "partition": {"name": "iid", "clients": 3},
+    },
     "model": {"name": "mlp", "hidden": [8], "dropout": 0.1},
     "training": {
         "rounds": 2,
@@ -47,7 +57,12 @@ EXPERIMENT = {
         "augment": [{"name": "flip"}],
     },
     "machine": {"device": "cpu", "precision": "float32", "chunk": "auto"},
-    "evaluation": {"every": 1, "select": "best", "metrics": ["auroc"], "fine_tune": {"epochs": 1, "move": "head"}},
+    "evaluation": {
+        "every": 1,
+        "select": "best",
+        "metrics": ["auroc"],
+        "fine_tune": {"epochs": 1, "move": "head"},
+    },
     "seed": 3,
     "checkpoint_every": 2,
     "flower": {"clients": 2, "privacy": {"clip": 1.0, "noise": 0.5}},
@@ -92,14 +107,17 @@ def damaged(draw: Draw, content: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(content)))
         piece = draw(
-            st.binary(max_size=4) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"9" * 40, b"[" * 60, b'"', b"{", b"-1"])
+            st.binary(max_size=4)
+            | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"9" * 40, b"[" * 60, b'"', b"{", b"-1"])
         )
         how = draw(st.sampled_from(["change", "insert", "drop", "cut"]))
         if how == "cut":
             content = content[:place]
         else:
             content = (
-                content[:place] + (b"" if how == "drop" else piece) + content[place + (how != "insert") * len(piece) :]
+                content[:place]
+                + (b"" if how == "drop" else piece)
+                + content[place + (how != "insert") * len(piece) :]
             )
     return content
 
@@ -124,8 +142,14 @@ def overrides(draw: Draw, folder: Path) -> None:
         "model.hidden",
         "x.y",
     ]
-    value = draw(st.text(max_size=20) | ODD.map(str) | ODD.map(lambda odd: yaml.safe_dump(odd) if odd != () else "()"))
-    experiment_from({"data": "digits"}, "", [Override.parse(f"{draw(st.sampled_from(keys))}={value}")])
+    value = draw(
+        st.text(max_size=20)
+        | ODD.map(str)
+        | ODD.map(lambda odd: yaml.safe_dump(odd) if odd != () else "()")
+    )
+    experiment_from(
+        {"data": "digits"}, "", [Override.parse(f"{draw(st.sampled_from(keys))}={value}")]
+    )
 
 
 def documents(draw: Draw, folder: Path) -> None:
@@ -140,17 +164,27 @@ def arrays(draw: Draw, folder: Path) -> None:
     kinds = ["f4", ">f8", "f2", "i8", ">i2", "u1", "u8", "?", "c8", "U2", "S1", "O", "M8[D]", "g"]
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     x = np.zeros([draw(st.integers(0, 12)), *shape], draw(st.sampled_from(kinds)))
-    y: Any = draw(st.lists(st.integers(-2, 5) | st.floats() | st.sampled_from([10**9, None, True]), max_size=12))
+    y: Any = draw(
+        st.lists(
+            st.integers(-2, 5) | st.floats() | st.sampled_from([10**9, None, True]), max_size=12
+        )
+    )
     y = (
         y
         if draw(st.booleans())
         else np.resize(np.arange(3), len(x)).astype(draw(st.sampled_from(kinds)), casting="unsafe")
     )
-    ids: Any = draw(st.lists(st.sampled_from([0, 1, "a", "1", None, math.nan, (1,), "\n"]), max_size=12))
+    ids: Any = draw(
+        st.lists(st.sampled_from([0, 1, "a", "1", None, math.nan, (1,), "\n"]), max_size=12)
+    )
     ids = ids if draw(st.booleans()) else [0, 1] * (len(x) // 2) + [0] * (len(x) % 2)
     options = {
         "classes": draw(st.sampled_from([None, None, 0, 1, 3, -1, 2**40, True, 2.5])),
-        "splits": draw(st.sampled_from([(0.6, 0.2, 0.2), (1, 0, 0), (0, 1, 0), (0.5, 0.5), (math.nan, 0, 1), "abc"])),
+        "splits": draw(
+            st.sampled_from(
+                [(0.6, 0.2, 0.2), (1, 0, 0), (0, 1, 0), (0.5, 0.5), (math.nan, 0, 1), "abc"]
+            )
+        ),
         "task": draw(st.sampled_from(["classification", "regression", "segmentation", "x"])),
         "unseen": draw(st.sampled_from([(), [0], "a", 3, [None]])),
         "groups": draw(st.sampled_from([None, {}, {0: "a", 1: "b"}, {0: "\x1b"}])),
@@ -162,7 +196,10 @@ def _npz(draw: Draw) -> bytes:
     buffer = io.BytesIO()
     kinds = ["f4", ">f8", "i8", "u1", "c8", "U2", "?"]
     rows = draw(st.integers(0, 4))
-    written = {name: np.zeros([rows, *shape], draw(st.sampled_from(kinds))) for name, shape in (("x", [2]), ("y", []))}
+    written = {
+        name: np.zeros([rows, *shape], draw(st.sampled_from(kinds)))
+        for name, shape in (("x", [2]), ("y", []))
+    }
     np.savez_compressed(buffer, **written) if draw(st.booleans()) else np.savez(buffer, **written)
     return buffer.getvalue()
 
@@ -186,7 +223,9 @@ def data_files(draw: Draw, folder: Path) -> None:
         silo.mkdir(parents=True, exist_ok=True)
         content = {"npz": lambda: damaged(draw, _npz(draw)), "zip": lambda: _zip_of_anything(draw)}
         (silo / "data.npz").write_bytes(content.get(kind, lambda: _npz(draw))())
-        (silo / "client.yaml").write_bytes(damaged(draw, b"group: rural") if kind == "about" else b"")
+        (silo / "client.yaml").write_bytes(
+            damaged(draw, b"group: rural") if kind == "about" else b""
+        )
         silos(root=str(silo.parent))
     elif kind == "pickle":
         home = folder / "cifar-10-batches-py"
@@ -195,7 +234,9 @@ def data_files(draw: Draw, folder: Path) -> None:
         (home / "test_batch").write_bytes(damaged(draw, batch))
         cifar(root=str(folder), portion="test")
     elif kind == "leaf":
-        path.write_bytes(damaged(draw, b'{"users": ["ann"], "user_data": {"ann": {"x": ["to b"], "y": ["e"]}}}'))
+        path.write_bytes(
+            damaged(draw, b'{"users": ["ann"], "user_data": {"ann": {"x": ["to b"], "y": ["e"]}}}')
+        )
         read_leaf([path])
     else:
         content = idx_bytes(np.zeros((2, 2, 2), np.uint8))
@@ -213,7 +254,9 @@ def run_directories(draw: Draw, folder: Path) -> None:
     if path.suffix == ".json" and draw(st.booleans()):
         path.write_text(json.dumps(spoiled(draw, json.loads(path.read_text())), default=str))
     elif path.name == "config.yaml" and draw(st.booleans()):
-        path.write_text(yaml.safe_dump(spoiled(draw, yaml.safe_load(path.read_text()))).replace("()", "[]"))
+        path.write_text(
+            yaml.safe_dump(spoiled(draw, yaml.safe_load(path.read_text()))).replace("()", "[]")
+        )
     else:
         path.write_bytes(damaged(draw, path.read_bytes()))
     read_config(run)
@@ -223,5 +266,6 @@ def run_directories(draw: Draw, folder: Path) -> None:
 
 
 SUITES = {
-    suite.__name__: suite for suite in (configurations, overrides, documents, arrays, data_files, run_directories)
+    suite.__name__: suite
+    for suite in (configurations, overrides, documents, arrays, data_files, run_directories)
 }

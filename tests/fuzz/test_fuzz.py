@@ -49,7 +49,9 @@ def fuzz(suite, folder, cases):
         except Exception as error:
             # One of each kind is enough, and the others are tried all the same.
             place = traceback.extract_tb(error.__traceback__)[-1]
-            wrong.setdefault((type(error).__name__, place.filename, place.lineno), traceback.format_exc())
+            wrong.setdefault(
+                (type(error).__name__, place.filename, place.lineno), traceback.format_exc()
+            )
         if (taken := time.monotonic() - began) > 10:
             wrong[f"took {taken} s"] = tried
         # In kB on Linux.

@@ -27,7 +27,9 @@ def personal_models(found, method, clients):
     """The whole personal model of every client, as evaluation sees it after the last round."""
     personal = Personal(method, (), len(found.updates))
     still, own = found.engine.personal_models(found.model, personal, np.array(clients))
-    return {c: {**still, **{n: stack[row] for n, stack in own.items()}} for row, c in enumerate(clients)}
+    return {
+        c: {**still, **{n: stack[row] for n, stack in own.items()}} for row, c in enumerate(clients)
+    }
 
 
 def adapt_by_hand(module, turns, client, rounds):

@@ -43,7 +43,10 @@ def contrast(positive, others):
 @torch.no_grad()
 def representation(module, x, y):
     """Eq. 4: the mean over classes of the means of h."""
-    means = [torch.stack([look(module, image)[0] for image in x[y == label]]).mean(0) for label in y.unique()]
+    means = [
+        torch.stack([look(module, image)[0] for image in x[y == label]]).mean(0)
+        for label in y.unique()
+    ]
     return torch.stack(means).mean(0)
 
 
@@ -52,7 +55,9 @@ def best_partition(points, number):
     number = min(number, len(points))
 
     def spread(labels):
-        groups = [[p for p, own in zip(points, labels, strict=True) if own == t] for t in range(number)]
+        groups = [
+            [p for p, own in zip(points, labels, strict=True) if own == t] for t in range(number)
+        ]
         if not all(groups):
             return math.inf
         return sum(float((torch.stack(g) - torch.stack(g).mean(0)).square().sum()) for g in groups)
@@ -72,19 +77,25 @@ def with_numbers_of_before(labels, points, last, number):
     def cost(numbers):
         fresh = [t for t in numbers if t not in last]
         return len(fresh), sum(
-            float((m - last[t]).square().sum()) for m, t in zip(means, numbers, strict=True) if t in last
+            float((m - last[t]).square().sum())
+            for m, t in zip(means, numbers, strict=True)
+            if t in last
         )
 
     best = min(itertools.permutations(range(number), len(means)), key=cost)
     return [best[label] for label in labels]
 
 
-def rounds_by_hand(module, federation, cohorts, *, seed, lr, batch, clusters, cosine, received, reweighted=True):
+def rounds_by_hand(
+    module, federation, cohorts, *, seed, lr, batch, clusters, cosine, received, reweighted=True
+):
     """Play one round a cohort; gives the last model, and clusters, h̃ and weights of every round."""
     module = with_plain_dropout(module)
     own_model, own_h, number, last, told = {}, {}, {}, {}, []
     for round_, cohort in enumerate(cohorts):
-        members = {t: [own_h[c] for c in own_h if number[c] == t] for t in sorted(set(number.values()))}
+        members = {
+            t: [own_h[c] for c in own_h if number[c] == t] for t in sorted(set(number.values()))
+        }
         centres = {t: torch.stack(vectors).mean(0) for t, vectors in members.items()}
         trees, losses, fresh = [], [], {}
         for client in cohort:
@@ -110,8 +121,13 @@ def rounds_by_hand(module, federation, cohorts, *, seed, lr, batch, clusters, co
                     for place, image in enumerate(own):
                         h, z = look(trained, x[image])[0], zs[place]
                         with torch.no_grad():
-                            z0, z_prev = look(module, x[image])[1], look(own_model[client], x[image])[1]
-                        toward = {t: similar(h, centre, cosine) / 0.5 for t, centre in centres.items()}
+                            z0, z_prev = (
+                                look(module, x[image])[1],
+                                look(own_model[client], x[image])[1],
+                            )
+                        toward = {
+                            t: similar(h, centre, cosine) / 0.5 for t, centre in centres.items()
+                        }
                         apart = similar(h, own_h[client], cosine) / 0.5
                         group = contrast(toward[number[client]], [apart, *toward.values()])
                         near, far = similar(z, z0, cosine) / 0.5, similar(z, z_prev, cosine) / 0.5
@@ -127,7 +143,11 @@ def rounds_by_hand(module, federation, cohorts, *, seed, lr, batch, clusters, co
         everyone = sorted(own_h)
         vectors = [own_h[client] for client in everyone]
         labels = with_numbers_of_before(best_partition(vectors, clusters), vectors, last, clusters)
-        number |= {client: label for client, label in zip(everyone, labels, strict=True) if client in cohort}
+        number |= {
+            client: label
+            for client, label in zip(everyone, labels, strict=True)
+            if client in cohort
+        }
         for t in set(number.values()):
             last[t] = torch.stack([own_h[c] for c in number if number[c] == t]).mean(0)
         sizes = [len(federation.train.of(client)) for client in cohort]
@@ -135,11 +155,17 @@ def rounds_by_hand(module, federation, cohorts, *, seed, lr, batch, clusters, co
         if reweighted:
             beta = 0.5 * (1 - 0.5**round_)
             for place, client in enumerate(cohort):
-                alike = [loss for c, loss in zip(cohort, losses, strict=True) if number[c] == number[client]]
+                alike = [
+                    loss
+                    for c, loss in zip(cohort, losses, strict=True)
+                    if number[c] == number[client]
+                ]
                 mean = sum(alike) / len(alike)
                 raw[place] *= (losses[place] ** (1 - beta) * mean**beta) ** 2
         weights = [value / sum(raw) for value in raw]
-        mixed = {n: sum(w * tree[n] for w, tree in zip(weights, trees, strict=True)) for n in trees[0]}
+        mixed = {
+            n: sum(w * tree[n] for w, tree in zip(weights, trees, strict=True)) for n in trees[0]
+        }
         module.load_state_dict(mixed, strict=False)
         told.append(
             {

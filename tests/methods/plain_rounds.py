@@ -47,7 +47,9 @@ def steps(module, loss, *, lr=0.1, count=3):
     """Train a copy of a module with plain gradient steps; ``loss`` takes the copy."""
     trained = copy.deepcopy(module)
     for _ in range(count):
-        gradients = torch.autograd.grad(loss(trained), list(trained.parameters()), materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss(trained), list(trained.parameters()), materialize_grads=True
+        )
         with torch.no_grad():
             for parameter, gradient in zip(trained.parameters(), gradients, strict=True):
                 parameter -= lr * gradient
@@ -58,7 +60,9 @@ def average(modules, weights):
     """The weighted mean of modules."""
     mean = copy.deepcopy(modules[0])
     with torch.no_grad():
-        for parameter, *others in zip(mean.parameters(), *(m.parameters() for m in modules), strict=True):
+        for parameter, *others in zip(
+            mean.parameters(), *(m.parameters() for m in modules), strict=True
+        ):
             parameter.copy_(sum(a * other for a, other in zip(weights, others, strict=True)))
     return mean
 
@@ -93,8 +97,16 @@ def on_digits(name, seed, rounds=8, **options):
     digits = skewed_digits(seed)
     module = build_model("mlp", shape=digits.shape, classes=10, hidden=(32,), seed=seed)
     method = build(name, weights="size", **options)
-    how = {"epochs": 5, "batch_size": 20, "optimizer": Sgd(lr=0.1), "seed": seed, "precision": "float32"}
+    how = {
+        "epochs": 5,
+        "batch_size": 20,
+        "optimizer": Sgd(lr=0.1),
+        "seed": seed,
+        "precision": "float32",
+    }
     played = play(method, digits, module, [digits.seen] * rounds, **how)
     model = method.aggregation.evaluated(played.states[-1])
-    measured = evaluate_shared(played.engine.network, played.engine.data, model, digits.train, digits.seen)
+    measured = evaluate_shared(
+        played.engine.network, played.engine.data, model, digits.train, digits.seen
+    )
     return played, float(np.average(measured["loss"], weights=digits.train.sizes))

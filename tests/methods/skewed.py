@@ -28,4 +28,8 @@ def scores(method, *, rounds=10, average_kept=False):
         evaluation=Evaluation(every=rounds, average_kept=average_kept),
     )
     results = run.summary["results"]
-    return {f"{model} {who}": found["mean"] for model, of in results.items() for who, found in of.items()}
+    return {
+        f"{model} {who}": found["mean"]
+        for model, of in results.items()
+        for who, found in of.items()
+    }

@@ -48,14 +48,18 @@ def rounds_by_hand(cohorts, *, start, weights, ascent):
 
 
 @pytest.mark.parametrize("prior", ["size", "uniform"])
-@pytest.mark.parametrize("cohorts", [[[0, 1, 2]] * 4, [[0, 2], [1], [1, 2], [0, 1]]], ids=["full", "partial"])
+@pytest.mark.parametrize(
+    "cohorts", [[[0, 1, 2]] * 4, [[0, 2], [1], [1, 2], [0, 1]]], ids=["full", "partial"]
+)
 def test_rounds_by_hand(cohorts, prior):
     method = build("afl", ascent=0.03, weights=prior)
     played = play(method, targets(*TARGETS, samples=[1, 3, 4]), scalar(1.0), cohorts, **HOW)
     first = [1 / 8, 3 / 8, 4 / 8] if prior == "size" else [1 / 3] * 3
     path, weights = rounds_by_hand(cohorts, start=1.0, weights=first, ascent=0.03)
     assert [weight(state.model) for state in played.states[1:]] == pytest.approx(path, abs=1e-13)
-    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
+    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(
+        weights, abs=1e-13
+    )
     handed_out = method.aggregation.evaluated(played.states[-1])
     assert weight(handed_out) == pytest.approx(np.mean(path), abs=1e-13)
     last = build("afl", average=False).aggregation.evaluated(played.states[-1])
@@ -75,7 +79,9 @@ def test_unseen_clients_have_no_weight_and_ids_are_found():
     path, weights = rounds_by_hand([[1, 2], [0, 2]], start=1.0, weights=[1 / 3] * 3, ascent=0.03)
     assert weight(played.model) == pytest.approx(path[-1], abs=1e-13)
     assert played.states[-1].server["clients"]["ids"].tolist() == [0, 2, 3]
-    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(weights, abs=1e-13)
+    assert played.states[-1].server["clients"]["weight"].tolist() == pytest.approx(
+        weights, abs=1e-13
+    )
 
 
 def test_a_cohort_without_weight_leaves_the_model_but_is_heard():
@@ -99,9 +105,14 @@ def test_without_ascent_it_is_fedavg():
 @pytest.mark.parametrize("make", [mlp, batchnorm])
 def test_stacked_equals_one_by_one(make):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
-    one, all_ = (play(build("afl"), images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
+    one, all_ = (
+        play(build("afl"), images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
-    assert distance(all_.states[-1].server["mean"], one.states[-1].server["mean"], WITHOUT_GRADIENT) <= 1e-9
+    assert (
+        distance(all_.states[-1].server["mean"], one.states[-1].server["mean"], WITHOUT_GRADIENT)
+        <= 1e-9
+    )
 
 
 def test_the_weights_stay_on_the_simplex():
@@ -115,8 +126,12 @@ def test_the_weights_stay_on_the_simplex():
 def test_play_ends_at_the_saddle_point():
     """min_w max_k (w - t_k)² is where the two farthest targets are equally far: w = 1, λ = ½ on each of them."""
     how = {"steps": 1, "optimizer": Sgd(lr=0.02)}
-    played = play(build("afl", ascent=0.01), targets(*TARGETS), scalar(0.0), [[0, 1, 2]] * 1500, **how)
-    assert weight(build("afl").aggregation.evaluated(played.states[-1])) == pytest.approx(1.0, abs=0.05)
+    played = play(
+        build("afl", ascent=0.01), targets(*TARGETS), scalar(0.0), [[0, 1, 2]] * 1500, **how
+    )
+    assert weight(build("afl").aggregation.evaluated(played.states[-1])) == pytest.approx(
+        1.0, abs=0.05
+    )
     weights = torch.stack([state.server["clients"]["weight"] for state in played.states]).mean(0)
     assert weights.tolist() == pytest.approx([0.5, 0.5, 0.0], abs=0.05)
 
@@ -146,7 +161,9 @@ def test_the_run_evaluates_hands_out_and_resumes_the_mean(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(federation, model=mlp(), out=out, on_round=stop, **how)
     again = train(federation, model=mlp(), out=out, resume=True, **how)
-    assert torch.equal(again.trainer.state.server["clients"]["weight"], trainer.state.server["clients"]["weight"])
+    assert torch.equal(
+        again.trainer.state.server["clients"]["weight"], trainer.state.server["clients"]["weight"]
+    )
     assert distance(dict(again.model().state_dict()), dict(whole.model().state_dict())) == 0
 
 

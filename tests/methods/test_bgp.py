@@ -36,7 +36,9 @@ MODELS = pytest.mark.parametrize("make", [mlp, normalised], ids=["mlp", "bn"])
 def coral_by_hand(one, other, form):
     """CORAL of two batches ``[samples, d]`` with PyTorch's own covariance, which one sample does not have."""
     several, d = len(one) > 1, one.shape[1]
-    difference = torch.cov(one.T) - torch.cov(other.T) if several else torch.zeros(d, d, dtype=one.dtype)
+    difference = (
+        torch.cov(one.T) - torch.cov(other.T) if several else torch.zeros(d, d, dtype=one.dtype)
+    )
     if form == "deepcoral":
         return difference.norm() ** 2 / (4 * d**2) if several else 0.0
     return ((one.mean(0) - other.mean(0)) ** 2).sum() / d + (difference**2).sum() / d**2
@@ -79,7 +81,9 @@ def restored_by_hand(model, x, y, key, *, epochs, weight, form):
         half = len(batch) // 2
         first, second = batch[: max(1, half)], batch[half:]
         before = [p.detach().clone() for p in own.parameters()]
-        gradients = torch.autograd.grad(F.cross_entropy(own(x[first]), y[first]), list(own.parameters()))
+        gradients = torch.autograd.grad(
+            F.cross_entropy(own(x[first]), y[first]), list(own.parameters())
+        )
         with torch.no_grad():
             for p, g in zip(own.parameters(), gradients, strict=True):
                 p -= LR * g
@@ -101,7 +105,9 @@ def rounds_by_hand(module, train, cohorts=COHORTS, **how):
     for round_, cohort in enumerate(cohorts):
         sent = []
         for client in cohort:
-            own = train(module, *held_by(federation, client), fold(fold(SEED, round_), client), **how)
+            own = train(
+                module, *held_by(federation, client), fold(fold(SEED, round_), client), **how
+            )
             sent.append(tensors(own))
         module.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
     return tensors(module)
@@ -138,7 +144,9 @@ def test_an_epoch_is_as_many_pairs_as_there_are_batches():
 
 @CHUNKS
 @pytest.mark.parametrize(
-    "optimizer", [Sgd(lr=0.1), Sgd(lr=0.1, momentum=0.9), Adam(lr=0.01)], ids=["sgd", "momentum", "adam"]
+    "optimizer",
+    [Sgd(lr=0.1), Sgd(lr=0.1, momentum=0.9), Adam(lr=0.01)],
+    ids=["sgd", "momentum", "adam"],
 )
 def test_without_alignment_it_is_plain_training_on_twice_the_batches(optimizer, chunk):
     how = {"chunk": chunk, "optimizer": optimizer}
@@ -161,7 +169,9 @@ def test_only_meta_learning_with_halves_is_per_fedavg(chunk):
         return play(method, federation, normalised(), [[0, 1, 2]] * 2, **how).model
 
     halves = trained(build("bgp", align=0.0, restore=True), 8)
-    assert distance(halves, trained(build("perfedavg", alpha=0.2, weights="size"), 4), NOISE) <= 1e-12
+    assert (
+        distance(halves, trained(build("perfedavg", alpha=0.2, weights="size"), 4), NOISE) <= 1e-12
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -193,18 +203,30 @@ def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
     federation = random_regression([6, 8])
     method = build("bgp", align=0.0, restore=True, aggregation=Paced())
     schedule = Schedule(kind="exponential", decay=0.5)
-    how = {"steps": 1, "batch_size": 8, "shuffle": False, "optimizer": Sgd(lr=0.1), "schedule": schedule}
+    how = {
+        "steps": 1,
+        "batch_size": 8,
+        "shuffle": False,
+        "optimizer": Sgd(lr=0.1),
+        "schedule": schedule,
+    }
     found = play(method, federation, linear(), [[0, 1]] * 2, chunk=chunk, **how)
     for round_, client in itertools.product((0, 1), (0, 1)):
         x, y = held_by(federation, client)
-        w, half, eta = found.states[round_].model["head.weight"][0], len(x) // 2, 0.1 * 0.5**round_ / (client + 1)
+        w, half, eta = (
+            found.states[round_].model["head.weight"][0],
+            len(x) // 2,
+            0.1 * 0.5**round_ / (client + 1),
+        )
 
         def gradient(w, x, y):
             return 2 * x.T @ (x @ w - y) / len(x)
 
         stepped = w - eta * gradient(w, x[:half], y[:half])
         wanted = w - eta * gradient(stepped, x[half:], y[half:])
-        torch.testing.assert_close(found.updates[round_].params["head.weight"][client, 0], wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            found.updates[round_].params["head.weight"][client, 0], wanted, rtol=0, atol=1e-12
+        )
 
 
 # ---- what is aligned -------------------------------------------------------------------------------------------------
@@ -252,14 +274,18 @@ def test_rows_of_no_known_kind_are_refused():
         played("bgp", module, [[0]])
 
 
-@pytest.mark.parametrize("rows", [lambda z: z.unsqueeze(2), lambda z: z[:1]], ids=["maps", "one row"])
+@pytest.mark.parametrize(
+    "rows", [lambda z: z.unsqueeze(2), lambda z: z[:1]], ids=["maps", "one row"]
+)
 def test_rows_that_are_not_one_vector_a_sample_are_refused(rows):
     class Odd(Model):
         def aligned(self, z):
             return rows(z)
 
     small = mlp()
-    with pytest.raises(InputError, match=r"aligned of Odd returned a tensor of shape .* for 3 samples"):
+    with pytest.raises(
+        InputError, match=r"aligned of Odd returned a tensor of shape .* for 3 samples"
+    ):
         played("bgp", Odd(small.features, small.head), [[0]])
 
 
@@ -277,7 +303,14 @@ def test_a_received_model_as_it_is_costs_nothing():
 def digits(seed):
     """Four clients, each with a style of its own."""
     partition = {"name": "group", "imbalance": 1, "clients_per_group": [1] * 5}
-    return load("digits", imbalance=1, partition=partition, splits=(0.6, 0.4, 0.0), leave_out="textured", seed=seed)
+    return load(
+        "digits",
+        imbalance=1,
+        partition=partition,
+        splits=(0.6, 0.4, 0.0),
+        leave_out="textured",
+        seed=seed,
+    )
 
 
 def on_digits(method, seed, epochs, rounds=8):
@@ -286,20 +319,27 @@ def on_digits(method, seed, epochs, rounds=8):
     module = build_model("mlp", shape=federation.shape, classes=10, seed=seed)
     how = {"batch_size": 16, "epochs": epochs, "optimizer": Sgd(lr=0.1), "precision": "float32"}
     cohorts = [federation.seen] * rounds
-    found = play(method, federation, module, cohorts, seed=seed, reports=("val_score_after",), **how)
+    found = play(
+        method, federation, module, cohorts, seed=seed, reports=("val_score_after",), **how
+    )
     scores, distances = [], []
     for number in range(rounds // 2, rounds):
         scores.append(float(found.updates[number].reports["val_score_after"].mean()))
         for row, client in enumerate(found.cohorts[number].ids):
             x, _ = found.engine.data.fetch(torch.from_numpy(federation.train.of(int(client))))
             local = {name: rows[row] for name, rows in found.updates[number].params.items()}
-            z = [found.engine.network.resting_features(params, x) for params in (local, found.states[number].model)]
+            z = [
+                found.engine.network.resting_features(params, x)
+                for params in (local, found.states[number].model)
+            ]
             distances.append(float(coral(*z)))
     return np.mean(scores), np.mean(distances)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_better_than_fedavg(seed):
+def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_better_than_fedavg(
+    seed,
+):
     """Table 13 says that BGP fits clients better than FedAvg; on digits that is because it makes twice as many steps.
     FedAvg with as many steps fits them equally well, and its features move further away."""
     (fedavg, _), (as_many_steps, far), (ours, near), (_, nearest) = (

@@ -85,7 +85,9 @@ def begun(method, sizes=(3, 1, 4, 1)):
 
 def after(method, state, cohort):
     """The state after a round of a cohort."""
-    return replace(method.sampler.learn(state, SimpleNamespace(ids=np.array(cohort))), round=state.round + 1)
+    return replace(
+        method.sampler.learn(state, SimpleNamespace(ids=np.array(cohort))), round=state.round + 1
+    )
 
 
 def test_probabilities_are_those_of_eq_1(path):
@@ -93,7 +95,9 @@ def test_probabilities_are_those_of_eq_1(path):
     method = build("client2vec", uses=["sampling"], index=path, tau=0.3)
     state = after(method, begun(method), [1])
     drawn = np.array([method.sampler.select(state, candidates(key), 1)[0] for key in range(4000)])
-    odds = np.array([math.exp(to_cohort(random_index(), [1], [3, 1, 4, 1], i) / 0.3) for i in range(4)])
+    odds = np.array(
+        [math.exp(to_cohort(random_index(), [1], [3, 1, 4, 1], i) / 0.3) for i in range(4)]
+    )
     odds[1] = 0
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 4000, odds / odds.sum(), atol=0.03)
 
@@ -105,8 +109,12 @@ def test_large_clients_of_the_round_before_count_more(path):
     random_index(6).write(path)
     method = build("client2vec", uses=["sampling"], index=path, tau=0.2)
     state = after(method, after(method, begun(method, sizes), [5]), [0, 1])
-    drawn = np.array([method.sampler.select(state, candidates(key, sizes), 1)[0] for key in range(4000)])
-    odds = np.array([math.exp(to_cohort(random_index(6), [0, 1], sizes, i) / 0.2) for i in range(6)])
+    drawn = np.array(
+        [method.sampler.select(state, candidates(key, sizes), 1)[0] for key in range(4000)]
+    )
+    odds = np.array(
+        [math.exp(to_cohort(random_index(6), [0, 1], sizes, i) / 0.2) for i in range(6)]
+    )
     # 6 / (2 · 2) = 1.5 rounds: those of the round before are left out, and client 5 may be drawn again.
     odds[[0, 1]] = 0
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, odds / odds.sum(), atol=0.03)
@@ -115,7 +123,9 @@ def test_large_clients_of_the_round_before_count_more(path):
 def test_round_1_is_uniform(path):
     method = build("client2vec", uses=["sampling"], index=path, tau=0.01)
     state = begun(method)
-    drawn = np.concatenate([method.sampler.select(state, candidates(key), 2) for key in range(2000)])
+    drawn = np.concatenate(
+        [method.sampler.select(state, candidates(key), 2) for key in range(2000)]
+    )
     np.testing.assert_allclose(np.bincount(drawn) / 2000, 0.5, atol=0.04)
 
 
@@ -148,10 +158,14 @@ def trainer(method, data, module, *, rounds=2, chunk=10, cohort=6):
 
 def test_nobody_is_drawn_twice_within_the_ban():
     """Ten clients, two a round: 10 / (2 · 2) = 2.5, so a client rests for two rounds."""
-    run = trainer(build("client2vec", uses=["sampling"]), images(), batchnorm(), rounds=12, cohort=2)
+    run = trainer(
+        build("client2vec", uses=["sampling"]), images(), batchnorm(), rounds=12, cohort=2
+    )
     drawn = []
     select = run.engine.cohort
-    run.engine.cohort = lambda method, ids, round_: drawn.append(ids.tolist()) or select(method, ids, round_)
+    run.engine.cohort = lambda method, ids, round_: (
+        drawn.append(ids.tolist()) or select(method, ids, round_)
+    )
     run.run()
     rounds = [ids for ids in drawn if len(ids) == 2]
     assert len(rounds) == 12
@@ -182,25 +196,43 @@ def test_weights_of_rounds_are_those_of_eq_3(path, gamma):
     index, sizes, lam, cohorts = random_index(), [1, 3, 2, 5], 0.4, [[0, 1], [1, 2, 3], [0, 3]]
     values = (3.0, -1.0, 0.5, 2.0)
     method = build("client2vec", uses=["aggregation"], index=path, gamma=gamma, lam=lam)
-    played = play(method, targets(*values, samples=sizes), scalar(1.0), cohorts, steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        method,
+        targets(*values, samples=sizes),
+        scalar(1.0),
+        cohorts,
+        steps=1,
+        optimizer=Sgd(lr=0.1),
+    )
     w = 1.0
     for number, cohort in enumerate(cohorts):
         profit = [
-            sum(gamma ** (number - r) * to_cohort(index, cohorts[r], sizes, i) for r in range(number + 1))
+            sum(
+                gamma ** (number - r) * to_cohort(index, cohorts[r], sizes, i)
+                for r in range(number + 1)
+            )
             for i in cohort
         ]
         weights = np.array([sizes[i] for i in cohort]) * np.exp(np.array(profit) / lam)
         weights /= weights.sum()
-        w = float(sum(a * (w - 0.2 * (w - values[i])) for a, i in zip(weights, cohort, strict=True)))
+        w = float(
+            sum(a * (w - 0.2 * (w - values[i])) for a, i in zip(weights, cohort, strict=True))
+        )
         assert weight(played.states[number + 1].model) == pytest.approx(w, abs=1e-7)
-        assert played.states[number + 1].notes["prior"].tolist() == pytest.approx(weights.tolist(), abs=1e-7)
+        assert played.states[number + 1].notes["prior"].tolist() == pytest.approx(
+            weights.tolist(), abs=1e-7
+        )
 
 
 def test_the_prior_of_the_host_is_what_is_changed(path):
     """FedIIR asks in prepare, with the same weights as in combine."""
-    method = build("client2vec", uses=["aggregation"], index=path, host={"name": "fediir", "ema": 0.0})
+    method = build(
+        "client2vec", uses=["aggregation"], index=path, host={"name": "fediir", "ema": 0.0}
+    )
     values = (3.0, -1.0, 0.5, 2.0)
-    played = play(method, targets(*values), scalar(1.0), [[0, 1, 2]], steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        method, targets(*values), scalar(1.0), [[0, 1, 2]], steps=1, optimizer=Sgd(lr=0.1)
+    )
     share = played.states[1].notes["prior"].tolist()
     gradients = [2 * (1.0 - t) for t in values[:3]]
     found = played.states[1].server["mean_gradient"]["head.weight"].item()
@@ -222,7 +254,8 @@ def with_projection(index, seed=8):
 
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize(
-    ("factor", "orthogonal", "unit"), [(1.0, True, True), (5.0, True, True), (1.0, True, False), (1.0, False, True)]
+    ("factor", "orthogonal", "unit"),
+    [(1.0, True, True), (5.0, True, True), (1.0, True, False), (1.0, False, True)],
 )
 def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
     index, data = random_index(), federation()
@@ -247,7 +280,14 @@ def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
 
             trained.append(steps(module, loss))
         module = average(trained, by_size(cohort))
-    method = build("client2vec", uses=["training"], index=path, weight=factor, orthogonal=orthogonal, unit_length=unit)
+    method = build(
+        "client2vec",
+        uses=["training"],
+        index=path,
+        weight=factor,
+        orthogonal=orthogonal,
+        unit_length=unit,
+    )
     found = play(method, data, with_projection(index), COHORTS, chunk=chunk, **FULL_BATCHES)
     assert_equal(found.model, module)
 
@@ -255,9 +295,19 @@ def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
 def test_the_model_gets_a_projection_as_wide_as_the_index(path):
     method = build("client2vec", index=path)
     model = method.extend(smooth_model(), (2, 5, 5), 0)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("projection")}
-    assert shapes == {"projection.weight": (5, 6), "projection_head.weight": (4, 5), "projection_head.bias": (4,)}
-    without = build("client2vec", index=path, uses=["sampling", "aggregation"]).extend(smooth_model(), (2, 5, 5), 0)
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in model.named_parameters()
+        if name.startswith("projection")
+    }
+    assert shapes == {
+        "projection.weight": (5, 6),
+        "projection_head.weight": (4, 5),
+        "projection_head.bias": (4,),
+    }
+    without = build("client2vec", index=path, uses=["sampling", "aggregation"]).extend(
+        smooth_model(), (2, 5, 5), 0
+    )
     assert not [name for name, _ in without.named_parameters() if name.startswith("projection")]
 
 
@@ -273,7 +323,8 @@ def test_the_model_gets_a_projection_as_wide_as_the_index(path):
 def test_the_projection_moves_wherever_features_move(host, moves):
     phases = build("client2vec", host=host).local.phases()
     found = [
-        phase.move[0] if isinstance(phase.move, tuple) and len(phase.move) == 1 else phase.move for phase in phases
+        phase.move[0] if isinstance(phase.move, tuple) and len(phase.move) == 1 else phase.move
+        for phase in phases
     ]
     assert found == moves
 
@@ -283,15 +334,23 @@ def test_the_index_is_sent_once(path):
     method = build("client2vec", uses=["training"], index=path)
     module = with_projection(index)
     plain = build("client2vec", uses=["training"], index=path, orthogonal=False)
-    ours, without = (play(m, data, module, [[0, 1, 2], [0, 1, 3]], **FULL_BATCHES).cohorts for m in (method, plain))
+    ours, without = (
+        play(m, data, module, [[0, 1, 2], [0, 1, 3]], **FULL_BATCHES).cohorts
+        for m in (method, plain)
+    )
     size = index.features.numel() * 8
-    assert [a.bytes_down - b.bytes_down for a, b in zip(ours, without, strict=True)] == [3 * size, size]
+    assert [a.bytes_down - b.bytes_down for a, b in zip(ours, without, strict=True)] == [
+        3 * size,
+        size,
+    ]
 
 
 def test_regression_cannot_be_distilled(path):
     method = build("client2vec", uses=["training"], index=path)
     module = method.extend(scalar(), (1,), 0)
-    with pytest.raises(InputError, match="training compares class probabilities, but the task .* is regression"):
+    with pytest.raises(
+        InputError, match="training compares class probabilities, but the task .* is regression"
+    ):
         play(method, targets(1.0, 2.0, 3.0, 4.0), module, [[0, 1]])
 
 
@@ -307,7 +366,9 @@ def test_without_a_file_the_index_is_the_mean_of_z_and_of_labels():
         x, y = samples_of(data, k)
         wanted = module.features(x).mean(0).detach()
         torch.testing.assert_close(kept["features"][k], wanted, rtol=0, atol=1e-12)
-        torch.testing.assert_close(kept["labels"][k], torch.bincount(y, minlength=4).double() / len(y))
+        torch.testing.assert_close(
+            kept["labels"][k], torch.bincount(y, minlength=4).double() / len(y)
+        )
     assert kept["size"].tolist() == SIZES
 
 
@@ -345,23 +406,34 @@ def test_a_noised_index_is_released_once():
     assert not said["features"][[0, 1, 3]].any()
     torch.testing.assert_close(said["features"][2], before["features"][2])
     three = {name: rows[[0, 1, 3]] for name, rows in before.items()}
-    joined = method.sampler.admit(played.states[-1].with_server(client2vec=three), everyone).server["client2vec"]
+    joined = method.sampler.admit(played.states[-1].with_server(client2vec=three), everyone).server[
+        "client2vec"
+    ]
     assert torch.equal(joined["features"][[0, 1, 3]], before["features"][[0, 1, 3]])
     assert joined["features"][2].norm() > 0
 
 
 def test_noise_is_for_an_index_that_is_asked_for(path):
-    with pytest.raises(InputError, match="client2vec.clip is for an index that clients are asked for"):
+    with pytest.raises(
+        InputError, match="client2vec.clip is for an index that clients are asked for"
+    ):
         build("client2vec", index=path, clip=1.0)
-    with pytest.raises(InputError, match="client2vec.noise=1.0 is a multiple of client2vec.clip, which is not given"):
+    with pytest.raises(
+        InputError,
+        match="client2vec.noise=1.0 is a multiple of client2vec.clip, which is not given",
+    ):
         build("client2vec", noise=1.0)
 
 
 def test_clients_that_join_get_their_index(path):
     method = build("client2vec", uses=["sampling", "aggregation"], index=path)
-    two = method.sampler.begin(State(0, {}), SimpleNamespace(ids=np.array([0, 2]), sizes=np.array([3, 4])))
+    two = method.sampler.begin(
+        State(0, {}), SimpleNamespace(ids=np.array([0, 2]), sizes=np.array([3, 4]))
+    )
     state = after(method, two, [2])
-    joined = method.sampler.admit(state, SimpleNamespace(ids=np.arange(4), sizes=np.array([3, 1, 4, 1])))
+    joined = method.sampler.admit(
+        state, SimpleNamespace(ids=np.arange(4), sizes=np.array([3, 1, 4, 1]))
+    )
     kept = joined.server["client2vec"]
     assert kept["last"].tolist() == [0, 0, 1, 0]
     torch.testing.assert_close(kept["features"], random_index().features.double())
@@ -387,7 +459,9 @@ def test_width_and_hash_of_the_index_are_written_down(path):
 def test_machines_without_the_file_need_the_width(tmp_path):
     nowhere = str(tmp_path / "nowhere")
     assert build("client2vec", index=nowhere, width=7).local.width == 7
-    with pytest.raises(InputError, match="there is no file .*nowhere; valid: a file, or client2vec.width"):
+    with pytest.raises(
+        InputError, match="there is no file .*nowhere; valid: a file, or client2vec.width"
+    ):
         build("client2vec", index=nowhere)
 
 
@@ -419,7 +493,9 @@ def assert_every_use_matters(host):
     plain.run()
     for uses in (*((use,) for use in USES), USES):
         if "aggregation" in uses and host in IGNORING:
-            with pytest.raises(InputError, match=f"aggregation changes the weights that '{host}' begins with"):
+            with pytest.raises(
+                InputError, match=f"aggregation changes the weights that '{host}' begins with"
+            ):
                 build("client2vec", host=host, uses=uses)
             continue
         one, stacked = (
@@ -484,8 +560,14 @@ def test_aggregations_say_whether_the_prior_matters(name):
         ({"lam": -1.0}, "client2vec.lam must be a finite number above 0"),
         ({"gamma": 1.5}, r"client2vec.gamma must be in \[0, 1\], got 1.5"),
         ({"weight": -1.0}, "client2vec.weight must be a finite number of at least 0"),
-        ({"compare": "label"}, "unknown value 'label' in client2vec.compare; did you mean 'labels'"),
-        ({"width": 3}, "client2vec.width and client2vec.digest belong to client2vec.index, which is missing"),
+        (
+            {"compare": "label"},
+            "unknown value 'label' in client2vec.compare; did you mean 'labels'",
+        ),
+        (
+            {"width": 3},
+            "client2vec.width and client2vec.digest belong to client2vec.index, which is missing",
+        ),
     ],
 )
 def test_refusals(options, message):

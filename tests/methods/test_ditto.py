@@ -56,7 +56,9 @@ def test_rounds_equal_the_papers_algorithm(lam, chunk):
 
 def test_long_training_ends_between_the_clients_optimum_and_the_received_model():
     # v minimises (v - t)² + λ/2 (v - w)² at (2t + λw)/(2 + λ), with w received, though the client's copy ends at t.
-    played = play(build("ditto", lam=6.0), targets(3.0), scalar(1.0), [[0]], steps=300, optimizer=Sgd(lr=0.1))
+    played = play(
+        build("ditto", lam=6.0), targets(3.0), scalar(1.0), [[0]], steps=300, optimizer=Sgd(lr=0.1)
+    )
     found = personal_models(played, targets(3.0))["head.weight"].item()
     assert found == pytest.approx((6 + 6) / 8, abs=1e-12)
     assert weight(played.model) == pytest.approx(3.0, abs=1e-12)
@@ -73,11 +75,18 @@ def test_the_global_model_is_that_of_fedavg_whatever_lambda(make):
 
 @pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
 def test_without_the_term_personal_models_are_those_of_local_training(make):
-    federation, how = images(), {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.9)}
+    federation, how = (
+        images(),
+        {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.9)},
+    )
     everyone = [range(10), [0, 3, 7], [1, 3, 9]]
-    both = personal_models(play(build("ditto", lam=0.0), federation, make(), everyone, **how), federation)
+    both = personal_models(
+        play(build("ditto", lam=0.0), federation, make(), everyone, **how), federation
+    )
     alone = play(build("local"), federation, make(), everyone, **how)
-    wanted = alone.engine.memory.read(np.arange(10), {"kept": alone.engine.network.initial()})[0]["kept"]
+    wanted = alone.engine.memory.read(np.arange(10), {"kept": alone.engine.network.initial()})[0][
+        "kept"
+    ]
     assert distance(both, wanted, WITHOUT_GRADIENT) <= 1e-9
 
 
@@ -85,7 +94,9 @@ def test_a_very_large_lambda_holds_personal_models_at_the_received_one():
     federation = targets(*TARGETS)
     how = {"steps": 50, "optimizer": Sgd(lr=1e-5)}
     played = play(build("ditto", lam=1e5), federation, scalar(2.0), [[0, 1, 2]], **how)
-    assert personal_models(played, federation)["head.weight"].flatten().tolist() == pytest.approx([2.0] * 3, abs=1e-4)
+    assert personal_models(played, federation)["head.weight"].flatten().tolist() == pytest.approx(
+        [2.0] * 3, abs=1e-4
+    )
 
 
 def test_personal_models_never_travel():
@@ -97,7 +108,9 @@ def test_personal_models_never_travel():
         assert not updates.uploads
     assert [c.bytes_down for c in played.cohorts] == [c.bytes_down for c in plain.cohorts]
     # Clients also report what the method adds to the loss.
-    assert [c.bytes_up - 8 * len(c.ids) for c in played.cohorts] == [c.bytes_up for c in plain.cohorts]
+    assert [c.bytes_up - 8 * len(c.ids) for c in played.cohorts] == [
+        c.bytes_up for c in plain.cohorts
+    ]
     assert size_in_bytes(played.updates[0].params) == size_in_bytes(plain.updates[0].params)
 
 
@@ -112,7 +125,10 @@ def test_personal_batchnorm_statistics_are_the_clients_own():
 @pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
 def test_stacked_equals_one_by_one(make):
     federation, how = images(), {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
-    one, all_ = (play(build("ditto"), federation, make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
+    one, all_ = (
+        play(build("ditto"), federation, make(), THREE_COHORTS, chunk=chunk, **how)
+        for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
     own = [personal_models(played, federation) for played in (all_, one)]
     assert distance(*own, WITHOUT_GRADIENT) <= 1e-9
@@ -121,7 +137,13 @@ def test_stacked_equals_one_by_one(make):
 def test_it_combines_with_any_aggregation():
     federation = random_regression([8, 8])
     how = {"steps": 2, "batch_size": 8}
-    fair = play(build("ditto", aggregation={"name": "qffl", "q": 2.0}), federation, linear(), [[0, 1]] * 2, **how)
+    fair = play(
+        build("ditto", aggregation={"name": "qffl", "q": 2.0}),
+        federation,
+        linear(),
+        [[0, 1]] * 2,
+        **how,
+    )
     alone = play(build("qffl", q=2.0), federation, linear(), [[0, 1]] * 2, **how)
     assert distance(fair.model, alone.model) <= 1e-12
 

@@ -29,7 +29,9 @@ def embeddings(sizes=SIZES):
     draws = torch.Generator().manual_seed(3)
     x = torch.randn(sum(sizes), 16, generator=draws, dtype=torch.float64)
     y = torch.arange(sum(sizes)) % 4
-    return Federation.from_arrays(x, y, clients=np.repeat(np.arange(len(sizes)), sizes), splits=(1, 0, 0), classes=4)
+    return Federation.from_arrays(
+        x, y, clients=np.repeat(np.arange(len(sizes)), sizes), splits=(1, 0, 0), classes=4
+    )
 
 
 def network():
@@ -53,7 +55,9 @@ def by_hand(model, x, y, which):
         if "orth" in which:
             total = total + sum(torch.dot(z[j], u[k]).abs() for k in range(size)) / size
         if "div" in which:
-            total = total + torch.log(sum(torch.exp(cosine(u[j], u[k])) for k in range(size) if k != j))
+            total = total + torch.log(
+                sum(torch.exp(cosine(u[j], u[k])) for k in range(size) if k != j)
+            )
     return total / size
 
 
@@ -69,7 +73,9 @@ def test_rounds_equal_a_plain_loop(which, chunk):
         trained = []
         for k in cohort:
             x, y = samples_of(data, k)
-            trained.append(steps(module, lambda m, x=x, y=y: by_hand(m, x, y, which), lr=0.02, count=2))
+            trained.append(
+                steps(module, lambda m, x=x, y=y: by_hand(m, x, y, which), lr=0.02, count=2)
+            )
         sizes = np.array([[4, 6, 3, 5][k] for k in cohort])
         module = average(trained, sizes / sizes.sum())
     method = build("fedavg", local={"name": "dsaign", **{name: name in which for name in ALL}})
@@ -81,7 +87,9 @@ def test_diversity_by_hand():
     """Directions (1, 0), (0, 1) and (1, 0): cosines 0 and 1. The last row is padding."""
     u = torch.tensor([[1.0, 0.0], [0.0, 3.0], [2.0, 0.0], [7.0, 7.0]])
     found = diversity(u, torch.tensor([1.0, 1.0, 1.0, 0.0]))[:3]
-    assert found.tolist() == pytest.approx([math.log(1 + math.e), math.log(2), math.log(math.e + 1)])
+    assert found.tolist() == pytest.approx(
+        [math.log(1 + math.e), math.log(2), math.log(math.e + 1)]
+    )
 
 
 def test_a_single_sample_has_no_diversity():
@@ -95,7 +103,9 @@ def test_a_single_sample_has_no_diversity():
 def test_stacked_clients_with_padding_equal_one_by_one():
     data, method = embeddings([1, 9, 5, 17]), build("fedavg", local="dsaign")
     how = {"batch_size": 4, "epochs": 2, "optimizer": Sgd(lr=0.02)}
-    one, all_ = (play(method, data, network(), [range(4)] * 2, chunk=chunk, **how).model for chunk in (1, 4))
+    one, all_ = (
+        play(method, data, network(), [range(4)] * 2, chunk=chunk, **how).model for chunk in (1, 4)
+    )
     assert distance(all_, one) <= 1e-9
     assert set(one) == {name for name, _ in network().named_parameters()}
 
@@ -113,7 +123,9 @@ def test_an_index_is_the_mean_over_the_training_samples():
         x, y = samples_of(data, k)
         wanted = module.features(x)[:, 16:].mean(0).float()
         torch.testing.assert_close(index.features[k], wanted.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(index.labels[k], module.head.vectors[y].mean(0).float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            index.labels[k], module.head.vectors[y].mean(0).float(), rtol=1e-5, atol=1e-6
+        )
     assert index.made_by != index_of(module, embeddings([2, 2, 2, 2])).made_by
     with pytest.raises(InputError, match="made by model 'dsaign', got Model"):
         index_of(build_model("mlp", shape=(16,), classes=4), data)
@@ -123,7 +135,13 @@ def test_a_run_leaves_a_clipped_and_noised_index_with_its_epsilon(tmp_path):
     def left(**options):
         method = {"name": "fedavg", "local": {"name": "dsaign", **options}}
         out = tmp_path / str(len(options))
-        train(embeddings(), method=method, model={"name": "dsaign", "feedforward": 16}, rounds=1, out=out)
+        train(
+            embeddings(),
+            method=method,
+            model={"name": "dsaign", "feedforward": 16},
+            rounds=1,
+            out=out,
+        )
         return ClientIndex.read(out / "client_index.safetensors")
 
     plain, clipped, noised = left(), left(clip=0.5), left(clip=0.5, noise=4.0)
@@ -155,10 +173,14 @@ def test_clients_of_a_group_have_similar_indices_on_digits(method, tmp_path):
     assert (groups[nearest] == groups).sum() >= 20
     off = ~torch.eye(len(groups), dtype=torch.bool)
     gap = similarity[same & off].mean() - similarity[~same].mean()
-    average_ = make_index(digits, lambda x, y: (x.flatten(1), torch.eye(10)[y])).similarity("features")
+    average_ = make_index(digits, lambda x, y: (x.flatten(1), torch.eye(10)[y])).similarity(
+        "features"
+    )
     assert gap > 0.3 + (average_[same & off].mean() - average_[~same].mean())
     index.write(tmp_path / "index")
-    used = train(digits, method={"name": "client2vec", "index": str(tmp_path / "index")}, rounds=2, cohort=5)
+    used = train(
+        digits, method={"name": "client2vec", "index": str(tmp_path / "index")}, rounds=2, cohort=5
+    )
     assert used.trainer.state.model["projection.weight"].shape[0] == 64
 
 
@@ -167,5 +189,7 @@ def test_only_some_samples_of_each_client_are_pooled():
     view = build("central", samples=6).view.of(data)
     assert view.train.sizes.tolist() == [6 + 6 + 5 + 6]
     assert build("central").view.of(data).train.sizes.tolist() == [sum(SIZES)]
-    with pytest.raises(InputError, match=r"central\.samples must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match=r"central\.samples must be a whole number of at least 1, got 0"
+    ):
         build("central", samples=0)

@@ -25,7 +25,14 @@ def test_parameters_and_buffers_are_averaged_by_the_prior():
         uploads={},
         reports={},
     )
-    state = State(3, {"head.weight": torch.zeros(2), "features.running_mean": torch.zeros(1), "fixed": torch.ones(1)})
+    state = State(
+        3,
+        {
+            "head.weight": torch.zeros(2),
+            "features.running_mean": torch.zeros(1),
+            "fixed": torch.ones(1),
+        },
+    )
     cohort = SimpleNamespace(prior=torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64))
     new = FedAvg().combine(state, updates, cohort)
     assert new.model["head.weight"].tolist() == [0.5 + 0.75 + 2.5, 1 + 1.5 + 5]
@@ -75,7 +82,10 @@ def test_sums_are_taken_in_float64():
 
 
 def test_single_numbers_and_masks_are_averaged():
-    stacked = {"temperature": torch.tensor([1.0, 3.0, 5.0]), "mask": torch.tensor([[0.0, -torch.inf]] * 3)}
+    stacked = {
+        "temperature": torch.tensor([1.0, 3.0, 5.0]),
+        "mask": torch.tensor([[0.0, -torch.inf]] * 3),
+    }
     mixed = mix_tree(stacked, torch.tensor([0.25, 0.75, 0.0]))
     # 1/4 · 1 + 3/4 · 3; and the client that does not count takes nothing from the mask.
     assert mixed["temperature"].shape == ()
@@ -92,11 +102,16 @@ def test_a_model_larger_than_a_piece_is_mixed_without_seams():
     assert mixed["b"].shape == (0,)
 
 
-@pytest.mark.parametrize(("sampling", "shares"), [("size", [0.1, 0.6, 0.3]), ("uniform", [1 / 3, 1 / 3, 1 / 3])])
+@pytest.mark.parametrize(
+    ("sampling", "shares"), [("size", [0.1, 0.6, 0.3]), ("uniform", [1 / 3, 1 / 3, 1 / 3])]
+)
 def test_clients_are_chosen_by_size_or_uniformly(sampling, shares):
     sampler = build("fedavg", sampling=sampling).sampler
     clients = {"ids": np.array([3, 4, 8]), "sizes": np.array([10, 60, 30])}
-    drawn = [sampler.select(State(0, {}), SimpleNamespace(key=key, **clients), 1)[0] for key in range(3000)]
+    drawn = [
+        sampler.select(State(0, {}), SimpleNamespace(key=key, **clients), 1)[0]
+        for key in range(3000)
+    ]
     counts = [drawn.count(client) for client in clients["ids"]]
     assert chisquare(counts, np.array(shares) * 3000).pvalue > 1e-3
 

@@ -25,7 +25,11 @@ def test_rounds_equal_plain_pytorch_and_the_head_stays_bit_for_bit(chunk):
     found = played("fedbabu", normalised(), chunk=chunk, epochs=2)
     assert distance(found.model, wanted, NOISE) <= 1e-9
     initial = tensors(normalised())
-    assert all(torch.equal(found.model[name], initial[name]) for name in initial if name.startswith("head."))
+    assert all(
+        torch.equal(found.model[name], initial[name])
+        for name in initial
+        if name.startswith("head.")
+    )
     assert all(name.startswith("features.") for name in found.updates[0].params)
 
 
@@ -60,7 +64,9 @@ def test_fine_tuning_makes_up_for_the_head():
 
 
 def test_bad_lengths_are_refused():
-    with pytest.raises(InputError, match=r"fedbabu\.tune_epochs must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match=r"fedbabu\.tune_epochs must be a whole number of at least 1, got 0"
+    ):
         build("fedbabu", tune_epochs=0)
     found = played("fedbabu", normalised(), COHORTS[:1])
     with pytest.raises(InputError, match="unknown part 'haed'.*did you mean 'head'"):

@@ -42,14 +42,20 @@ def test_rounds_equal_plain_pytorch(chunk):
         return nn.ModuleList(copy.deepcopy(getattr(shared, part)[index]) for part, index in WHERE)
 
     wanted, owned = rounds_by_hand(
-        normalised(), turns, COHORTS, make_own=norms, combine=lambda received, averaged: averaged | of_norms(received)
+        normalised(),
+        turns,
+        COHORTS,
+        make_own=norms,
+        combine=lambda received, averaged: averaged | of_norms(received),
     )
     found = played(method, normalised(), chunk=chunk, epochs=2)
     assert distance(found.model, wanted, NOISE) <= 1e-9
     for client, whole in personal_models(found, method, EVERYONE).items():
         for (part, index), norm in zip(WHERE, owned[client], strict=True):
             own = {n: t for n, t in whole.items() if n.startswith(f"{part}.{index}.")}
-            assert distance(own, {f"{part}.{index}.{n}": t for n, t in tensors(norm).items()}) <= 1e-9
+            assert (
+                distance(own, {f"{part}.{index}.{n}": t for n, t in tensors(norm).items()}) <= 1e-9
+            )
 
 
 def test_batchnorm_neither_travels_nor_changes_at_the_server():
@@ -61,7 +67,9 @@ def test_batchnorm_neither_travels_nor_changes_at_the_server():
         assert not of_norms({**updates.params, **updates.buffers})
         assert set(updates.params) == set(initial) - set(of_norms(initial))
     models = personal_models(found, build("fedbn"), EVERYONE)
-    assert not torch.equal(models[2]["features.1.running_mean"], models[3]["features.1.running_mean"])
+    assert not torch.equal(
+        models[2]["features.1.running_mean"], models[3]["features.1.running_mean"]
+    )
     assert not torch.equal(models[2]["features.1.weight"], models[3]["features.1.weight"])
 
 
@@ -71,7 +79,9 @@ def test_clients_count_alike_unless_size_is_asked_for():
     found = played("fedbn", normalised(), [[0, 2]])
     rows = found.updates[0].params["head.3.weight"]
     assert SIZES[0] != SIZES[2]
-    torch.testing.assert_close(found.model["head.3.weight"], (rows[0] + rows[1]) / 2, rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        found.model["head.3.weight"], (rows[0] + rows[1]) / 2, rtol=0, atol=1e-14
+    )
 
 
 def test_a_new_client_fits_batchnorm_alone():
@@ -82,19 +92,30 @@ def test_a_new_client_fits_batchnorm_alone():
     adapt_by_hand(own, [Turn(norms, lambda x, y: F.cross_entropy(own(x), y))], 3, rounds=1)
     whole = personal_models(found, build("fedbn"), [3])[3]
     assert distance(whole, tensors(own), NOISE) <= 1e-9
-    assert all(torch.equal(whole[n], t) for n, t in found.model.items() if n not in of_norms(found.model))
+    assert all(
+        torch.equal(whole[n], t) for n, t in found.model.items() if n not in of_norms(found.model)
+    )
 
 
 def test_a_model_without_batchnorm_is_refused():
-    with pytest.raises(InputError, match="no BatchNorm layer with running statistics; valid: .*bncnn or resnet18"):
+    with pytest.raises(
+        InputError, match="no BatchNorm layer with running statistics; valid: .*bncnn or resnet18"
+    ):
         played("fedbn", mlp())
 
 
 def test_own_batchnorm_beats_a_shared_one_where_styles_differ():
-    how = {"rounds": 20, "batch_size": 32, "optimizer": Sgd(lr=0.02), "evaluation": Evaluation(every=20)}
+    how = {
+        "rounds": 20,
+        "batch_size": 32,
+        "optimizer": Sgd(lr=0.02),
+        "evaluation": Evaluation(every=20),
+    }
     digits = load("digits", imbalance=None)
     model = {"name": "bncnn", "channels": [8, 16, 16], "hidden": [32]}
-    one = train(digits, method={"name": "fedavg", "weights": "uniform"}, model=model, **how).summary["results"]
+    one = train(
+        digits, method={"name": "fedavg", "weights": "uniform"}, model=model, **how
+    ).summary["results"]
     own = train(digits, method="fedbn", model=model, **how).summary["results"]
     assert own["personal"]["seen"]["mean"] > one["global"]["seen"]["mean"]
     assert own["personal"]["seen"]["worst_client"] > one["global"]["seen"]["worst_client"]

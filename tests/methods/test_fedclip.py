@@ -26,15 +26,21 @@ def pictures():
 def with_splits():
     data = images(shape=(1, 8, 8), sizes=[12] * 6)
     clients = np.repeat(np.arange(6), 12)
-    return Federation.from_arrays(data.x, data.y, clients=clients, splits=(0.5, 0.25, 0.25), classes=4)
+    return Federation.from_arrays(
+        data.x, data.y, clients=clients, splits=(0.5, 0.25, 0.25), classes=4
+    )
 
 
-@pytest.mark.parametrize(("method", "model"), [("fedclip", "clipadapter"), ("promptfl", "clipprompts")])
+@pytest.mark.parametrize(
+    ("method", "model"), [("fedclip", "clipadapter"), ("promptfl", "clipprompts")]
+)
 def test_they_are_fedavg_with_a_model_of_their_own(method, model):
     assert build(method).usual_model == model
     assert experiment_from({"data": "digits", "method": method}).model["name"] == model
     ours, fedavg = (
-        train(pictures(), method=name, model={"name": model, **SMALL}, rounds=2, machine=EXACT).trainer.state.model
+        train(
+            pictures(), method=name, model={"name": model, **SMALL}, rounds=2, machine=EXACT
+        ).trainer.state.model
         for name in (method, "fedavg")
     )
     assert ours.keys() == fedavg.keys()
@@ -49,7 +55,9 @@ def test_they_are_fedavg_with_a_model_of_their_own(method, model):
     ],
 )
 def test_only_the_adapter_or_the_context_is_sent(method, model, numbers):
-    run = train(pictures(), method=method, model={**model, **SMALL}, rounds=2, machine=Machine(device="cpu"))
+    run = train(
+        pictures(), method=method, model={**model, **SMALL}, rounds=2, machine=Machine(device="cpu")
+    )
     for row in run.trainer.rounds:
         # A client adds its training loss, its steps and a validation loss, of eight bytes each.
         assert (row["bytes_down"], row["bytes_up"]) == (10 * 4 * numbers, 10 * (4 * numbers + 24))
@@ -58,9 +66,13 @@ def test_only_the_adapter_or_the_context_is_sent(method, model, numbers):
 @pytest.mark.parametrize("model", ["clipadapter", "clipprompts"])
 @pytest.mark.parametrize("method", ["fedprox", "ditto", "perfedavg", "ga", "faa"])
 def test_other_methods_train_these_models(method, model):
-    run = train(with_splits(), method=method, model={"name": model, **SMALL}, rounds=2, machine=EXACT)
+    run = train(
+        with_splits(), method=method, model={"name": model, **SMALL}, rounds=2, machine=EXACT
+    )
     first = run.trainer.engine.network.initial()
-    assert all(not torch.equal(tensor, first[name]) for name, tensor in run.trainer.state.model.items())
+    assert all(
+        not torch.equal(tensor, first[name]) for name, tensor in run.trainer.state.model.items()
+    )
     assert run.summary["results"]["global"]["seen"]["mean"] >= 0
 
 
@@ -101,15 +113,22 @@ def test_the_contrastive_loss_of_unequal_clients_by_a_loop(chunk):
             losses.append(by_a_loop(model(data.x[rows]).tolist(), data.y[rows].tolist()))
     weights = data.train.sizes / data.train.sizes.sum()
     first = next(iter(run.trainer.rounds))
-    assert first["train_loss"] + first["method_terms"] == pytest.approx(float(weights @ losses), rel=1e-9)
+    assert first["train_loss"] + first["method_terms"] == pytest.approx(
+        float(weights @ losses), rel=1e-9
+    )
 
 
 def test_the_contrastive_loss_needs_classes():
-    targets = Federation.from_arrays(torch.rand(12, 3), torch.rand(12), clients=[0, 1] * 6, task="regression")
+    targets = Federation.from_arrays(
+        torch.rand(12, 3), torch.rand(12), clients=[0, 1] * 6, task="regression"
+    )
     with pytest.raises(InputError, match="fedclip compares images with classes, .* regression"):
         train(targets, method={"name": "fedclip", "contrastive": True}, model="logistic", rounds=1)
 
 
 def test_methods_that_treat_the_parts_apart_refuse_these_models():
-    with pytest.raises(InputError, match="names the part 'head', but the model has nothing there that can be trained"):
+    with pytest.raises(
+        InputError,
+        match="names the part 'head', but the model has nothing there that can be trained",
+    ):
         train(pictures(), method="fedrep", model={"name": "clipadapter", **SMALL}, rounds=1)

@@ -34,14 +34,19 @@ def own_heads(found, module):
     """Every client's personal head, under the names of the head alone."""
     first = {f"personal.head.{name}": tensor for name, tensor in tensors(module.head).items()}
     heads = {client: kept_by(found, client, first) for client in EVERYONE}
-    return {c: {n.removeprefix("personal.head."): t for n, t in head.items()} for c, head in heads.items()}
+    return {
+        c: {n.removeprefix("personal.head."): t for n, t in head.items()}
+        for c, head in heads.items()
+    }
 
 
 # ---- three steps -----------------------------------------------------------------------------------------------------
 
 
 @CHUNKS
-@pytest.mark.parametrize("epochs", [{}, {"features_epochs": 1, "personal_epochs": 3, "head_epochs": 2}])
+@pytest.mark.parametrize(
+    "epochs", [{}, {"features_epochs": 1, "personal_epochs": 3, "head_epochs": 2}]
+)
 @pytest.mark.parametrize("personal_first", [False, True])
 def test_rounds_equal_plain_pytorch(personal_first, epochs, chunk):
     lengths = list(epochs.values()) or [2, 2, 2]
@@ -61,11 +66,17 @@ def test_rounds_equal_plain_pytorch(personal_first, epochs, chunk):
         return [three[1], three[0], three[2]] if personal_first else three
 
     def slowly(received, averaged):
-        follow = {n: 0.8 * received[n] + 0.2 * averaged[n] for n in averaged if n.startswith("head")}
+        follow = {
+            n: 0.8 * received[n] + 0.2 * averaged[n] for n in averaged if n.startswith("head")
+        }
         return {**averaged, **follow}
 
     wanted, owned = rounds_by_hand(
-        normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head), combine=slowly
+        normalised(),
+        turns,
+        COHORTS,
+        make_own=lambda shared: copy.deepcopy(shared.head),
+        combine=slowly,
     )
     method = build("fedcrc", tau=0.8, kl=0.7, personal_first=personal_first, **epochs)
     found = played(method, normalised(), chunk=chunk, epochs=2)
@@ -84,10 +95,20 @@ def test_each_step_moves_its_part_and_nothing_else(chunk):
             def phases(self):
                 return tuple(super(Some, self).phases()[step] for step in steps)
 
-        found = played(build("fedcrc", local=Some(), aggregation="fedavg"), copy.deepcopy(initial), **how)
-        changed = {n.split(".")[0] for n, t in found.model.items() if not torch.equal(t, initial.state_dict()[n])}
+        found = played(
+            build("fedcrc", local=Some(), aggregation="fedavg"), copy.deepcopy(initial), **how
+        )
+        changed = {
+            n.split(".")[0]
+            for n, t in found.model.items()
+            if not torch.equal(t, initial.state_dict()[n])
+        }
         heads = own_heads(found, initial).values()
-        personal = {not torch.equal(t, initial.head.state_dict()[n]) for head in heads for n, t in head.items()}
+        personal = {
+            not torch.equal(t, initial.head.state_dict()[n])
+            for head in heads
+            for n, t in head.items()
+        }
         return changed, personal
 
     assert moved(0) == ({"features"}, {False})
@@ -100,10 +121,13 @@ def test_statistics_and_dropout_of_the_features_change_in_the_first_step_only():
     module = normalised()
     module.features.append(nn.Dropout(0.5))
     short, long = (
-        played(build("fedcrc", personal_epochs=e, head_epochs=e, tau=1), copy.deepcopy(module)) for e in (1, 4)
+        played(build("fedcrc", personal_epochs=e, head_epochs=e, tau=1), copy.deepcopy(module))
+        for e in (1, 4)
     )
     assert all(torch.equal(short.model[name], long.model[name]) for name in short.model)
-    assert not torch.equal(own_heads(short, module)[2]["3.weight"], own_heads(long, module)[2]["3.weight"])
+    assert not torch.equal(
+        own_heads(short, module)[2]["3.weight"], own_heads(long, module)[2]["3.weight"]
+    )
 
 
 def test_the_personal_head_never_travels():
@@ -120,7 +144,9 @@ def test_a_new_client_makes_a_personal_head_from_the_global_one():
     found = played(method, normalised(), [[0, 1]] * 2)
     own = normalised()
     own.load_state_dict(found.model, strict=False)
-    adapt_by_hand(own, [Turn([own.head], lambda x, y: F.cross_entropy(own(x), y), epochs=2)], 3, rounds=2)
+    adapt_by_hand(
+        own, [Turn([own.head], lambda x, y: F.cross_entropy(own(x), y), epochs=2)], 3, rounds=2
+    )
     assert distance(personal_models(found, method, [3])[3], tensors(own), NOISE) <= 1e-9
 
 
@@ -130,9 +156,14 @@ def test_a_new_client_makes_a_personal_head_from_the_global_one():
 def two_heads(shared, own):
     """A client whose features are the input, with two classes, a head that says ``shared`` and one that says ``own``."""
     features, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)
-    network = Network(Model(features, head).double(), tasks.build("classification"), dtype=torch.float64)
+    network = Network(
+        Model(features, head).double(), tasks.build("classification"), dtype=torch.float64
+    )
     column = {"head.weight": shared, "personal.head.weight": own}
-    params = {name: torch.tensor(value, dtype=torch.float64).view(2, 1).log() for name, value in column.items()}
+    params = {
+        name: torch.tensor(value, dtype=torch.float64).view(2, 1).log()
+        for name, value in column.items()
+    }
     return Client(
         network=network,
         params={"features.weight": torch.ones(1, 1).double(), **params},
@@ -170,7 +201,10 @@ def test_the_moving_average_by_hand(tau):
     rows = {"features.w": [[1.0], [5.0]], "head.w": [[2.0], [6.0]], "header.w": [[1.0], [5.0]]}
     params = {name: torch.tensor(values).double() for name, values in rows.items()}
     buffers = {"head.running_mean": torch.tensor([[0.0], [4.0]]).double()}
-    model = {name: torch.full((1,), 10.0).double() for name in (*rows, "head.running_mean", "head.unsent")}
+    model = {
+        name: torch.full((1,), 10.0).double()
+        for name in (*rows, "head.running_mean", "head.unsent")
+    }
     cohort = SimpleNamespace(prior=torch.tensor([0.75, 0.25]))
     new = SlowHead(tau).combine(State(3, model), Updates(params, buffers, {}, {}), cohort).model
     wanted = {
@@ -187,7 +221,9 @@ def test_the_moving_average_by_hand(tau):
 
 def test_a_head_that_never_moves_gives_fedbabus_global_model():
     still, slow = build("fedcrc", tau=1), build("fedcrc")
-    crc, moving, babu = (played(method, normalised(), chunk=1).model for method in (still, slow, build("fedbabu")))
+    crc, moving, babu = (
+        played(method, normalised(), chunk=1).model for method in (still, slow, build("fedbabu"))
+    )
     assert all(torch.equal(crc[name], babu[name]) for name in babu)
     assert distance(moving, babu, NOISE) > 1e-6
     stacked = [played(method, normalised(), chunk=10).model for method in (still, build("fedbabu"))]
@@ -203,13 +239,18 @@ def test_both_halves_combine_with_others():
     slow = played(build("fedprox", aggregation={"name": "slowhead", "tau": 0.5}), mlp())
     plain = played(build("fedprox"), mlp(), COHORTS[:1])
     first = {
-        n: 0.5 * (t + plain.model[n]) if n.startswith("head") else plain.model[n] for n, t in tensors(mlp()).items()
+        n: 0.5 * (t + plain.model[n]) if n.startswith("head") else plain.model[n]
+        for n, t in tensors(mlp()).items()
     }
     assert distance(slow.states[1].model, first) <= 1e-12
     kept = played(build("fedper", aggregation="slowhead"), mlp())
-    assert distance(kept.model, played(build("fedper"), mlp()).model) <= 1e-12, "kept heads are not there to follow"
+    assert distance(kept.model, played(build("fedper"), mlp()).model) <= 1e-12, (
+        "kept heads are not there to follow"
+    )
     played(build("fedcrc", aggregation={"name": "qffl", "q": 1.0}), mlp())
-    with pytest.raises(InputError, match="FedCRC keeps personal parts in its own local rule, which FedProx takes"):
+    with pytest.raises(
+        InputError, match="FedCRC keeps personal parts in its own local rule, which FedProx takes"
+    ):
         build("fedcrc", local="fedprox")
 
 
@@ -221,7 +262,10 @@ def test_both_halves_combine_with_others():
         ({"kl": -1.0}, r"fedcrc\.kl must be at least 0 and finite, got -1\.0"),
         ({"head_epochs": 0}, r"fedcrc\.head_epochs must be a whole number of at least 1, got 0"),
         ({"personal_epochs": 1.5}, r"fedcrc\.personal_epochs must be a whole number"),
-        ({"aggregation": {"name": "slowhead", "tau": -0.1}}, r"slowhead\.tau must be in \[0, 1\], got -0\.1"),
+        (
+            {"aggregation": {"name": "slowhead", "tau": -0.1}},
+            r"slowhead\.tau must be in \[0, 1\], got -0\.1",
+        ),
     ],
 )
 def test_bad_values_are_refused(options, message):
@@ -232,7 +276,9 @@ def test_bad_values_are_refused(options, message):
 def test_a_task_without_classes_is_refused():
     federation, module = random_regression([8, 8]), linear()
     module.features = nn.Linear(3, 3).double()
-    with pytest.raises(InputError, match="fedcrc compares class probabilities, but the task.*is regression"):
+    with pytest.raises(
+        InputError, match="fedcrc compares class probabilities, but the task.*is regression"
+    ):
         play(build("fedcrc"), federation, module, [[0, 1]])
 
 
@@ -244,4 +290,6 @@ def test_personal_models_beat_the_global_one_where_labels_are_skewed():
     assert found["personal seen"] > found["global seen"] + 0.1
     assert found["personal unseen"] > found["global unseen"] + 0.1
     early = scores({"name": "fedcrc", "personal_first": True})
-    assert early["personal seen"] > found["personal seen"] + 0.1, "heads made for the features as they are sent out"
+    assert early["personal seen"] > found["personal seen"] + 0.1, (
+        "heads made for the features as they are sent out"
+    )

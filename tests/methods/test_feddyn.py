@@ -44,13 +44,17 @@ def feddyn_in_numpy(federation, start, cohorts, *, alpha, lr, steps):
 
 def duals_of(played, clients):
     first = {"dual": {"head.weight": torch.full((1, 3), torch.nan, dtype=torch.float64)}}
-    return played.engine.memory.read(np.asarray(clients), first)[0]["dual"]["head.weight"][:, 0].numpy()
+    return played.engine.memory.read(np.asarray(clients), first)[0]["dual"]["head.weight"][
+        :, 0
+    ].numpy()
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("alpha", [0.1, 2.0])
 @pytest.mark.parametrize(
-    "cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]], ids=["full", "two", "one"]
+    "cohorts",
+    [[[0, 1, 2]] * 3, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]],
+    ids=["full", "two", "one"],
 )
 def test_rounds_equal_the_papers_algorithm(cohorts, alpha, chunk):
     federation = random_regression([6, 4, 9])
@@ -62,7 +66,9 @@ def test_rounds_equal_the_papers_algorithm(cohorts, alpha, chunk):
     np.testing.assert_allclose(played.model["head.weight"].numpy()[0], sent, atol=1e-9)
     evaluated = method.aggregation.evaluated(played.states[-1])
     np.testing.assert_allclose(evaluated["head.weight"].numpy()[0], mean, atol=1e-9)
-    np.testing.assert_allclose(played.states[-1].server["h"]["head.weight"].numpy()[0], h, atol=1e-9)
+    np.testing.assert_allclose(
+        played.states[-1].server["h"]["head.weight"].numpy()[0], h, atol=1e-9
+    )
     seen = sorted({k for cohort in cohorts for k in cohort})
     np.testing.assert_allclose(duals_of(played, seen), [dual[k] for k in seen], atol=1e-9)
 
@@ -74,7 +80,9 @@ def test_two_rounds_by_hand():
     Round 2: gradient 2 (1.6 + 1) = 5.2, so w_1 = 1.08; λ_1 = 0.26; h = -0.1 + 0.25 · 0.52 = 0.03; sent 1.08 - 0.06.
     """
     method = build("feddyn", alpha=0.5)
-    played = play(method, targets(3.0, -1.0), scalar(1.0), [[0], [1]], steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        method, targets(3.0, -1.0), scalar(1.0), [[0], [1]], steps=1, optimizer=Sgd(lr=0.1)
+    )
     assert weight(played.states[1].model) == pytest.approx(1.6, abs=1e-12)
     assert weight(method.aggregation.evaluated(played.states[1])) == pytest.approx(1.4, abs=1e-12)
     assert played.states[2].server["h"]["head.weight"].item() == pytest.approx(0.03, abs=1e-12)
@@ -82,12 +90,24 @@ def test_two_rounds_by_hand():
     assert weight(method.aggregation.evaluated(played.states[2])) == pytest.approx(1.08, abs=1e-12)
 
 
-@pytest.mark.parametrize("cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"])
+@pytest.mark.parametrize(
+    "cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"]
+)
 def test_h_is_the_mean_of_all_duals(cohorts):
     federation = random_regression([4, 9, 6])
-    played = play(build("feddyn"), federation, linear(), cohorts, epochs=2, batch_size=4, optimizer=Sgd(lr=0.03))
+    played = play(
+        build("feddyn"),
+        federation,
+        linear(),
+        cohorts,
+        epochs=2,
+        batch_size=4,
+        optimizer=Sgd(lr=0.03),
+    )
     own = duals_of(played, [0, 1, 2])
-    np.testing.assert_allclose(played.states[-1].server["h"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13)
+    np.testing.assert_allclose(
+        played.states[-1].server["h"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13
+    )
     assert np.abs(own.mean(0)).max() > 1e-4
 
 
@@ -98,7 +118,9 @@ def test_clients_agree_at_the_optimum_of_the_mean():
     everyone = [[0, 1, 2]] * 60
     method = build("feddyn", alpha=1.0)
     played = play(method, federation, linear(), everyone, **how)
-    x, y, owner = (np.asarray(v) for v in (federation.x, federation.y, np.repeat(range(3), [30, 8, 15])))
+    x, y, owner = (
+        np.asarray(v) for v in (federation.x, federation.y, np.repeat(range(3), [30, 8, 15]))
+    )
     counts = 1 / np.bincount(owner)[owner]
     optimum = np.linalg.solve((x * counts[:, None]).T @ x, (x * counts[:, None]).T @ y)
     found = method.aggregation.evaluated(played.states[-1])["head.weight"].numpy()[0]
@@ -119,8 +141,18 @@ def test_batchnorm_statistics_are_averaged_and_not_corrected():
     torch.manual_seed(0)
     module = Model(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     federation = random_regression([6, 6])
-    played = play(build("feddyn"), federation, module, [[0, 1]] * 3, steps=2, batch_size=10, optimizer=Sgd(lr=0.01))
-    means = torch.stack([federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)]).mean(0)
+    played = play(
+        build("feddyn"),
+        federation,
+        module,
+        [[0, 1]] * 3,
+        steps=2,
+        batch_size=10,
+        optimizer=Sgd(lr=0.01),
+    )
+    means = torch.stack(
+        [federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)]
+    ).mean(0)
     # Two steps of momentum 0.1 in each of three rounds.
     wanted = (1 - 0.9**6) * means
     torch.testing.assert_close(played.model["features.running_mean"], wanted, rtol=0, atol=1e-13)
@@ -137,10 +169,13 @@ def test_clients_that_join_have_no_dual():
 
 def test_nothing_but_the_model_is_sent():
     ours, plain = (
-        play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts for name in ("feddyn", "fedavg")
+        play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts
+        for name in ("feddyn", "fedavg")
     )
     # Clients also report what the method adds to the loss.
-    assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [(c.bytes_down, c.bytes_up) for c in plain]
+    assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [
+        (c.bytes_down, c.bytes_up) for c in plain
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -87,7 +87,10 @@ def vector(*values):
 
 @pytest.mark.parametrize(
     ("similarity", "products", "own"),
-    [("dot", [2.0, 10.0, -4.0], 3.0), ("cosine", [1 / math.sqrt(5), 1.0, -2 / math.sqrt(5)], 1 / math.sqrt(5))],
+    [
+        ("dot", [2.0, 10.0, -4.0], 3.0),
+        ("cosine", [1 / math.sqrt(5), 1.0, -2 / math.sqrt(5)], 1 / math.sqrt(5)),
+    ],
 )
 def test_group_customization_by_hand(similarity, products, own):
     centres = torch.stack([vector(2, 0), vector(2, 4), vector(0, -2)])
@@ -106,10 +109,16 @@ def test_group_customization_by_hand(similarity, products, own):
 def test_terms_that_are_not_known_are_left_out():
     centres = {"centres": {"h": torch.stack([vector(2, 0), vector(0, 1)])}}
     memory = {"representation": {"h": vector(9, 9)}}
-    stranger = client_with([1.0, 2.0], sent=centres, memory=memory, each={"cluster": torch.tensor(-1)})
+    stranger = client_with(
+        [1.0, 2.0], sent=centres, memory=memory, each={"cluster": torch.tensor(-1)}
+    )
     assert FedGC().customization(stranger).tolist() == [0, 0, 0]
     forgetful = client_with(
-        [1.0, 2.0], sent=centres, memory=memory, each={"cluster": torch.tensor(0)}, seen=torch.tensor(False)
+        [1.0, 2.0],
+        sent=centres,
+        memory=memory,
+        each={"cluster": torch.tensor(0)},
+        seen=torch.tensor(False),
     )
     wanted = -math.log(math.exp(4) / (math.exp(4) + math.exp(4)))
     assert FedGC().customization(forgetful).tolist() == pytest.approx([wanted] * 3, rel=1e-12)
@@ -119,11 +128,15 @@ def test_shares_of_clusters_mix_the_losses_of_both():
     centres = {"centres": {"h": torch.stack([vector(2, 0), vector(0, 1), vector(1, 1)])}}
     about = {"sent": centres, "memory": {"representation": {"h": vector(1, 0)}}}
     alone = [
-        FedGC().customization(client_with([1.0, 2.0], each={"cluster": torch.tensor(t)}, **about))[0].item()
+        FedGC()
+        .customization(client_with([1.0, 2.0], each={"cluster": torch.tensor(t)}, **about))[0]
+        .item()
         for t in range(3)
     ]
     both = client_with([1.0, 2.0], each={"membership": torch.tensor([0.25, 0.0, 0.75])}, **about)
-    assert FedGC().customization(both)[0].item() == pytest.approx(0.25 * alone[0] + 0.75 * alone[2], rel=1e-12)
+    assert FedGC().customization(both)[0].item() == pytest.approx(
+        0.25 * alone[0] + 0.75 * alone[2], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -131,28 +144,41 @@ def test_representation_alignment_by_hand(similarity):
     client = client_with([1.0, 2.0])
     trained = [name for name in client.params if name.startswith("features")]
     received, previous = (
-        {name: client.params[name] + 0.3 * (seed + 1) for name in trained} for seed, _ in enumerate("ab")
+        {name: client.params[name] + 0.3 * (seed + 1) for name in trained}
+        for seed, _ in enumerate("ab")
     )
     client = client_with([1.0, 2.0], sent={"model": received}, memory={"previous": previous})
     z, z0, z_prev = (client.at(tree).features() for tree in ({}, received, previous))
     found = FedGC(similarity=similarity, tau=0.7).alignment(client)
     for image in range(3):
         near, far = (
-            (F.cosine_similarity(z[image], other[image], dim=0) if similarity == "cosine" else z[image] @ other[image])
+            (
+                F.cosine_similarity(z[image], other[image], dim=0)
+                if similarity == "cosine"
+                else z[image] @ other[image]
+            )
             for other in (z0, z_prev)
         )
         wanted = -torch.log(torch.exp(near / 0.7) / (torch.exp(near / 0.7) + torch.exp(far / 0.7)))
         assert found[image].item() == pytest.approx(wanted.item(), rel=1e-9)
-    stranger = client_with([1.0], sent={"model": received}, memory={"previous": previous}, seen=torch.tensor(False))
+    stranger = client_with(
+        [1.0], sent={"model": received}, memory={"previous": previous}, seen=torch.tensor(False)
+    )
     assert FedGC().alignment(stranger).tolist() == [0, 0, 0]
 
 
 def test_anchors_drop_nothing():
     module = transformer("fedgc", dropout=0.5)
     network = Network(module, tasks.build("classification"), dtype=torch.float64)
-    tree = {name: tensor for name, tensor in network.initial().items() if name.startswith("features")}
+    tree = {
+        name: tensor for name, tensor in network.initial().items() if name.startswith("features")
+    }
     client = client_with([1.0])
-    about = {"network": network, "params": network.initial(), "moving": frozenset(network.initial())}
+    about = {
+        "network": network,
+        "params": network.initial(),
+        "moving": frozenset(network.initial()),
+    }
     about |= {"sent": {"model": network.initial()}, "memory": {"previous": tree}}
     training = Client(
         **{
@@ -169,12 +195,17 @@ def test_anchors_drop_nothing():
 
 def test_client_representations_by_hand():
     """Two classes are present: means (2, 4) of three samples and (0, 6) of one."""
-    sums = {"h": torch.tensor([[6.0, 12.0], [0.0, 0.0], [0.0, 6.0]]), "count": torch.tensor([3.0, 0.0, 1.0])}
+    sums = {
+        "h": torch.tensor([[6.0, 12.0], [0.0, 0.0], [0.0, 6.0]]),
+        "count": torch.tensor([3.0, 0.0, 1.0]),
+    }
     assert balanced_mean(sums)["h"].tolist() == [1.0, 5.0]
 
 
 def test_beta_by_hand():
-    assert [FedGR(delta=0.8, gamma=0.9).beta(r) for r in range(3)] == pytest.approx([0, 0.08, 0.152])
+    assert [FedGR(delta=0.8, gamma=0.9).beta(r) for r in range(3)] == pytest.approx(
+        [0, 0.08, 0.152]
+    )
     assert FedGR().beta(50) == pytest.approx(0.5)
 
 
@@ -184,13 +215,19 @@ PAIRS = F.one_hot(torch.tensor([0, 0, 1, 1]))
 
 def test_group_weights_by_hand():
     single = PRIOR * LOSSES**2
-    assert group_weights(PRIOR, LOSSES, PAIRS, 1, 0).tolist() == pytest.approx((single / single.sum()).tolist())
+    assert group_weights(PRIOR, LOSSES, PAIRS, 1, 0).tolist() == pytest.approx(
+        (single / single.sum()).tolist()
+    )
     wanted = [0.015674, 0.062697, 0.333923, 0.587705]
     assert group_weights(PRIOR, LOSSES, PAIRS, 1, 0.5).tolist() == pytest.approx(wanted, abs=5e-7)
     equal = torch.full((4,), 0.37)
     for beta in (0, 0.3, 1):
-        assert group_weights(PRIOR, equal, PAIRS, 2, beta).tolist() == pytest.approx(PRIOR.tolist(), rel=1e-12)
-    assert group_weights(PRIOR, LOSSES, PAIRS, -1, 0.5).tolist() == pytest.approx(PRIOR.tolist(), rel=1e-12)
+        assert group_weights(PRIOR, equal, PAIRS, 2, beta).tolist() == pytest.approx(
+            PRIOR.tolist(), rel=1e-12
+        )
+    assert group_weights(PRIOR, LOSSES, PAIRS, -1, 0.5).tolist() == pytest.approx(
+        PRIOR.tolist(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +257,9 @@ def test_given_groups_weigh_clients():
     updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
     method = FedGR(groups="given", delta=1.0)
     state = method.combine(State(1, {"w": torch.zeros(4).double()}), updates, cohort)
-    assert state.model["w"].tolist() == pytest.approx([0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7)
+    assert state.model["w"].tolist() == pytest.approx(
+        [0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7
+    )
     assert state.notes["beta"] == 0.5
     assert torch.equal(state.notes["weights"], state.model["w"])
 
@@ -258,7 +297,9 @@ def test_rounds_equal_the_plain_loop(name, options, chunk):
     )
     for state, updates, plain in zip(played.states[1:], played.updates, told, strict=True):
         assert state.notes["clusters"].tolist() == plain["clusters"]
-        assert (updates.uploads["representation"]["h"] - plain["h"]).norm() <= 1e-9 * plain["h"].norm()
+        assert (updates.uploads["representation"]["h"] - plain["h"]).norm() <= 1e-9 * plain[
+            "h"
+        ].norm()
         if name == "fedgcr":
             assert state.notes["weights"].tolist() == pytest.approx(plain["weights"], rel=1e-9)
     assert distance(played.model, wanted) <= 1e-9
@@ -277,7 +318,8 @@ def test_both_terms_of_the_loss_count():
 def test_without_centres_the_first_round_is_federated_averaging():
     how = {"batch_size": 4, "optimizer": Sgd(lr=0.1)}
     found, wanted = (
-        play(build(name), pictures(), transformer("fedgc"), COHORTS[:1], **how).model for name in ("fedgc", "fedavg")
+        play(build(name), pictures(), transformer("fedgc"), COHORTS[:1], **how).model
+        for name in ("fedgc", "fedavg")
     )
     assert distance(found, wanted) <= 1e-12
 
@@ -358,7 +400,11 @@ def test_styles_of_digits_are_found_by_representations_of_the_received_model():
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_clusters(tmp_path):
-    how = {"method": {"name": "fedgcr", "representation": "received"}, "model": {**SMALL, "name": "fedgc"}, "rounds": 4}
+    how = {
+        "method": {"name": "fedgcr", "representation": "received"},
+        "model": {**SMALL, "name": "fedgc"},
+        "rounds": 4,
+    }
     whole = train(load("digits"), **how, out=tmp_path / "whole")
 
     def stop(progress):
@@ -368,8 +414,12 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_clusters(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(load("digits"), **how, out=tmp_path / "stopped", on_round=stop)
     resumed = train(load("digits"), **how, out=tmp_path / "stopped", resume=True)
-    assert all(torch.equal(t, resumed.trainer.state.model[n]) for n, t in whole.trainer.state.model.items())
-    assert (tmp_path / "whole" / "rounds.jsonl").read_bytes() == (tmp_path / "stopped" / "rounds.jsonl").read_bytes()
+    assert all(
+        torch.equal(t, resumed.trainer.state.model[n]) for n, t in whole.trainer.state.model.items()
+    )
+    assert (tmp_path / "whole" / "rounds.jsonl").read_bytes() == (
+        tmp_path / "stopped" / "rounds.jsonl"
+    ).read_bytes()
 
 
 # ---- combinations and refusals ---------------------------------------------------------------------------------------
@@ -377,12 +427,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_clusters(tmp_path):
 
 def test_parts_combine():
     assert isinstance(build("fedgr", local="fedgc", groups="representation").local, FedGC)
-    assert build("fedgcr").usual_model == build("fedgr", local="fedgc", groups="representation").usual_model == "fedgc"
+    assert (
+        build("fedgcr").usual_model
+        == build("fedgr", local="fedgc", groups="representation").usual_model
+        == "fedgc"
+    )
     assert build("fedprox", aggregation="fedgr").usual_model == "vitprompts"
     made = build("fedgcr", clusters=7, similarity="cosine", groups="given")
     assert build(**describe(made)) == made
     played = [
-        play(method, pictures(), transformer("fedgc"), COHORTS, batch_size=4, optimizer=Sgd(lr=0.1)).model
+        play(
+            method, pictures(), transformer("fedgc"), COHORTS, batch_size=4, optimizer=Sgd(lr=0.1)
+        ).model
         for method in (build("fedgcr"), build("fedgr", local="fedgc", groups="representation"))
     ]
     assert distance(*played) == 0
@@ -391,11 +447,20 @@ def test_parts_combine():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"name": "fedgc", "lam1": -1.0}, "fedgc.lam1 must be a finite number of at least 0, got -1.0"),
+        (
+            {"name": "fedgc", "lam1": -1.0},
+            "fedgc.lam1 must be a finite number of at least 0, got -1.0",
+        ),
         ({"name": "fedgcr", "tau": 0.0}, "fedgcr.tau must be a finite number above 0, got 0.0"),
         ({"name": "fedgcr", "similarity": "l2"}, "unknown value 'l2' in fedgcr.similarity"),
-        ({"name": "fedgc", "representation": "first"}, "unknown value 'first' in fedgc.representation"),
-        ({"name": "fedgr", "clusters": 0}, "fedgr.clusters must be a whole number of at least 1, got 0"),
+        (
+            {"name": "fedgc", "representation": "first"},
+            "unknown value 'first' in fedgc.representation",
+        ),
+        (
+            {"name": "fedgr", "clusters": 0},
+            "fedgr.clusters must be a whole number of at least 1, got 0",
+        ),
         ({"name": "fedgr", "clustering": "dbscan"}, "unknown value 'dbscan' in fedgr.clustering"),
         ({"name": "fedgr", "choice": "aic"}, "unknown value 'aic' in fedgr.choice"),
         ({"name": "fedgr", "groups": "own"}, "unknown value 'own' in fedgr.groups"),
@@ -406,7 +471,10 @@ def test_parts_combine():
             {"name": "fedgr", "groups": "representation"},
             "FedGR needs representation, which PlainTraining does not provide",
         ),
-        ({"name": "fedgc", "aggregation": "qffl"}, "FedGC needs centres, which QFedAvg does not provide"),
+        (
+            {"name": "fedgc", "aggregation": "qffl"},
+            "FedGC needs centres, which QFedAvg does not provide",
+        ),
     ],
 )
 def test_refusals(method, message):
@@ -417,7 +485,9 @@ def test_refusals(method, message):
 
 @pytest.mark.parametrize("name", ["fedgc", "fedgcr", "fedgr"])
 def test_other_models_are_refused(name):
-    with pytest.raises(InputError, match="GC-Net, which the model lacks|needs a model with a frozen transformer"):
+    with pytest.raises(
+        InputError, match="GC-Net, which the model lacks|needs a model with a frozen transformer"
+    ):
         train(load("digits"), method=name, model="mlp", rounds=1)
 
 
@@ -432,12 +502,16 @@ def rounds_on(federations, method, module):
     states = []
     for round_, federation in enumerate(federations):
         training = Training(rounds=len(federations), batch_size=4, optimizer=Sgd(lr=0.05))
-        engine = StackedEngine(federation, module, training, Machine(device="cpu", precision="float64"), 3)
+        engine = StackedEngine(
+            federation, module, training, Machine(device="cpu", precision="float64"), 3
+        )
         engine.restore(memory)
         state = replace(states[-1], round=round_) if states else State(0, engine.network.initial())
         cohort = engine.cohort(method, federation.seen, round_)
         shared, each = method.aggregation.send(state, cohort)
-        states.append(method.aggregation.combine(state, cohort.train(shared, each, method.local), cohort))
+        states.append(
+            method.aggregation.combine(state, cohort.train(shared, each, method.local), cohort)
+        )
         engine.commit(cohort)
         memory = engine.export()
     return states
@@ -452,7 +526,9 @@ def of_types(*shares, samples=12):
 
 def test_a_client_whose_data_change_changes_its_cluster():
     before, after = of_types(0, 0, 0, 1, 1, 1), of_types(0, 0, 1, 1, 1, 1)
-    states = rounds_on([before, before, after, after], build("fedgcr", **RECEIVED), transformer("fedgc"))
+    states = rounds_on(
+        [before, before, after, after], build("fedgcr", **RECEIVED), transformer("fedgc")
+    )
     found = [state.notes["clusters"].tolist() for state in states]
     assert found == [[0, 0, 0, 1, 1, 1]] * 2 + [[0, 0, 1, 1, 1, 1]] * 2
 
@@ -470,7 +546,14 @@ def test_shares_of_a_client_with_two_types_are_those_of_its_data():
 
 def test_clients_that_never_took_part_are_placed_by_their_representations():
     federation, method = of_types(0, 0, 1, 1, 1, 0), build("fedgcr", **RECEIVED)
-    played = play(method, federation, transformer("fedgc"), [range(4)] * 2, batch_size=4, optimizer=Sgd(lr=0.05))
+    played = play(
+        method,
+        federation,
+        transformer("fedgc"),
+        [range(4)] * 2,
+        batch_size=4,
+        optimizer=Sgd(lr=0.05),
+    )
     newcomers = played.engine.cohort(method, np.array([4, 5]), 2)
     found = place(played.states[-1], representations_of(played.states[-1], newcomers))
     assert found.tolist() == played.states[-1].notes["clusters"][[2, 0]].tolist()
@@ -478,7 +561,13 @@ def test_clients_that_never_took_part_are_placed_by_their_representations():
 
 def test_representations_are_clipped_and_noised_once(monkeypatch):
     plain, clipped = (
-        play(build("fedgc", **options, **RECEIVED), pictures(), transformer("fedgc"), COHORTS[:1], batch_size=4)
+        play(
+            build("fedgc", **options, **RECEIVED),
+            pictures(),
+            transformer("fedgc"),
+            COHORTS[:1],
+            batch_size=4,
+        )
         for options in ({}, {"clip": 0.1})
     )
     h, short = (made.updates[0].uploads["representation"]["h"] for made in (plain, clipped))
@@ -498,12 +587,16 @@ def test_representations_are_clipped_and_noised_once(monkeypatch):
     monkeypatch.setattr("equipoise.engine.chunking._PASS", 2)
     again = noised(chunk=1).updates[0].uploads["representation"]["h"]
     torch.testing.assert_close(again, short + noise, rtol=1e-9, atol=1e-12)
-    assert (noised(seed=6).updates[0].uploads["representation"]["h"] - short - noise).abs().max() > 0.1
+    assert (
+        noised(seed=6).updates[0].uploads["representation"]["h"] - short - noise
+    ).abs().max() > 0.1
     assert first.states[1].notes["epsilon"] == gaussian_epsilon(2.0, 1, 1e-5)
 
 
 def test_noise_needs_a_length():
-    with pytest.raises(InputError, match=r"fedgc.noise=1.0 is a multiple of fedgc.clip, which is not given"):
+    with pytest.raises(
+        InputError, match=r"fedgc.noise=1.0 is a multiple of fedgc.clip, which is not given"
+    ):
         build("fedgc", noise=1.0)
     with pytest.raises(InputError, match="fedgcr.privacy_delta must be between 0 and 1, got 2"):
         build("fedgcr", privacy_delta=2.0)
@@ -553,20 +646,37 @@ def test_clusters_and_centres_are_known_before_round_1(name, index):
 
 def test_customization_begins_in_round_1_with_an_index(index):
     with_index, without = (
-        play(build("fedgc", clusters=2, **more), pictures(), transformer("fedgc"), COHORTS[:1], batch_size=4)
+        play(
+            build("fedgc", clusters=2, **more),
+            pictures(),
+            transformer("fedgc"),
+            COHORTS[:1],
+            batch_size=4,
+        )
         for more in ({"index": index}, {})
     )
     assert distance(with_index.model, without.model) > 1e-6
 
 
 @pytest.mark.parametrize(
-    "make", [partial(build, "fedgc"), lambda **o: build("fedavg", aggregation={"name": "fedgr"} | o)]
+    "make",
+    [partial(build, "fedgc"), lambda **o: build("fedavg", aggregation={"name": "fedgr"} | o)],
 )
 def test_an_index_changes_nothing_between_stacked_and_one_by_one(make, index):
     more = {"index": index, "clusters": 2}
-    method = make(**more) if make(clusters=2).local.name == "fedgc" else make(groups="index", **more)
+    method = (
+        make(**more) if make(clusters=2).local.name == "fedgc" else make(groups="index", **more)
+    )
     one, all_ = (
-        play(method, pictures(), transformer("fedgc"), COHORTS, batch_size=4, chunk=chunk, optimizer=Sgd(lr=0.1)).model
+        play(
+            method,
+            pictures(),
+            transformer("fedgc"),
+            COHORTS,
+            batch_size=4,
+            chunk=chunk,
+            optimizer=Sgd(lr=0.1),
+        ).model
         for chunk in (1, 10)
     )
     assert distance(all_, one) <= 1e-9
@@ -580,7 +690,9 @@ def test_fedgr_weighs_by_clusters_of_the_index_with_any_model(index):
     cohort = SimpleNamespace(ids=np.array([0, 1, 2, 3]), prior=PRIOR)
     updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
     state = method.combine(replace(state, round=1), updates, cohort)
-    assert state.model["w"].tolist() == pytest.approx([0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7)
+    assert state.model["w"].tolist() == pytest.approx(
+        [0.015674, 0.062697, 0.333923, 0.587705], abs=5e-7
+    )
     assert state.notes["clusters"].tolist() == [0, 0, 1, 1]
 
 
@@ -607,14 +719,18 @@ def test_the_first_representation_is_clipped_and_noised_too(index):
     assert float(noise.std()) == pytest.approx(0.2, rel=0.25)
     # In round 1 the same h̃ is released once more, with other noise.
     again = played.updates[0].uploads["representation"]["h"] - clipped[:4]
-    assert abs(float(torch.corrcoef(torch.stack([again.flatten(), noise[:4].flatten()]))[0, 1])) < 0.5
+    assert (
+        abs(float(torch.corrcoef(torch.stack([again.flatten(), noise[:4].flatten()]))[0, 1])) < 0.5
+    )
     assert played.states[1].notes["epsilon"] == gaussian_epsilon(2.0, 2, 1e-5)
 
 
 def test_an_index_that_is_not_used_is_refused(index):
     with pytest.raises(InputError, match="fedgr.index is not used with fedgr.groups='given'"):
         FedGR(groups="given", index=index)
-    with pytest.raises(InputError, match="fedgr.groups='index' needs fedgr.index, the file of a client index"):
+    with pytest.raises(
+        InputError, match="fedgr.groups='index' needs fedgr.index, the file of a client index"
+    ):
         FedGR(groups="index")
     assert describe(build("fedgc", index=index))["digest"] == ClientIndex.read(index).digest()
 

@@ -27,7 +27,9 @@ from tests.rounds import play, scalar, targets, weight
 
 
 def head_gradient(module, data, client, **how):
-    return torch.autograd.grad(cross_entropy(module, data, client), list(module.head.parameters()), **how)
+    return torch.autograd.grad(
+        cross_entropy(module, data, client), list(module.head.parameters()), **how
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -49,7 +51,14 @@ def test_rounds_equal_a_plain_loop(gamma, ema, chunk):
 
             trained.append(steps(module, loss))
         module = average(trained, [1 / len(cohort)] * len(cohort))
-    found = play(build("fediir", gamma=gamma, ema=ema), data, smooth_model(), COHORTS, chunk=chunk, **FULL_BATCHES)
+    found = play(
+        build("fediir", gamma=gamma, ema=ema),
+        data,
+        smooth_model(),
+        COHORTS,
+        chunk=chunk,
+        **FULL_BATCHES,
+    )
     assert_equal(found.model, module)
     kept = found.states[-1].server["mean_gradient"]
     for name, wanted in zip(("head.weight", "head.bias"), mean, strict=True):
@@ -63,20 +72,32 @@ def test_one_round_by_hand():
     Steps of 0.1 lead to 2.5 and 0.9.
     """
     method = build("fediir", gamma=0.25, ema=0.5)
-    played = play(method, targets(3.0, -1.0), scalar(2.0), [[0, 1]] * 2, steps=1, optimizer=Sgd(lr=0.1))
-    assert played.updates[0].params["head.weight"].flatten().tolist() == pytest.approx([2.5, 0.9], abs=1e-12)
+    played = play(
+        method, targets(3.0, -1.0), scalar(2.0), [[0, 1]] * 2, steps=1, optimizer=Sgd(lr=0.1)
+    )
+    assert played.updates[0].params["head.weight"].flatten().tolist() == pytest.approx(
+        [2.5, 0.9], abs=1e-12
+    )
     assert weight(played.states[1].model) == pytest.approx(1.7, abs=1e-12)
     # At 1.7 the gradients are -2.6 and 5.4, mean 1.4; what was stored counts half: (1 + 1.4) / 2.
-    assert played.states[2].server["mean_gradient"]["head.weight"].item() == pytest.approx(1.2, abs=1e-12)
+    assert played.states[2].server["mean_gradient"]["head.weight"].item() == pytest.approx(
+        1.2, abs=1e-12
+    )
 
 
 def test_the_mean_is_over_clients_and_not_over_samples():
     federation_ = targets(3.0, -1.0, samples=[1, 9])
-    played = play(build("fediir", ema=0.0), federation_, scalar(2.0), [[0, 1]], steps=1, batch_size=20)
-    assert played.states[1].server["mean_gradient"]["head.weight"].item() == pytest.approx(2.0, abs=1e-12)
+    played = play(
+        build("fediir", ema=0.0), federation_, scalar(2.0), [[0, 1]], steps=1, batch_size=20
+    )
+    assert played.states[1].server["mean_gradient"]["head.weight"].item() == pytest.approx(
+        2.0, abs=1e-12
+    )
     by_size = build("fediir", ema=0.0, weights="size")
     played = play(by_size, federation_, scalar(2.0), [[0, 1]], steps=1, batch_size=20)
-    assert played.states[1].server["mean_gradient"]["head.weight"].item() == pytest.approx(5.2, abs=1e-12)
+    assert played.states[1].server["mean_gradient"]["head.weight"].item() == pytest.approx(
+        5.2, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("make", [mlp, batchnorm, lambda: mlp(0.3)], ids=["mlp", "bn", "dropout"])
@@ -113,7 +134,9 @@ def test_gradients_of_the_head_differ_less_between_clients_on_digits(seed):
 
 
 def test_another_aggregation_lacks_the_mean_gradient():
-    with pytest.raises(InputError, match="FedIIR needs mean_gradient, which FedAdam does not provide"):
+    with pytest.raises(
+        InputError, match="FedIIR needs mean_gradient, which FedAdam does not provide"
+    ):
         build("fediir", aggregation="fedadam")
 
 

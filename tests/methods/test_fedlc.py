@@ -51,24 +51,37 @@ def test_rounds_equal_a_plain_loop(tau, true_class, chunk):
         for k in cohort:
             x, y = samples_of(data, k)
             counts = np.bincount(y.numpy(), minlength=4)
-            trained.append(steps(module, lambda m, x=x, y=y, n=counts: calibrated(m(x), y, n, tau, true_class)))
+            trained.append(
+                steps(module, lambda m, x=x, y=y, n=counts: calibrated(m(x), y, n, tau, true_class))
+            )
         module = average(trained, by_size(cohort))
     method = build("fedlc", tau=tau, true_class=true_class)
     found = play(method, data, smooth_model(), COHORTS, chunk=chunk, **FULL_BATCHES)
     assert_equal(found.model, module)
-    assert distance(found.model, play(build("fedavg"), data, smooth_model(), COHORTS, **FULL_BATCHES).model) > 1e-4
+    assert (
+        distance(
+            found.model, play(build("fedavg"), data, smooth_model(), COHORTS, **FULL_BATCHES).model
+        )
+        > 1e-4
+    )
 
 
 def test_shifts_by_hand():
     """16 samples shift by τ/2, 1 by τ, and a class without samples by 100 τ."""
-    found = build("fedlc", tau=2.0).local.shifts({"count": torch.tensor([16.0, 1.0, 0.0], dtype=torch.float64)})
+    found = build("fedlc", tau=2.0).local.shifts(
+        {"count": torch.tensor([16.0, 1.0, 0.0], dtype=torch.float64)}
+    )
     assert found["shift"].tolist() == pytest.approx([1.0, 2.0, 200.0])
 
 
 def one_client(labels, classes=3):
     x = torch.eye(len(labels), dtype=torch.float64)
     return Federation.from_arrays(
-        x, torch.tensor(labels), clients=np.zeros(len(labels), int), splits=(1, 0, 0), classes=classes
+        x,
+        torch.tensor(labels),
+        clients=np.zeros(len(labels), int),
+        splits=(1, 0, 0),
+        classes=classes,
     )
 
 
@@ -101,7 +114,9 @@ def test_scores_of_absent_classes_are_left_alone():
     """Cross-entropy lowers the scores of a class that a client does not have; calibrated, they stay."""
     how = {"steps": 5, "batch_size": 4, "optimizer": Sgd(lr=1.0)}
     ours, plain = (
-        play(build(name), one_client([0, 0, 1, 1]), zero_model(4), [[0]], **how).model["head.weight"]
+        play(build(name), one_client([0, 0, 1, 1]), zero_model(4), [[0]], **how).model[
+            "head.weight"
+        ]
         for name in ("fedlc", "fedavg")
     )
     assert ours[2].abs().max().item() < 1e-40
@@ -111,7 +126,9 @@ def test_scores_of_absent_classes_are_left_alone():
 @pytest.mark.parametrize("true_class", [True, False])
 def test_a_client_with_a_single_class_stays_finite(true_class):
     method = build("fedlc", true_class=true_class)
-    played = play(method, one_client([1, 1]), zero_model(2), [[0]] * 2, steps=3, optimizer=Sgd(lr=0.1))
+    played = play(
+        method, one_client([1, 1]), zero_model(2), [[0]] * 2, steps=3, optimizer=Sgd(lr=0.1)
+    )
     assert bool(torch.isfinite(played.model["head.weight"]).all())
 
 
@@ -119,13 +136,17 @@ def test_a_client_with_a_single_class_stays_finite(true_class):
 def test_without_a_shift_it_is_fedavg(make):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.9)}
     ours, plain = (
-        play(method, images(), make(), THREE_COHORTS, **how) for method in (build("fedlc", tau=0.0), build("fedavg"))
+        play(method, images(), make(), THREE_COHORTS, **how)
+        for method in (build("fedlc", tau=0.0), build("fedavg"))
     )
     assert distance(ours.model, plain.model, WITHOUT_GRADIENT) <= 1e-9
 
 
 def test_label_counts_stay_with_the_client():
-    ours, plain = (play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8) for name in ("fedlc", "fedavg"))
+    ours, plain = (
+        play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8)
+        for name in ("fedlc", "fedavg")
+    )
     # Clients also report how much the loss differs from the task's.
     moved = [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours.cohorts]
     assert moved == [(c.bytes_down, c.bytes_up) for c in plain.cohorts]
@@ -136,7 +157,12 @@ def test_it_combines_with_any_aggregation():
     how = {"batch_size": 8, "optimizer": Sgd(lr=0.1)}
     method = build("fedlc", tau=0.0, aggregation={"name": "qffl", "q": 2.0})
     ours = play(method, images(), mlp(), THREE_COHORTS, **how)
-    assert distance(ours.model, play(build("qffl", q=2.0), images(), mlp(), THREE_COHORTS, **how).model) <= 1e-12
+    assert (
+        distance(
+            ours.model, play(build("qffl", q=2.0), images(), mlp(), THREE_COHORTS, **how).model
+        )
+        <= 1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -160,10 +186,14 @@ def test_local_models_forget_less_of_classes_they_lack_on_digits(seed):
 
 
 def test_regression_is_refused():
-    with pytest.raises(InputError, match="fedlc counts labels, but the task of this federation is regression"):
+    with pytest.raises(
+        InputError, match="fedlc counts labels, but the task of this federation is regression"
+    ):
         play(build("fedlc"), random_regression([4, 4]), linear(), [[0, 1]])
 
 
 def test_a_negative_shift_is_refused():
-    with pytest.raises(InputError, match=r"fedlc\.tau must be a finite number of at least 0, got -1"):
+    with pytest.raises(
+        InputError, match=r"fedlc\.tau must be a finite number of at least 0, got -1"
+    ):
         build("fedlc", tau=-1.0)

@@ -24,7 +24,9 @@ def combined(rows, *, round_=0, buffers=None, **options):
     sent = {} if buffers is None else {"running_mean": torch.tensor(buffers, dtype=torch.float64)}
     params = {"a": stack[:, :1], "b": stack[:, 1:]}
     state = State(round_, {name: torch.zeros_like(part[0]) for name, part in params.items()})
-    new = build("fedmgda", **options).aggregation.combine(state, Updates(params, sent, {}, {}), None)
+    new = build("fedmgda", **options).aggregation.combine(
+        state, Updates(params, sent, {}, {}), None
+    )
     moved = torch.cat([new.model["a"], new.model["b"]]).tolist()
     return moved if buffers is None else (moved, new.model["running_mean"].tolist())
 
@@ -54,18 +56,26 @@ def test_a_single_number_is_part_of_the_inner_products():
 
 def test_the_length_runs_over_the_whole_model():
     # Both clients have length 5 over a and b together.
-    assert combined([[3.0, 4.0, 0.0], [3.0, 0.0, 4.0]], epsilon=0.0) == pytest.approx([0.6, 0.4, 0.4], abs=1e-14)
+    assert combined([[3.0, 4.0, 0.0], [3.0, 0.0, 4.0]], epsilon=0.0) == pytest.approx(
+        [0.6, 0.4, 0.4], abs=1e-14
+    )
 
 
 def test_without_a_region_it_is_the_plain_mean_of_normalised_updates():
     federation, how = images(), {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1)}
     played = play(build("fedmgda", epsilon=0.0, lr=0.7), federation, mlp(), THREE_COHORTS, **how)
-    for before, after, updates in zip(played.states, played.states[1:], played.updates, strict=False):
+    for before, after, updates in zip(
+        played.states, played.states[1:], played.updates, strict=False
+    ):
         moves = {name: rows - before.model[name] for name, rows in updates.params.items()}
-        lengths = torch.stack([move.square().flatten(1).sum(1) for move in moves.values()]).sum(0).sqrt()
+        lengths = (
+            torch.stack([move.square().flatten(1).sum(1) for move in moves.values()]).sum(0).sqrt()
+        )
         for name, move in moves.items():
             unit = move / lengths.view(-1, *(1,) * (move.dim() - 1))
-            torch.testing.assert_close(after.model[name], before.model[name] + 0.7 * unit.mean(0), rtol=0, atol=1e-13)
+            torch.testing.assert_close(
+                after.model[name], before.model[name] + 0.7 * unit.mean(0), rtol=0, atol=1e-13
+            )
 
 
 def test_sizes_and_lengths_do_not_matter():
@@ -73,14 +83,20 @@ def test_sizes_and_lengths_do_not_matter():
     assert short == pytest.approx([0.5, 0.5], abs=1e-9)
     how = {"steps": 1, "optimizer": Sgd(lr=0.1)}
     found = play(
-        build("fedmgda", epsilon=0.0), targets(3.0, -1.0, 9.0, samples=[1, 5, 2]), scalar(0.0), [range(3)], **how
+        build("fedmgda", epsilon=0.0),
+        targets(3.0, -1.0, 9.0, samples=[1, 5, 2]),
+        scalar(0.0),
+        [range(3)],
+        **how,
     )
     assert weight(found.model) == pytest.approx(1 / 3, abs=1e-14)
 
 
 def test_opposite_clients_leave_the_model_where_it_is():
     # Between 3 and -1 every step hurts one of them: the point is Pareto-stationary.
-    played = play(build("fedmgda", epsilon=1.0), targets(3.0, -1.0), scalar(0.0), [[0, 1]] * 3, steps=1)
+    played = play(
+        build("fedmgda", epsilon=1.0), targets(3.0, -1.0), scalar(0.0), [[0, 1]] * 3, steps=1
+    )
     assert weight(played.model) == pytest.approx(0.0, abs=1e-7)
 
 
@@ -109,7 +125,9 @@ def test_small_steps_lower_the_loss_of_every_client():
     engine = played.engine
     losses = np.array(
         [
-            evaluate_shared(engine.network, engine.data, state.model, federation.train, np.arange(4))["loss"]
+            evaluate_shared(
+                engine.network, engine.data, state.model, federation.train, np.arange(4)
+            )["loss"]
             for state in played.states
         ]
     )
@@ -119,8 +137,13 @@ def test_small_steps_lower_the_loss_of_every_client():
 @pytest.mark.parametrize("epsilon", [0.05, 1.0])
 @pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
 def test_stacked_equals_one_by_one(make, epsilon):
-    method, how = build("fedmgda", epsilon=epsilon), {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
-    one, all_ = (play(method, images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
+    method, how = (
+        build("fedmgda", epsilon=epsilon),
+        {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)},
+    )
+    one, all_ = (
+        play(method, images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
 
 

@@ -67,7 +67,9 @@ def rounds_by_hand(module, cohorts, federation, number):
                 signed = hashed - (1 << 64) if hashed >> 63 else hashed
                 drawn = signed % len(means[0])
                 optimizer.zero_grad()
-                mixed_loss(own, x[batch], y[batch], means[0][drawn], means[1][drawn], LAM).backward()
+                mixed_loss(
+                    own, x[batch], y[batch], means[0][drawn], means[1][drawn], LAM
+                ).backward()
                 optimizer.step()
             sent.append(tensors(own))
         module.load_state_dict(average(sent, [SIZES[client] for client in cohort]), strict=False)
@@ -99,20 +101,32 @@ def test_prompts_in_a_frozen_transformer_equal_plain_pytorch(fused, chunk):
     )
     trainer.run()
     wanted = rounds_by_hand(transformer(fused=False), [EVERYONE] * 2, federation, 1)
-    assert distance(trainer.state.model, {name: wanted[name] for name in trainer.state.model}) <= 1e-9
+    assert (
+        distance(trainer.state.model, {name: wanted[name] for name in trainer.state.model}) <= 1e-9
+    )
 
 
 def test_an_engine_that_has_encoded_images_is_refused():
-    engine = StackedEngine(images(shape=(1, 8, 8)), transformer(), Training(), Machine(device="cpu"))
-    with pytest.raises(InputError, match="method 'fedmix' works on images, but this engine has encoded them"):
+    engine = StackedEngine(
+        images(shape=(1, 8, 8)), transformer(), Training(), Machine(device="cpu")
+    )
+    with pytest.raises(
+        InputError, match="method 'fedmix' works on images, but this engine has encoded them"
+    ):
         engine.cohort(build("fedmix"), np.array([0]), 0)
 
 
 @pytest.mark.parametrize("method", ["fedmix", "harmofl"])
 def test_a_resumed_run_leaves_the_same_bytes(method, tmp_path):
     def run(name, **options):
-        how = {"training": Training(rounds=3, cohort=3, batch_size=8), "evaluation": Evaluation(every=1), **options}
-        return equipoise.train(images(sizes=SIZES), method=method, model="mlp", out=tmp_path / name, **how)
+        how = {
+            "training": Training(rounds=3, cohort=3, batch_size=8),
+            "evaluation": Evaluation(every=1),
+            **options,
+        }
+        return equipoise.train(
+            images(sizes=SIZES), method=method, model="mlp", out=tmp_path / name, **how
+        )
 
     run("whole")
     with pytest.raises(Stop):
@@ -124,7 +138,11 @@ def test_a_resumed_run_leaves_the_same_bytes(method, tmp_path):
 @pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize("number", [1, 3])
 def test_means_are_those_of_equal_parts(number, chunk):
-    found = played(build("fedmix", means=number), mlp(), COHORTS[:1], chunk=chunk).states[0].server["means"]
+    found = (
+        played(build("fedmix", means=number), mlp(), COHORTS[:1], chunk=chunk)
+        .states[0]
+        .server["means"]
+    )
     x, y = means_by_hand(images(sizes=SIZES), number)
     # The smallest client holds three samples, too few for more than one mean of two or more.
     assert len(x) == {1: 5, 3: 13}[number]
@@ -149,12 +167,22 @@ def test_the_loss_is_that_of_mixup_up_to_second_order():
 
 
 def test_lambda_zero_is_fedavg():
-    assert distance(played(build("fedmix", lam=0.0), normalised()).model, played("fedavg", normalised()).model) <= 1e-12
+    assert (
+        distance(
+            played(build("fedmix", lam=0.0), normalised()).model,
+            played("fedavg", normalised()).model,
+        )
+        <= 1e-12
+    )
 
 
 def test_means_are_sent_once_and_clients_that_join_add_none():
     method, federation = build("fedmix"), images(sizes=SIZES, shape=(1, 8, 8))
-    settings = Training(rounds=3, batch_size=8), Machine(device="cpu", precision="float64"), Evaluation(every=0)
+    settings = (
+        Training(rounds=3, batch_size=8),
+        Machine(device="cpu", precision="float64"),
+        Evaluation(every=0),
+    )
     trainer = Trainer(federation, method, transformer(), *settings, seed=0)
     trainer.run()
     assert not trainer.engine.network.encoded
@@ -170,10 +198,15 @@ def test_what_cannot_be_mixed_is_refused():
         equipoise.train(text(), method="fedmix", rounds=1)
     regression = random_regression([4, 4], features=16)
     pictures = equipoise.Federation.from_arrays(
-        regression.x.view(-1, 1, 4, 4), regression.y, clients=np.arange(8) // 4, splits=(1, 0, 0), task="regression"
+        regression.x.view(-1, 1, 4, 4),
+        regression.y,
+        clients=np.arange(8) // 4,
+        splits=(1, 0, 0),
+        task="regression",
     )
     with pytest.raises(
-        InputError, match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape \(4,\)"
+        InputError,
+        match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape \(4,\)",
     ):
         equipoise.train(pictures, method="fedmix", rounds=1)
     with pytest.raises(InputError, match="fedmix needs a client with 2 training samples or more"):

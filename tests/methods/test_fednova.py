@@ -32,7 +32,9 @@ def rounds_by_hand(w, *, momentum=0.0, mu=0.0, rounds=2, effective="weights"):
             directions.append((own - w) / length)
             lengths.append(length if effective == "weights" else steps)
         far = sum(share * length for share, length in zip(shares, lengths, strict=True))
-        w += far * sum(share * direction for share, direction in zip(shares, directions, strict=True))
+        w += far * sum(
+            share * direction for share, direction in zip(shares, directions, strict=True)
+        )
     return w
 
 
@@ -43,9 +45,16 @@ def test_rounds_equal_the_papers_update(how, effective):
     method = build("fednova", effective=effective, local=local)
     optimizer = Sgd(lr=ETA, momentum=how.get("momentum", 0.0))
     played = play(
-        method, targets(*TARGETS, samples=COPIES), scalar(1.0), [[0, 1, 2]] * 2, batch_size=1, optimizer=optimizer
+        method,
+        targets(*TARGETS, samples=COPIES),
+        scalar(1.0),
+        [[0, 1, 2]] * 2,
+        batch_size=1,
+        optimizer=optimizer,
     )
-    assert weight(played.model) == pytest.approx(rounds_by_hand(1.0, **how, effective=effective), rel=1e-9)
+    assert weight(played.model) == pytest.approx(
+        rounds_by_hand(1.0, **how, effective=effective), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
@@ -53,7 +62,8 @@ def test_clients_that_do_the_same_work_are_averaged(momentum):
     federation = random_regression([5, 12, 8])
     how = {"steps": 3, "batch_size": 4, "optimizer": Sgd(lr=0.02, momentum=momentum)}
     found, wanted = (
-        play(build(name), federation, linear(), [[0, 1, 2]] * 3, **how).model for name in ("fednova", "fedavg")
+        play(build(name), federation, linear(), [[0, 1, 2]] * 3, **how).model
+        for name in ("fednova", "fedavg")
     )
     assert distance(found, wanted) < 1e-9
 
@@ -64,7 +74,12 @@ def test_unequal_work_does_not_change_what_is_minimised():
     def far(name):
         method = build(name, weights="uniform")
         played = play(
-            method, targets(1.0, -1.0, samples=[1, 9]), scalar(0.5), [[0, 1]] * 40, batch_size=1, optimizer=Sgd(lr=0.02)
+            method,
+            targets(1.0, -1.0, samples=[1, 9]),
+            scalar(0.5),
+            [[0, 1]] * 40,
+            batch_size=1,
+            optimizer=Sgd(lr=0.02),
         )
         return abs(weight(played.model))
 
@@ -78,7 +93,9 @@ def test_weights_of_gradients_are_those_of_the_paper():
     rho, alpha = 0.9, 0.05
     by_paper = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
     np.testing.assert_allclose(gradient_weights(Sgd(lr=1.0, momentum=rho), steps), by_paper)
-    np.testing.assert_allclose(gradient_weights(Sgd(lr=1.0), steps, alpha), (1 - (1 - alpha) ** steps) / alpha)
+    np.testing.assert_allclose(
+        gradient_weights(Sgd(lr=1.0), steps, alpha), (1 - (1 - alpha) ** steps) / alpha
+    )
     columns = np.array([0.1, 0.2, 0.0])
     found = gradient_weights(Sgd(lr=1.0), steps, columns)
     np.testing.assert_allclose(found, [(1 - 0.9**7) / 0.1, (1 - 0.8**3) / 0.2, 1.0])

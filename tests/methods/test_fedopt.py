@@ -48,11 +48,16 @@ def momentum_by_hand(variant, beta, lr, rounds):
 @pytest.mark.parametrize("variant", ["hsu", "dampened", "nesterov"])
 def test_fedavgm_three_rounds_by_hand(variant):
     method = build("fedavgm", momentum=0.6, lr=0.8, variant=variant)
-    assert weights_over_rounds(method, 3) == pytest.approx(momentum_by_hand(variant, 0.6, 0.8, 3), abs=1e-14)
+    assert weights_over_rounds(method, 3) == pytest.approx(
+        momentum_by_hand(variant, 0.6, 0.8, 3), abs=1e-14
+    )
 
 
 def test_the_variants_of_fedavgm_differ():
-    ends = {variant: momentum_by_hand(variant, 0.6, 0.8, 3)[-1] for variant in ("hsu", "dampened", "nesterov")}
+    ends = {
+        variant: momentum_by_hand(variant, 0.6, 0.8, 3)[-1]
+        for variant in ("hsu", "dampened", "nesterov")
+    }
     assert len({round(end, 3) for end in ends.values()}) == 3
 
 
@@ -83,7 +88,9 @@ def test_yogi_is_tested_with_both_signs():
 
 @pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
 def test_buffers_are_averaged_and_never_stepped(name):
-    updates = Updates({"w": torch.tensor([[2.0], [4.0]])}, {"running_var": torch.tensor([[1.0], [5.0]])}, {}, {})
+    updates = Updates(
+        {"w": torch.tensor([[2.0], [4.0]])}, {"running_var": torch.tensor([[1.0], [5.0]])}, {}, {}
+    )
     state = State(0, {"w": torch.tensor([7.0]), "running_var": torch.tensor([100.0])})
     cohort = SimpleNamespace(prior=torch.tensor([0.25, 0.75], dtype=torch.float64))
     method = build(name, lr=0.0).aggregation
@@ -97,7 +104,9 @@ def test_buffers_are_averaged_and_never_stepped(name):
 @pytest.mark.parametrize("variant", ["hsu", "dampened", "nesterov"])
 def test_without_momentum_fedavgm_is_fedavg(variant):
     how = {"batch_size": 8, "optimizer": Sgd(lr=0.1)}
-    with_server = play(build("fedavgm", momentum=0.0, variant=variant), images(), mlp(), THREE_COHORTS, **how)
+    with_server = play(
+        build("fedavgm", momentum=0.0, variant=variant), images(), mlp(), THREE_COHORTS, **how
+    )
     plain = play(build("fedavg"), images(), mlp(), THREE_COHORTS, **how)
     assert distance(with_server.model, plain.model) <= 1e-12
 
@@ -133,6 +142,8 @@ def test_server_momentum_speeds_training_up_on_digits(seed):
         how = {"epochs": 5, "batch_size": 20, "optimizer": Sgd(lr=0.1)}
         played = play(build(name), digits, module, cohorts, seed=seed, precision="float32", **how)
         engine, train = played.engine, digits.train
-        measured = evaluate_shared(engine.network, engine.data, played.model, train, digits.seen)["loss"]
+        measured = evaluate_shared(engine.network, engine.data, played.model, train, digits.seen)[
+            "loss"
+        ]
         losses[name] = np.average(measured, weights=train.sizes)
     assert losses["fedavgm"] < 0.75 * losses["fedavg"], losses

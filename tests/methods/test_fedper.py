@@ -21,14 +21,25 @@ from tests.methods.skewed import scores
 @CHUNKS
 def test_rounds_equal_plain_pytorch(chunk):
     def turns(shared, own, received):
-        return [Turn([shared.features, own], lambda x, y: F.cross_entropy(own(shared.features(x)), y), epochs=2)]
+        return [
+            Turn(
+                [shared.features, own],
+                lambda x, y: F.cross_entropy(own(shared.features(x)), y),
+                epochs=2,
+            )
+        ]
 
-    wanted, owned = rounds_by_hand(normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head))
+    wanted, owned = rounds_by_hand(
+        normalised(), turns, COHORTS, make_own=lambda shared: copy.deepcopy(shared.head)
+    )
     found = played("fedper", normalised(), chunk=chunk, epochs=2)
     assert distance(found.model, wanted, NOISE) <= 1e-9
     for client, whole in personal_models(found, build("fedper"), EVERYONE).items():
         own = {n: t for n, t in whole.items() if n.startswith("head.")}
-        assert distance(own, {f"head.{n}": t for n, t in tensors(owned[client]).items()}, NOISE) <= 1e-9
+        assert (
+            distance(own, {f"head.{n}": t for n, t in tensors(owned[client]).items()}, NOISE)
+            <= 1e-9
+        )
         assert torch.equal(whole["features.0.weight"], found.model["features.0.weight"])
 
 
@@ -46,10 +57,14 @@ def test_a_new_client_trains_a_head_on_the_features_as_they_are():
     found = played("fedper", normalised(), [[0, 1]])
     own = normalised()
     own.load_state_dict(found.model, strict=False)
-    adapt_by_hand(own, [Turn([own.head], lambda x, y: F.cross_entropy(own(x), y), lr=LR)], 3, rounds=1)
+    adapt_by_hand(
+        own, [Turn([own.head], lambda x, y: F.cross_entropy(own(x), y), lr=LR)], 3, rounds=1
+    )
     whole = personal_models(found, build("fedper"), [3])[3]
     assert distance(whole, tensors(own), NOISE) <= 1e-9
-    assert all(torch.equal(whole[n], t) for n, t in found.model.items() if n.startswith("features."))
+    assert all(
+        torch.equal(whole[n], t) for n, t in found.model.items() if n.startswith("features.")
+    )
 
 
 def test_own_heads_beat_one_model_where_labels_are_skewed():

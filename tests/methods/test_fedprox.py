@@ -39,13 +39,24 @@ def test_steps_by_hand(steps, chunk):
         optimizer=Sgd(lr=0.1),
     )
     found = played.updates[0].params["head.weight"].flatten().tolist()
-    assert found == pytest.approx([trained(t, 0.5, mu=0.7, lr=0.1, steps=steps) for t in (3.0, -1.0)], abs=1e-14)
+    assert found == pytest.approx(
+        [trained(t, 0.5, mu=0.7, lr=0.1, steps=steps) for t in (3.0, -1.0)], abs=1e-14
+    )
 
 
 def test_the_anchor_is_the_model_received_this_round():
-    played = play(build("fedprox", mu=2.0), targets(3.0), scalar(0.0), [[0], [0]], steps=3, optimizer=Sgd(lr=0.1))
+    played = play(
+        build("fedprox", mu=2.0),
+        targets(3.0),
+        scalar(0.0),
+        [[0], [0]],
+        steps=3,
+        optimizer=Sgd(lr=0.1),
+    )
     first = trained(3.0, 0.0, mu=2.0, lr=0.1, steps=3)
-    assert weight(played.model) == pytest.approx(trained(3.0, first, mu=2.0, lr=0.1, steps=3), abs=1e-14)
+    assert weight(played.model) == pytest.approx(
+        trained(3.0, first, mu=2.0, lr=0.1, steps=3), abs=1e-14
+    )
 
 
 def test_the_first_step_does_not_feel_the_term():
@@ -57,7 +68,9 @@ def test_the_first_step_does_not_feel_the_term():
 
 def test_long_training_ends_at_the_proximal_point():
     # (w - t)² + μ/2 (w - wᵗ)² is least where 2 (w - t) + μ (w - wᵗ) = 0.
-    played = play(build("fedprox", mu=6.0), targets(3.0), scalar(1.0), [[0]], steps=200, optimizer=Sgd(lr=0.1))
+    played = play(
+        build("fedprox", mu=6.0), targets(3.0), scalar(1.0), [[0]], steps=200, optimizer=Sgd(lr=0.1)
+    )
     assert weight(played.model) == pytest.approx((2 * 3.0 + 6.0 * 1.0) / (2 + 6.0), abs=1e-12)
 
 
@@ -90,6 +103,8 @@ def test_larger_mu_keeps_local_models_nearer_on_digits():
             optimizer=Sgd(lr=0.05),
         )
         received, sent = played.states[-2].model, played.updates[-1].params
-        squares = torch.stack([(rows - received[name]).square().flatten(1).sum(1) for name, rows in sent.items()])
+        squares = torch.stack(
+            [(rows - received[name]).square().flatten(1).sum(1) for name, rows in sent.items()]
+        )
         drifts.append(squares.sum(0).sqrt().mean().item())
     assert all(nearer < 0.95 * farther for farther, nearer in pairwise(drifts)), drifts

@@ -19,7 +19,14 @@ from equipoise.optimizers import Sgd
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.small_models import normalised
-from tests.methods.domains import TRAINING, adjusted_by_hand, first_weights, local_step, loss, regression
+from tests.methods.domains import (
+    TRAINING,
+    adjusted_by_hand,
+    first_weights,
+    local_step,
+    loss,
+    regression,
+)
 from tests.rounds import linear, play
 
 COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]]
@@ -41,7 +48,13 @@ def test_equations_8_to_11_by_hand():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(0.05, 2), st.floats(-0.3, 0.3)), min_size=2, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 1), st.floats(0.05, 2), st.floats(-0.3, 0.3)),
+        min_size=2,
+        max_size=8,
+    )
+)
 def test_gaps_are_equal_where_each_is_linear_in_its_own_weight(clients):
     """G_k(a_k) = c_k − s_k a_k: if nothing is clipped, all gaps are the same under the new weights."""
     a = numbers(*(a for a, _, _ in clients))
@@ -60,9 +73,16 @@ def test_gaps_are_equal_where_each_is_linear_in_its_own_weight(clients):
 
 def test_a_slope_that_is_negative_or_not_defined_is_0():
     nudged, nan = numbers(0.5, 0.3, 0.2, 0.0), float("nan")
-    found = slopes(numbers(0.4, 0.3, 0.1, 0.2), numbers(0.2, 0.3, nan, 0.5), nudged, numbers(0.3, 0.3, nan, 0.6))
+    found = slopes(
+        numbers(0.4, 0.3, 0.1, 0.2),
+        numbers(0.2, 0.3, nan, 0.5),
+        nudged,
+        numbers(0.3, 0.3, nan, 0.6),
+    )
     assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 2.0])
-    assert slopes(numbers(0.5), numbers(0.2), numbers(0.9), numbers(0.1), limit=1.5).tolist() == [1.5]
+    assert slopes(numbers(0.5), numbers(0.2), numbers(0.9), numbers(0.1), limit=1.5).tolist() == [
+        1.5
+    ]
 
 
 def test_without_slopes_the_nudged_weights_stand():
@@ -72,13 +92,19 @@ def test_without_slopes_the_nudged_weights_stand():
 
 def test_weights_outside_the_simplex_are_clipped_and_scaled():
     """K (G − G*) is 2, −2 and 0 by hand, so the weights before clipping are 2.2, −1.5 and 0.3."""
-    found = equal_gap_weights(numbers(0.2, 0.5, 0.3), numbers(1.0, -1.0, 0.0), numbers(2.0, 2.0, 0.0), THIRDS)
+    found = equal_gap_weights(
+        numbers(0.2, 0.5, 0.3), numbers(1.0, -1.0, 0.0), numbers(2.0, 2.0, 0.0), THIRDS
+    )
     assert found.tolist() == pytest.approx([1 / 1.3, 0.0, 0.3 / 1.3])
 
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5), st.floats(-5, 5), st.floats(0, 1)), min_size=1, max_size=8)
+    st.lists(
+        st.tuples(st.floats(0, 1), st.floats(-5, 5), st.floats(-5, 5), st.floats(0, 1)),
+        min_size=1,
+        max_size=8,
+    )
 )
 def test_always_on_the_simplex(clients):
     a, gap, nudged_gap, nudged = (numbers(*column) for column in zip(*clients, strict=True))
@@ -92,7 +118,9 @@ def test_always_on_the_simplex(clients):
 def test_rounds_by_hand(every):
     """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the round before."""
     world = regression()
-    played = play(build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING)
+    played = play(
+        build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING
+    )
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
     for number, cohort in enumerate(COHORTS, start=1):
         here = np.array(cohort)
@@ -125,7 +153,10 @@ def test_rounds_by_hand(every):
 
 def test_a_round_sends_three_models_down():
     faa, fftgp, plain = (
-        [cohort.bytes_down for cohort in play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts]
+        [
+            cohort.bytes_down
+            for cohort in play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts
+        ]
         for n in ("faa", "fftgp", "fedavg")
     )
     assert faa == fftgp == [3 * bytes_down for bytes_down in plain]
@@ -175,7 +206,12 @@ def median_variances(seed):
         seed=seed,
     )
     module, rounds = build_model("mlp", shape=digits.shape, classes=10, seed=seed), 40
-    how = {"precision": "float32", "batch_size": 16, "optimizer": Sgd(lr=0.1), "reports": ("val_loss_after",)}
+    how = {
+        "precision": "float32",
+        "batch_size": 16,
+        "optimizer": Sgd(lr=0.1),
+        "reports": ("val_loss_after",),
+    }
     played = play(build("fedavg"), digits, module, [digits.seen] * rounds, seed=seed, **how)
     variances = {"fedavg": [], "ga": [], "faa": []}
     equal = torch.full((4,), 0.25, dtype=torch.float64)
@@ -184,7 +220,10 @@ def median_variances(seed):
         model, step = played.states[number].model, 0.2 * (1 - number / rounds)
 
         def gaps(a, updates=updates, cohort=cohort, model=model):
-            return cohort.evaluate({**model, **mix(updates, a)}, "val")["loss"] - updates.reports["val_loss_after"]
+            return (
+                cohort.evaluate({**model, **mix(updates, a)}, "val")["loss"]
+                - updates.reports["val_loss_after"]
+            )
 
         gap = gaps(weights["faa"])
         nudged = generalization_adjustment(weights["faa"], gap, step)
@@ -211,8 +250,14 @@ def test_fftgp_narrows_the_gaps_of_bgp_on_digits():
         reports = ("val_loss_after", "val_score_after")
         played = play(build(name), digits, module, [digits.seen] * 12, reports=reports, **how)
         variances = [
-            float((cohort.evaluate(state.model, "val")["loss"] - updates.reports["val_loss_after"]).var())
-            for cohort, state, updates in zip(played.cohorts, played.states[1:], played.updates, strict=True)
+            float(
+                (
+                    cohort.evaluate(state.model, "val")["loss"] - updates.reports["val_loss_after"]
+                ).var()
+            )
+            for cohort, state, updates in zip(
+                played.cohorts, played.states[1:], played.updates, strict=True
+            )
         ]
         scores = [float(updates.reports["val_score_after"].mean()) for updates in played.updates]
         found[name] = np.median(variances), np.mean(scores)

@@ -15,7 +15,14 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.methods.ga import generalization_adjustment
 from equipoise.models import build as build_model
-from tests.methods.domains import TRAINING, adjusted_by_hand, first_weights, local_step, loss, regression
+from tests.methods.domains import (
+    TRAINING,
+    adjusted_by_hand,
+    first_weights,
+    local_step,
+    loss,
+    regression,
+)
 from tests.rounds import linear, play, random_regression
 
 THIRDS = torch.full((3,), 1 / 3, dtype=torch.float64)
@@ -63,7 +70,11 @@ def test_clients_without_a_gap_keep_their_weight():
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(0, 1), st.one_of(st.floats(-10, 10), st.just(float("nan")))), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(st.floats(0, 1), st.one_of(st.floats(-10, 10), st.just(float("nan")))),
+        min_size=1,
+        max_size=9,
+    ),
     st.floats(0.01, 5),
     st.booleans(),
 )
@@ -107,22 +118,35 @@ def test_rounds_by_hand(decay):
 def test_without_validation_data_all_clients_count_alike():
     found = play(build("ga"), random_regression([5, 9, 7]), linear(), [[0, 1, 2]] * 3, **TRAINING)
     alike = play(
-        build("fedavg", weights="uniform"), random_regression([5, 9, 7]), linear(), [[0, 1, 2]] * 3, **TRAINING
+        build("fedavg", weights="uniform"),
+        random_regression([5, 9, 7]),
+        linear(),
+        [[0, 1, 2]] * 3,
+        **TRAINING,
     )
-    torch.testing.assert_close(found.model["head.weight"], alike.model["head.weight"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found.model["head.weight"], alike.model["head.weight"], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_gaps_of_a_score_that_should_be_high_are_turned_round():
     method = build("ga", metric="score").aggregation
     accuracy = SimpleNamespace(higher_is_better=True)
     assert method.gap(gaps(0.5), gaps(0.8), accuracy).tolist() == pytest.approx([0.3])
-    assert method.gap(gaps(0.5), gaps(0.8), SimpleNamespace(higher_is_better=False)).tolist() == pytest.approx([-0.3])
+    assert method.gap(
+        gaps(0.5), gaps(0.8), SimpleNamespace(higher_is_better=False)
+    ).tolist() == pytest.approx([-0.3])
     assert method.needs == ("val_score_before", "val_score_after")
 
 
 def test_the_score_is_reported_as_it_is_measured():
     digits = load("digits")
-    played = play(build("ga", metric="score"), digits, build_model("mlp", shape=digits.shape, classes=10), [[0, 1, 9]])
+    played = play(
+        build("ga", metric="score"),
+        digits,
+        build_model("mlp", shape=digits.shape, classes=10),
+        [[0, 1, 9]],
+    )
     model = {name: tensor.double() for name, tensor in played.states[0].model.items()}
     (cohort,) = played.cohorts
     wanted = played.engine.cohort(build("ga"), cohort.ids, 0).evaluate(model, "val")["accuracy"]
@@ -131,7 +155,10 @@ def test_the_score_is_reported_as_it_is_measured():
 
 def test_it_costs_no_message():
     """Bytes down are FedAvg's; up come two more numbers a client."""
-    ours, plain = (play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts for n in ("ga", "fedavg"))
+    ours, plain = (
+        play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts
+        for n in ("ga", "fedavg")
+    )
     for one, other in zip(ours, plain, strict=True):
         assert one.bytes_down == other.bytes_down
         assert one.bytes_up == other.bytes_up + len(one.ids) * 2 * 8

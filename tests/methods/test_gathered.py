@@ -41,7 +41,10 @@ def embeddings(sizes=(4, 9, 5, 12), unseen=()):
     domains = torch.arange(len(sizes)) % 2
     shifts = 3 * torch.randn(2, 16, generator=draws, dtype=torch.float64)
     clients = np.repeat(np.arange(len(sizes)), sizes)
-    x = torch.randn(len(clients), 16, generator=draws, dtype=torch.float64) + shifts[domains[clients]]
+    x = (
+        torch.randn(len(clients), 16, generator=draws, dtype=torch.float64)
+        + shifts[domains[clients]]
+    )
     return Federation.from_arrays(
         x,
         torch.arange(len(clients)) % 4,
@@ -55,10 +58,17 @@ def embeddings(sizes=(4, 9, 5, 12), unseen=()):
 
 def losses_of(x, y, *, seed=4, **which):
     """The loss of a batch as the engine computes it, and what it was computed from."""
-    model = build_model("dsaign", shape=(16,), classes=4, feedforward=12, depth=1, seed=seed).double()
+    model = build_model(
+        "dsaign", shape=(16,), classes=4, feedforward=12, depth=1, seed=seed
+    ).double()
     data = Federation.from_arrays(x, y, clients=np.zeros(len(y), int), splits=(1, 0, 0), classes=4)
-    method = build("fedavg", local={"name": "dsaign", **dict.fromkeys(("div", "sim", "orth", "recon"), False), **which})
-    engine = StackedEngine(data, model, Training(rounds=1, batch_size=64, optimizer=Sgd(lr=0.1)), FLOAT64)
+    method = build(
+        "fedavg",
+        local={"name": "dsaign", **dict.fromkeys(("div", "sim", "orth", "recon"), False), **which},
+    )
+    engine = StackedEngine(
+        data, model, Training(rounds=1, batch_size=64, optimizer=Sgd(lr=0.1)), FLOAT64
+    )
     cohort = engine.cohort(method, np.array([0]), 0)
     found = minimised(cohort.train({"model": engine.network.initial()}, {}, method.local).reports)
     split = model.features(x).detach().numpy()
@@ -78,7 +88,9 @@ def cosine(a, b):
 def test_the_loss_of_labels_by_hand(batch):
     found, model, z, _ = losses_of(*batch, sim=True)
     vectors = model.head.vectors.numpy()
-    assert found == pytest.approx(np.mean([1 - cosine(z[j], vectors[batch[1][j]]) for j in range(5)]), rel=1e-9)
+    assert found == pytest.approx(
+        np.mean([1 - cosine(z[j], vectors[batch[1][j]]) for j in range(5)]), rel=1e-9
+    )
 
 
 def test_the_loss_of_orthogonality_by_hand(batch):
@@ -94,7 +106,9 @@ def test_the_loss_of_reconstruction_by_hand(batch):
 
 def test_the_loss_of_diversity_by_hand(batch):
     found, _, _, u = losses_of(*batch, div=True)
-    wanted = [math.log(sum(math.exp(cosine(u[j], u[k])) for k in range(5) if k != j)) for j in range(5)]
+    wanted = [
+        math.log(sum(math.exp(cosine(u[j], u[k])) for k in range(5) if k != j)) for j in range(5)
+    ]
     assert found == pytest.approx(np.mean(wanted), rel=1e-9)
 
 
@@ -108,7 +122,9 @@ def test_stacked_clients_with_padding_equal_one_by_one():
     data, method = embeddings((1, 9, 5, 17)), build(**FEDERATED)
     model = build_model("dsaign", shape=(16,), classes=4, feedforward=12, depth=1).double()
     how = {"batch_size": 4, "epochs": 2, "optimizer": Sgd(lr=0.02)}
-    one, all_ = (play(method, data, model, [range(4)] * 2, chunk=chunk, **how).model for chunk in (1, 4))
+    one, all_ = (
+        play(method, data, model, [range(4)] * 2, chunk=chunk, **how).model for chunk in (1, 4)
+    )
     assert distance(all_, one) <= 1e-9
 
 
@@ -160,11 +176,23 @@ def test_a_gathered_run_is_resumed(tmp_path):
         raise KeyboardInterrupt
 
     with stopped:
-        train(data, method=GLOBAL, model=SMALL, machine=FLOAT64, out=tmp_path / "run", on_round=stop, **HOW)
-    resumed = train(data, method=GLOBAL, model=SMALL, machine=FLOAT64, out=tmp_path / "run", resume=True, **HOW)
+        train(
+            data,
+            method=GLOBAL,
+            model=SMALL,
+            machine=FLOAT64,
+            out=tmp_path / "run",
+            on_round=stop,
+            **HOW,
+        )
+    resumed = train(
+        data, method=GLOBAL, model=SMALL, machine=FLOAT64, out=tmp_path / "run", resume=True, **HOW
+    )
     assert distance(resumed.trainer.state.model, whole.trainer.state.model) == 0
     assert resumed.trainer.bytes == whole.trainer.bytes
-    one, other = (ClientIndex.read(tmp_path / name / "client_index.safetensors") for name in ("run", "whole"))
+    one, other = (
+        ClientIndex.read(tmp_path / name / "client_index.safetensors") for name in ("run", "whole")
+    )
     assert one.digest() == other.digest()
 
 
@@ -182,28 +210,43 @@ def test_a_run_leaves_the_index_of_all_clients(method, tmp_path):
     assert build(**method).sees == Sees.REPRESENTATIONS
 
 
-@pytest.mark.parametrize("method", [FEDERATED, {**GLOBAL, "view": "gathered"}], ids=["federated", "global"])
+@pytest.mark.parametrize(
+    "method", [FEDERATED, {**GLOBAL, "view": "gathered"}], ids=["federated", "global"]
+)
 def test_the_index_separates_two_domains(method):
     data = embeddings((20,) * 8)
     how = {**HOW, "rounds": 10}
     found = similarity_by_group(
-        train(data, method=method, model=SMALL, machine=FLOAT64, **how).trainer.client_index(), data.groups, "features"
+        train(data, method=method, model=SMALL, machine=FLOAT64, **how).trainer.client_index(),
+        data.groups,
+        "features",
     )
     assert found["within"] - found["between"] > 0.3
     assert found["nearest"] == 1
 
 
 def test_refusals():
-    with pytest.raises(InputError, match=r"gathered\.samples must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match=r"gathered\.samples must be a whole number of at least 1, got 0"
+    ):
         build("fedavg", local="dsaign", view={"name": "gathered", "samples": 0})
-    with pytest.raises(InputError, match="client2vec cannot wrap 'fedavg': its clients do not train"):
+    with pytest.raises(
+        InputError, match="client2vec cannot wrap 'fedavg': its clients do not train"
+    ):
         build("client2vec", host=GLOBAL)
-    with pytest.raises(InputError, match="FedPer keeps parts with clients, but with the view Gathered"):
+    with pytest.raises(
+        InputError, match="FedPer keeps parts with clients, but with the view Gathered"
+    ):
         build("fedper", view="gathered")
     with pytest.raises(InputError, match="chosen_samples"):
         train(embeddings(), method={"name": "fedavg", "view": "gathered"}, rounds=1)
-    pictures = Federation.from_arrays(torch.zeros(4, 1, 4, 4), torch.tensor([0, 1, 0, 1]), clients=[0, 0, 1, 1])
-    with pytest.raises(InputError, match=r"a sample has shape \(1, 4, 4\); valid: vectors, as data.encode makes them"):
+    pictures = Federation.from_arrays(
+        torch.zeros(4, 1, 4, 4), torch.tensor([0, 1, 0, 1]), clients=[0, 0, 1, 1]
+    )
+    with pytest.raises(
+        InputError,
+        match=r"a sample has shape \(1, 4, 4\); valid: vectors, as data.encode makes them",
+    ):
         train(pictures, method=GLOBAL, model=SMALL, rounds=1)
     with pytest.raises(InputError, match="method 'fedavg' makes no client index"):
         train(embeddings(), rounds=1).trainer.client_index()
@@ -228,11 +271,17 @@ def test_a_stage_from_files(pair, tmp_path, monkeypatch):
     run = experiment_from(content).run(tmp_path / "run")
     index, digits = ClientIndex.read(tmp_path / "run" / "client_index.safetensors"), load("digits")
     assert index.features.shape == index.labels.shape == (22, 16)
-    vectors = text_encoder(texts)([f"A photo of {'an' if name == 'eight' else 'a'} {name}" for name in names])
+    vectors = text_encoder(texts)(
+        [f"A photo of {'an' if name == 'eight' else 'a'} {name}" for name in names]
+    )
     held = torch.from_numpy(digits.train.of(3))
     pictures = digits.x[held].float().expand(-1, 3, -1, -1)
-    resized = torch.nn.functional.interpolate(pictures, size=(16, 16), mode="bilinear", antialias=True)
+    resized = torch.nn.functional.interpolate(
+        pictures, size=(16, 16), mode="bilinear", antialias=True
+    )
     with torch.no_grad():
         u = run.model().features(encoder(images)(resized))[:, 16:].mean(0)
     torch.testing.assert_close(index.features[3], u, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(index.labels[3], vectors[digits.y[held]].mean(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        index.labels[3], vectors[digits.y[held]].mean(0), rtol=1e-3, atol=1e-4
+    )

@@ -72,7 +72,9 @@ def test_the_papers_example_1():
     p, lam = sizes / sizes.sum(), 1e-3
     # From the highest loss down: groups 2, 0, 3, 1.
     wanted = 1 + lam * np.array([1, -3, 3, -1])[groups] / (10 * p)
-    np.testing.assert_allclose(factors_of(losses, sizes, groups, lam=lam, relative=False), wanted, atol=1e-14)
+    np.testing.assert_allclose(
+        factors_of(losses, sizes, groups, lam=lam, relative=False), wanted, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("fairness", ["group", "individual"])
@@ -83,12 +85,22 @@ def test_lemma_1_turns_the_spread_into_factors(seed, fairness):
     # Rounded losses, so that some clients and groups tie.
     losses = draws.integers(0, 5, size=12) / 2
     p = sizes / sizes.sum()
-    kinds = [groups == g for g in np.unique(groups)] if fairness == "group" else list(np.eye(12, dtype=bool))
+    kinds = (
+        [groups == g for g in np.unique(groups)]
+        if fairness == "group"
+        else list(np.eye(12, dtype=bool))
+    )
     means = [losses[kind].mean() for kind in kinds]
-    lam = 0.9 * min(p[k] * kind.sum() for kind in kinds for k in np.flatnonzero(kind)) / (len(kinds) - 1)
+    lam = (
+        0.9
+        * min(p[k] * kind.sum() for kind in kinds for k in np.flatnonzero(kind))
+        / (len(kinds) - 1)
+    )
     spread = sum(abs(a - b) for i, a in enumerate(means) for b in means[:i])
     factors = factors_of(losses, sizes, groups, lam=0.9, fairness=fairness)
-    assert (p * factors * losses).sum() == pytest.approx((p * losses).sum() + lam * spread, abs=1e-13)
+    assert (p * factors * losses).sum() == pytest.approx(
+        (p * losses).sum() + lam * spread, abs=1e-13
+    )
     assert factors.min() > 0
     assert (p * factors).sum() == pytest.approx(1, abs=1e-13)
 
@@ -99,7 +111,9 @@ def test_the_ordering_and_its_ties():
     assert ordering(torch.tensor([2.0, 5.0, 2.0, 0.0, 5.0])).tolist() == [-1, 3, -1, -4, 3]
     assert ordering(torch.tensor([7.0])).tolist() == [0]
     values = torch.from_numpy(np.random.default_rng(1).integers(0, 6, size=30).astype(float))
-    assert ordering(values).tolist() == [float(sum(np.sign(a - b) for b in values.tolist())) for a in values.tolist()]
+    assert ordering(values).tolist() == [
+        float(sum(np.sign(a - b) for b in values.tolist())) for a in values.tolist()
+    ]
 
 
 def test_a_group_gains_at_most_what_the_smallest_group_has():
@@ -128,14 +142,22 @@ def test_lambda_is_a_fraction_of_its_largest_value_or_absolute():
 
 def test_a_lambda_that_reverses_a_client_is_refused_by_name_of_the_limit():
     for lam in (0.2, 5.0):
-        with pytest.raises(InputError, match=rf"gifair\.lam must be below λ_max = 0\.2 for this federation.*got {lam}"):
+        with pytest.raises(
+            InputError,
+            match=rf"gifair\.lam must be below λ_max = 0\.2 for this federation.*got {lam}",
+        ):
             factors_of([4.0, 4.0, 1.0, 1.0], [1, 2, 3, 4], [0, 0, 1, 1], lam=lam, relative=False)
     factors_of([4.0, 4.0, 1.0, 1.0], [1, 2, 3, 4], [0, 0, 1, 1], lam=0.1999, relative=False)
 
 
 def test_a_refused_lambda_leaves_no_directory(tmp_path):
     with pytest.raises(InputError, match="λ_max"):
-        train(load("digits"), method={"name": "gifair", "lam": 0.9, "relative": False}, rounds=1, out=tmp_path / "run")
+        train(
+            load("digits"),
+            method={"name": "gifair", "lam": 0.9, "relative": False},
+            rounds=1,
+            out=tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -160,7 +182,9 @@ def test_bad_values_are_refused(options, message):
 
 def test_personal_models_need_the_methods_own_local_rule():
     build("fedprox", aggregation={"name": "gifair"})
-    with pytest.raises(InputError, match="Gifair keeps personal parts in its own local rule, which FedProx takes"):
+    with pytest.raises(
+        InputError, match="Gifair keeps personal parts in its own local rule, which FedProx takes"
+    ):
         build("fedprox", aggregation={"name": "gifair", "personal": True})
 
 
@@ -193,7 +217,9 @@ def rounds_by_hand(cohorts, *, start, lam, mean, exact):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("mean", ["plain", "weighted"])
-@pytest.mark.parametrize("cohorts", [[range(4)] * 3, [[0, 2], [1, 2], [3], [0, 1, 3]]], ids=["full", "partial"])
+@pytest.mark.parametrize(
+    "cohorts", [[range(4)] * 3, [[0, 2], [1, 2], [3], [0, 1, 3]]], ids=["full", "partial"]
+)
 def test_rounds_equal_the_papers_algorithm(cohorts, mean, exact):
     around = {"weights": "uniform", "sampling": "size"} if mean == "plain" else {}
     method = build("gifair", lam=0.8, exact=exact, **around)
@@ -214,7 +240,14 @@ def test_weights_that_do_not_sum_to_one_lose_nothing_of_the_model():
 def test_clients_never_seen_count_with_their_loss_of_the_first_model():
     # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, though only b takes part in the first rounds.
     federation = grouped((3.0, 1.0, -2.0), "abc")
-    played = play(build("gifair", lam=0.6), federation, scalar(0.0), [[1], [2], [0]], steps=1, optimizer=Sgd(lr=0.01))
+    played = play(
+        build("gifair", lam=0.6),
+        federation,
+        scalar(0.0),
+        [[1], [2], [0]],
+        steps=1,
+        optimizer=Sgd(lr=0.01),
+    )
     assert played.states[0].server["clients"]["loss"].tolist() == [9.0, 1.0, 4.0]
     found = [
         build("gifair").aggregation.send(state, cohort)[1]["step_factor"].item()
@@ -228,10 +261,14 @@ def test_clients_never_seen_count_with_their_loss_of_the_first_model():
 def test_the_factor_scales_steps_of_any_optimizer(name):
     """Adam's first step is the learning rate itself, whatever the size of the loss."""
     optimizer = (
-        Adam(lr=0.01, eps=1e-15) if name == "adam" else optimizer_named("rmsprop", lr=0.01, alpha=0.0, eps=1e-15)
+        Adam(lr=0.01, eps=1e-15)
+        if name == "adam"
+        else optimizer_named("rmsprop", lr=0.01, alpha=0.0, eps=1e-15)
     )
     federation = grouped((3.0, 1.0, -2.0), "abc")
-    played = play(build("gifair", lam=0.6), federation, scalar(0.0), [range(3)], steps=1, optimizer=optimizer)
+    played = play(
+        build("gifair", lam=0.6), federation, scalar(0.0), [range(3)], steps=1, optimizer=optimizer
+    )
     found = played.updates[0].params["head.weight"].flatten().tolist()
     assert found == pytest.approx([0.01 * 1.6, 0.01 * 0.4, -0.01], rel=1e-9)
 
@@ -275,24 +312,38 @@ def test_without_weight_or_with_one_group_it_is_fedavg(options, groups):
     fair = play(build("gifair", **options), federation, batchnorm(), everyone, **HOW)
     plain = play(build("fedavg"), federation, batchnorm(), everyone, **HOW)
     assert distance(fair.model, plain.model, WITHOUT_GRADIENT) <= 1e-9
-    some = play(build("gifair", weights="uniform", **options), federation, mlp(), THREE_COHORTS, **HOW)
+    some = play(
+        build("gifair", weights="uniform", **options), federation, mlp(), THREE_COHORTS, **HOW
+    )
     plain = play(build("fedavg", weights="uniform"), federation, mlp(), THREE_COHORTS, **HOW)
     assert distance(some.model, plain.model) <= 1e-9
 
 
 def test_individual_fairness_is_group_fairness_with_every_client_its_own_group():
-    alone = play(build("gifair", fairness="individual"), in_groups(images(), THIRDS), mlp(), THREE_COHORTS, **HOW)
-    groups = play(build("gifair"), in_groups(images(), list(range(10))), mlp(), THREE_COHORTS, **HOW)
+    alone = play(
+        build("gifair", fairness="individual"),
+        in_groups(images(), THIRDS),
+        mlp(),
+        THREE_COHORTS,
+        **HOW,
+    )
+    groups = play(
+        build("gifair"), in_groups(images(), list(range(10))), mlp(), THREE_COHORTS, **HOW
+    )
     assert distance(alone.model, groups.model) <= 1e-12
     thirds = play(build("gifair"), in_groups(images(), THIRDS), mlp(), THREE_COHORTS, **HOW)
     assert distance(alone.model, thirds.model) > 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"exact": True}, {"personal": True}, {"fairness": "individual"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"exact": True}, {"personal": True}, {"fairness": "individual"}], ids=str
+)
 @pytest.mark.parametrize("make", [mlp, batchnorm], ids=["mlp", "bn"])
 def test_stacked_equals_one_by_one(make, options):
     federation, method = in_groups(images(), THIRDS), build("gifair", lam=0.9, **options)
-    one, all_ = (play(method, federation, make(), THREE_COHORTS, chunk=chunk, **HOW) for chunk in (1, 10))
+    one, all_ = (
+        play(method, federation, make(), THREE_COHORTS, chunk=chunk, **HOW) for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
     losses = [played.states[-1].server["clients"]["loss"] for played in (all_, one)]
     torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
@@ -302,7 +353,10 @@ def test_batchnorm_statistics_are_averaged_with_weights_that_sum_to_one():
     federation = in_groups(images(), THIRDS)
     # The largest client and a small one: (K/|S|) Σ p_k is 10/2 · 60/150 = 2.
     played = play(build("gifair", lam=0.9), federation, batchnorm(), [[2, 4]], **HOW)
-    sent, new = played.updates[0].buffers["features.1.running_var"], played.model["features.1.running_var"]
+    sent, new = (
+        played.updates[0].buffers["features.1.running_var"],
+        played.model["features.1.running_var"],
+    )
     torch.testing.assert_close(new, (7 * sent[0] + 53 * sent[1]) / 60, rtol=0, atol=1e-13)
 
 
@@ -356,7 +410,9 @@ def test_everyone_is_gathered_only_for_methods_that_ask(monkeypatch):
     monkeypatch.setattr(StackedEngine, "cohort", listening)
     for name, wanted in (("fedavg", [4, 4]), ("gifair", [10, 4, 4])):
         gathered.clear()
-        train(images(), method=name, model=mlp(), rounds=2, batch_size=8, cohort=4, evaluation=NEVER)
+        train(
+            images(), method=name, model=mlp(), rounds=2, batch_size=8, cohort=4, evaluation=NEVER
+        )
         assert gathered == wanted
 
 
@@ -364,7 +420,14 @@ def test_a_broken_run_goes_on_as_if_nothing_had_happened(tmp_path):
     federation = in_groups(images(), THIRDS)
     machine = Machine(device="cpu", precision="float64", chunk="measure")
     method = {"name": "gifair", "personal": True}
-    how = {"method": method, "rounds": 4, "batch_size": 8, "cohort": 4, "machine": machine, "evaluation": NEVER}
+    how = {
+        "method": method,
+        "rounds": 4,
+        "batch_size": 8,
+        "cohort": 4,
+        "machine": machine,
+        "evaluation": NEVER,
+    }
 
     def stop(progress):
         if progress.round == 2:
@@ -373,7 +436,9 @@ def test_a_broken_run_goes_on_as_if_nothing_had_happened(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(federation, model=mlp(), out=tmp_path / "run", on_round=stop, **how)
     again = train(federation, model=mlp(), out=tmp_path / "run", resume=True, **how)
-    how["machine"] = Machine(device="cpu", precision="float64", chunk=again.config["resolved"]["chunk"])
+    how["machine"] = Machine(
+        device="cpu", precision="float64", chunk=again.config["resolved"]["chunk"]
+    )
     whole = train(federation, model=mlp(), **how)
     assert distance(again.trainer.state.model, whole.trainer.state.model) == 0
     assert again.summary["bytes_down"] == whole.summary["bytes_down"]
@@ -393,21 +458,32 @@ def test_clients_keep_the_model_they_last_trained():
     assert distance(played.model, plain.model, WITHOUT_GRADIENT) <= 1e-12, (
         "the global model is that of GIFAIR-FL-Global"
     )
-    start = {"personal." + name: torch.full_like(tensor, torch.nan) for name, tensor in played.model.items()}
+    start = {
+        "personal." + name: torch.full_like(tensor, torch.nan)
+        for name, tensor in played.model.items()
+    }
     kept = played.engine.memory.read(np.array([0, 1, 2, 5]), {"kept": start})[0]["kept"]
     for row, (round_, place) in enumerate([(0, 0), (1, 0), (2, 0), (1, 1)]):
         updates = played.updates[round_]
         sent = {**updates.params, **updates.buffers}
         assert {"personal." + name for name in sent} == set(kept)
-        assert all(torch.equal(kept["personal." + name][row], stack[place]) for name, stack in sent.items())
-    assert [c.bytes_up for c in played.cohorts] == [c.bytes_up for c in plain.cohorts], "personal models never travel"
+        assert all(
+            torch.equal(kept["personal." + name][row], stack[place]) for name, stack in sent.items()
+        )
+    assert [c.bytes_up for c in played.cohorts] == [c.bytes_up for c in plain.cohorts], (
+        "personal models never travel"
+    )
 
 
 def test_personal_models_are_evaluated_beside_the_global_one():
     digits = load("digits")
     run = train(digits, method={"name": "gifair", "personal": True}, rounds=3, cohort=0.5)
     assert set(run.summary["results"]) == {"global", "personal"}
-    found = {(row["client"], row["model"]): row["accuracy"] for row in run.trainer.metrics if row["split"] == "test"}
+    found = {
+        (row["client"], row["model"]): row["accuracy"]
+        for row in run.trainer.metrics
+        if row["split"] == "test"
+    }
     for client in range(digits.clients):
         rows = torch.from_numpy(digits.test.of(client))
         for model, module in (("personal", run.model(client)), ("global", run.model())):
@@ -419,14 +495,18 @@ def test_personal_models_are_evaluated_beside_the_global_one():
 # ---- what it shows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "distinct"), [(2, 3), (1, 2), (5, 1)], ids=["apart", "two tie", "all tie"])
+@pytest.mark.parametrize(
+    ("seed", "distinct"), [(2, 3), (1, 2), (5, 1)], ids=["apart", "two tie", "all tie"]
+)
 def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, distinct):
     """H(θ) - H* is O(1/T) on a strongly convex problem of unlike clients, with rates that fall as 1/t.
 
     Where groups tie at the minimum, H has a kink there.
     """
     ridge, rounds, steps = 0.1, 800, 2
-    federation = in_groups(random_regression([12, 20, 8, 30, 16, 14], seed=seed), [0, 0, 1, 1, 2, 2])
+    federation = in_groups(
+        random_regression([12, 20, 8, 30, 16, 14], seed=seed), [0, 0, 1, 1, 2, 2]
+    )
     held = [federation.train.of(k) for k in range(6)]
     data = [(federation.x[rows].numpy(), federation.y[rows].numpy()) for rows in held]
     p = np.array([len(rows) for rows in held]) / 100
@@ -447,16 +527,29 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
 
     orders = [{"type": "ineq", "fun": lambda z, o=o: under(o, z)} for o in permutations((2, 0, -2))]
     solved = minimize(
-        lambda z: z[3], np.array([0, 0, 0, 10.0]), constraints=orders, method="SLSQP", options={"ftol": 1e-14}
+        lambda z: z[3],
+        np.array([0, 0, 0, 10.0]),
+        constraints=orders,
+        method="SLSQP",
+        options={"ftol": 1e-14},
     )
     least = objective(solved.x[:3])
     assert len(set(group_losses(solved.x[:3])[1].round(4))) == distinct
     plain = minimize(lambda theta: group_losses(theta)[0], np.zeros(3)).x
     assert objective(plain) > least + 1e-3, "FedAvg's solution would do"
 
-    schedule = Schedule(kind="steps", at=tuple(range(rounds)), factors=tuple(1 / (1 + t / 20) for t in range(rounds)))
+    schedule = Schedule(
+        kind="steps",
+        at=tuple(range(rounds)),
+        factors=tuple(1 / (1 + t / 20) for t in range(rounds)),
+    )
     method = build("gifair", lam=0.8, exact=True)
-    how = {"steps": steps, "batch_size": 30, "optimizer": Sgd(lr=0.1, weight_decay=ridge), "schedule": schedule}
+    how = {
+        "steps": steps,
+        "batch_size": 30,
+        "optimizer": Sgd(lr=0.1, weight_decay=ridge),
+        "schedule": schedule,
+    }
     played = play(method, federation, linear(), [range(6)] * rounds, **how)
     # The largest excess over the later part of each stretch, because the ordering may flip from round to round.
     values = [objective(state.model["head.weight"].numpy()[0]) - least for state in played.states]
@@ -464,7 +557,10 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
     excess = [max(values[mark // 2 : mark + 1]) for mark in marks]
     assert min(values) >= -1e-7
     assert all(after < 0.75 * before for before, after in pairwise(excess)), excess
-    assert max(mark * value for mark, value in zip(marks, excess, strict=True)) < 2 * marks[0] * excess[0], excess
+    assert (
+        max(mark * value for mark, value in zip(marks, excess, strict=True))
+        < 2 * marks[0] * excess[0]
+    ), excess
 
 
 # ---- groups from a client index --------------------------------------------------------------------------------------
@@ -473,12 +569,18 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
 def test_clusters_of_an_index_are_groups(tmp_path):
     """The same factors as with these groups in the data."""
     draws = np.random.default_rng(0)
-    groups, sizes, losses = np.array([0, 1, 0, 1, 1, 0]), draws.integers(5, 50, size=6), draws.uniform(1, 2, size=6)
+    groups, sizes, losses = (
+        np.array([0, 1, 0, 1, 1, 0]),
+        draws.integers(5, 50, size=6),
+        draws.uniform(1, 2, size=6),
+    )
     features = torch.from_numpy(np.eye(2)[groups] + 0.05 * draws.uniform(size=(6, 2)))
     ClientIndex(np.arange(6), features, torch.ones(6, 1)).write(tmp_path / "index")
     options = {"index": str(tmp_path / "index"), "clusters": 2}
     wanted = factors_of(losses, sizes, groups)
-    np.testing.assert_allclose(factors_of(losses, sizes, np.zeros(6), **options), wanted, rtol=1e-12)
+    np.testing.assert_allclose(
+        factors_of(losses, sizes, np.zeros(6), **options), wanted, rtol=1e-12
+    )
     others = factors_of(losses, sizes, np.zeros(6), **options | {"clusters": 3}, choice="fixed")
     assert not np.allclose(others, wanted)
     one = factors_of(losses, sizes, np.zeros(6), **options, compare="labels")
@@ -488,7 +590,9 @@ def test_clusters_of_an_index_are_groups(tmp_path):
 def test_groups_of_digits_are_found_by_an_index_of_their_amplitudes(tmp_path):
     """The data name no groups. Those of the index are the five styles, so training is the same as with named groups."""
     digits = load("digits")
-    make_index(digits, lambda x, y: (torch.fft.rfft2(x).abs().flatten(1), torch.eye(10)[y])).write(tmp_path / "index")
+    make_index(digits, lambda x, y: (torch.fft.rfft2(x).abs().flatten(1), torch.eye(10)[y])).write(
+        tmp_path / "index"
+    )
     nameless = in_groups(digits, np.zeros(digits.clients, np.int64))
     method = {"name": "gifair", "lam": 0.9, "index": str(tmp_path / "index"), "compare": "features"}
     run, known = (
@@ -514,7 +618,12 @@ def test_groups_of_digits_come_closer_than_under_fedavg(seed):
     digits = load("digits", imbalance=1.0, seed=seed)
     found = {}
     for name, options in (("fedavg", {}), ("gifair", {"lam": 0.9})):
-        how = {"rounds": 60, "batch_size": 20, "optimizer": Sgd(lr=0.1), "evaluation": Evaluation(every=60)}
+        how = {
+            "rounds": 60,
+            "batch_size": 20,
+            "optimizer": Sgd(lr=0.1),
+            "evaluation": Evaluation(every=60),
+        }
         run = train(digits, method={"name": name, **options}, seed=seed, **how)
         found[name] = run.summary["results"]["global"]["seen"]
     assert found["gifair"]["sigma_groups"] < 0.75 * found["fedavg"]["sigma_groups"], found

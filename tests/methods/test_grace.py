@@ -54,7 +54,9 @@ def test_cosines_of_one_tensor_alone():
 
 def test_a_client_alone_and_one_that_did_not_move():
     assert mean_cosines(ZERO, updates((1, 2, 2))).tolist() == [1.0]
-    assert mean_cosines(ZERO, updates((1, 2, 2), (0, 0, 0), (1, 2, 2))).tolist() == pytest.approx([0.5, 0, 0.5])
+    assert mean_cosines(ZERO, updates((1, 2, 2), (0, 0, 0), (1, 2, 2))).tolist() == pytest.approx(
+        [0.5, 0, 0.5]
+    )
 
 
 def test_weights_by_hand():
@@ -82,10 +84,21 @@ def test_a_round_by_hand(server_lr):
     found = played(build("grace", server_lr=server_lr), normalised(), [EVERYONE])
     before, after, sent = found.states[0].model, found.model, found.updates[0]
     gradients = np.stack(
-        [np.concatenate([(before[n] - rows[k]).numpy().ravel() for n, rows in sent.params.items()]) for k in EVERYONE]
+        [
+            np.concatenate(
+                [(before[n] - rows[k]).numpy().ravel() for n, rows in sent.params.items()]
+            )
+            for k in EVERYONE
+        ]
     )
     cosines = [
-        np.mean([g @ h / np.linalg.norm(g) / np.linalg.norm(h) for j, h in enumerate(gradients) if j != k])
+        np.mean(
+            [
+                g @ h / np.linalg.norm(g) / np.linalg.norm(h)
+                for j, h in enumerate(gradients)
+                if j != k
+            ]
+        )
         for k, g in enumerate(gradients)
     ]
     np.testing.assert_allclose(found.states[-1].notes["cosines"].numpy(), cosines, atol=1e-12)

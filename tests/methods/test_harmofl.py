@@ -30,14 +30,19 @@ SHAPE = (2, 5, 5)
 
 def mean_amplitude(federation, weights):
     """The weighted mean over clients of the mean amplitude of their images, with NumPy, of all frequencies."""
-    means = [np.abs(np.fft.fft2(federation.x[federation.train.of(client)].numpy())).mean(0) for client in EVERYONE]
+    means = [
+        np.abs(np.fft.fft2(federation.x[federation.train.of(client)].numpy())).mean(0)
+        for client in EVERYONE
+    ]
     return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights)
 
 
 def harmonised(federation, weights):
     """The same federation with all images given the mean amplitudes."""
     spectrum = np.fft.fft2(federation.x.numpy())
-    changed = np.fft.ifft2(mean_amplitude(federation, weights) * np.exp(1j * np.angle(spectrum))).real
+    changed = np.fft.ifft2(
+        mean_amplitude(federation, weights) * np.exp(1j * np.angle(spectrum))
+    ).real
     return dataclasses.replace(federation, x=torch.from_numpy(changed))
 
 
@@ -51,7 +56,9 @@ def harmofl(make, **options):
 def test_rounds_equal_plain_pytorch_on_harmonised_images(make, chunk):
     found = played(*harmofl(make, alpha=0.3), chunk=chunk)
     uniform = [1] * len(SIZES)
-    wanted = by_hand(make(), harmonised(images(sizes=SIZES), uniform), COHORTS, rho=0.3, weights=uniform)
+    wanted = by_hand(
+        make(), harmonised(images(sizes=SIZES), uniform), COHORTS, rho=0.3, weights=uniform
+    )
     model = {name: tensor for name, tensor in found.model.items() if not name.startswith("inputs")}
     assert distance(model, wanted, NOISE) <= 1e-9
 
@@ -63,7 +70,9 @@ def test_the_amplitude_is_computed_once_and_stays(low, weights):
     amplitude = found.states[0].model["inputs.amplitude"]
     wanted = mean_amplitude(images(sizes=SIZES), SIZES if weights == "size" else [1] * len(SIZES))
     rows = [0, 1, 2, 3, 4] if low is None else [0, 1, -1] if low else [0]
-    torch.testing.assert_close(amplitude, torch.from_numpy(wanted)[:, rows][:, :, : 3 if low is None else low + 1])
+    torch.testing.assert_close(
+        amplitude, torch.from_numpy(wanted)[:, rows][:, :, : 3 if low is None else low + 1]
+    )
     for state in found.states[1:]:
         assert state.model["inputs.amplitude"] is amplitude
     assert all("inputs.amplitude" not in updates.buffers for updates in found.updates)
@@ -80,11 +89,20 @@ def test_the_stem_is_part_of_every_pass():
     method = build("harmofl")
     federation = images(shape=(1, 8, 8))
     module = method.extend(transformer(), federation.shape, seed=0)
-    settings = Training(rounds=1, batch_size=8), Machine(device="cpu", precision="float64"), Evaluation(every=0)
+    settings = (
+        Training(rounds=1, batch_size=8),
+        Machine(device="cpu", precision="float64"),
+        Evaluation(every=0),
+    )
     trainer = Trainer(federation, method, module, *settings, seed=0)
     trainer.run()
     assert not trainer.engine.network.encoded
-    assert set(trainer.state.model) == {"inputs.amplitude", "features.prompts", "head.weight", "head.bias"}
+    assert set(trainer.state.model) == {
+        "inputs.amplitude",
+        "features.prompts",
+        "head.weight",
+        "head.bias",
+    }
     # The layer alone keeps samples from being encoded.
     engines = [StackedEngine(federation, whole, *settings[:2]) for whole in (module, transformer())]
     assert [engine.network.encoded for engine in engines] == [False, True]
@@ -98,8 +116,13 @@ def test_bytes_and_numbers_from_0_to_1_give_the_same(method, tmp_path):
     model = {"name": "vitprompts", "source": write_encoder(tmp_path / "encoder")}
     machine = Machine(device="cpu", precision="float64")
     found, wanted = (
-        equipoise.train(federation, method=method, model=model, machine=machine, rounds=2).trainer.state.model
-        for federation in (dataclasses.replace(numbers, x=(numbers.x * 255).round().to(torch.uint8)), numbers)
+        equipoise.train(
+            federation, method=method, model=model, machine=machine, rounds=2
+        ).trainer.state.model
+        for federation in (
+            dataclasses.replace(numbers, x=(numbers.x * 255).round().to(torch.uint8)),
+            numbers,
+        )
     )
     assert distance(found, wanted) <= 1e-6
 
@@ -121,7 +144,10 @@ class OwnForward(Model):
 
 
 def test_what_has_no_images_or_no_place_for_the_layer_is_refused():
-    with pytest.raises(InputError, match=r"method 'harmofl' works on images .* has shape \(9,\); valid: a source of"):
+    with pytest.raises(
+        InputError,
+        match=r"method 'harmofl' works on images .* has shape \(9,\); valid: a source of",
+    ):
         equipoise.train(text(), method="harmofl", rounds=1)
     with pytest.raises(InputError, match="OwnForward has a forward of its own"):
         build("harmofl").extend(OwnForward(nn.Flatten(), nn.Linear(50, 4)), SHAPE, 0)

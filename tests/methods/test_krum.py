@@ -16,7 +16,10 @@ from equipoise.methods.krum import Krum, MultiKrum, krum_scores, squared_distanc
 
 def updates_of(clients, seed=0):
     draws = np.random.default_rng(seed)
-    received = {"w": torch.from_numpy(draws.normal(size=(3, 2))), "b": torch.from_numpy(draws.normal(size=4))}
+    received = {
+        "w": torch.from_numpy(draws.normal(size=(3, 2))),
+        "b": torch.from_numpy(draws.normal(size=4)),
+    }
     params = {
         name: tensor + torch.from_numpy(draws.normal(size=(clients, *tensor.shape)))
         for name, tensor in received.items()
@@ -29,7 +32,9 @@ def scores_by_hand(params, f):
     flat = np.concatenate([stack.flatten(1).numpy() for stack in params.values()], axis=1)
     scores = []
     for client in range(len(flat)):
-        others = sorted(float(((flat[client] - flat[o]) ** 2).sum()) for o in range(len(flat)) if o != client)
+        others = sorted(
+            float(((flat[client] - flat[o]) ** 2).sum()) for o in range(len(flat)) if o != client
+        )
         scores.append(sum(others[: len(flat) - f - 2]))
     return np.array(scores)
 
@@ -38,7 +43,9 @@ def scores_by_hand(params, f):
 def test_scores_and_choices_equal_the_papers(f):
     received, updates = updates_of(8)
     wanted = scores_by_hand(updates.params, f)
-    np.testing.assert_allclose(krum_scores(squared_distances(received, updates), f).numpy(), wanted, rtol=1e-12)
+    np.testing.assert_allclose(
+        krum_scores(squared_distances(received, updates), f).numpy(), wanted, rtol=1e-12
+    )
     ids = np.arange(10, 18)
     cohort = SimpleNamespace(ids=ids)
     best = ids[np.argsort(wanted)]
@@ -68,7 +75,9 @@ def test_a_client_far_away_in_anything_it_sends_is_dropped(where):
 def test_equal_scores_keep_the_lower_ids():
     received = {"w": torch.zeros(1)}
     updates = Updates({"w": torch.ones(5, 1)}, {"m": torch.zeros(5, 1)}, {}, {})
-    assert Krum().screen({**received, "m": torch.zeros(1)}, updates, SimpleNamespace(ids=np.arange(5))).dropped == (
+    assert Krum().screen(
+        {**received, "m": torch.zeros(1)}, updates, SimpleNamespace(ids=np.arange(5))
+    ).dropped == (
         1,
         2,
         3,

@@ -17,11 +17,15 @@ from equipoise.methods.median import trimmed
 
 def combined(method, updates, clients):
     shapes = {**updates.params, **updates.buffers}
-    state = State(0, {name: torch.zeros(stack.shape[1:], dtype=stack.dtype) for name, stack in shapes.items()})
+    state = State(
+        0, {name: torch.zeros(stack.shape[1:], dtype=stack.dtype) for name, stack in shapes.items()}
+    )
     # Weights do not matter: a client that claims nearly all samples has no more influence.
     prior = torch.full((clients,), 1e-3, dtype=torch.float64)
     return (
-        build(**method).aggregation.combine(state, updates, SimpleNamespace(ids=np.arange(clients), prior=prior)).model
+        build(**method)
+        .aggregation.combine(state, updates, SimpleNamespace(ids=np.arange(clients), prior=prior))
+        .model
     )
 
 
@@ -39,11 +43,14 @@ def test_medians_equal_numpys(clients):
     updates = updates_of(clients)
     found = combined({"name": "median"}, updates, clients)
     for name, stack in {**updates.params, **updates.buffers}.items():
-        np.testing.assert_allclose(found[name].numpy(), np.median(stack.numpy(), axis=0), rtol=1e-15)
+        np.testing.assert_allclose(
+            found[name].numpy(), np.median(stack.numpy(), axis=0), rtol=1e-15
+        )
 
 
 @pytest.mark.parametrize(
-    ("clients", "share", "ends"), [(10, 0.1, 1), (10, 0.3, 3), (30, 0.1, 3), (10, 0.0, 0), (11, 0.1, 2)]
+    ("clients", "share", "ends"),
+    [(10, 0.1, 1), (10, 0.3, 3), (30, 0.1, 3), (10, 0.0, 0), (11, 0.1, 2)],
 )
 def test_trimmed_means_equal_scipys(clients, share, ends):
     updates = updates_of(clients)
@@ -56,7 +63,9 @@ def test_trimmed_means_equal_scipys(clients, share, ends):
 
 def test_any_number_of_clients_is_sorted():
     for clients in range(1, 40):
-        rows = torch.from_numpy(np.random.default_rng(clients).integers(0, 9, size=(clients, 50))).double()
+        rows = torch.from_numpy(
+            np.random.default_rng(clients).integers(0, 9, size=(clients, 50))
+        ).double()
         found = trimmed(Updates({"w": rows}, {}, {}, {}), (clients - 1) // 2)
         np.testing.assert_array_equal(found["w"].numpy(), np.median(rows.numpy(), axis=0))
 
@@ -65,7 +74,9 @@ def test_any_number_of_clients_is_sorted():
 def test_few_clients_are_trimmed_as_far_as_something_remains(clients):
     updates = updates_of(clients)
     found = combined({"name": "trimmedmean", "share": 0.45}, updates, clients)
-    np.testing.assert_allclose(found["w"].numpy(), np.median(updates.params["w"].numpy(), axis=0), rtol=1e-15)
+    np.testing.assert_allclose(
+        found["w"].numpy(), np.median(updates.params["w"].numpy(), axis=0), rtol=1e-15
+    )
 
 
 def test_a_model_larger_than_a_piece_has_no_seams_and_single_precision_is_kept():

@@ -40,7 +40,10 @@ def contrast(x, module, received, previous, tau):
     for sample in x.split(1):
         z, far = module.features(sample)[0], previous.features(sample)[0].detach()
         near = received.features(sample)[0].detach()
-        positive, negative = (torch.exp(torch.dot(z, other) / (z.norm() * other.norm()) / tau) for other in (near, far))
+        positive, negative = (
+            torch.exp(torch.dot(z, other) / (z.norm() * other.norm()) / tau)
+            for other in (near, far)
+        )
         total = total - torch.log(positive / (positive + negative))
     return total / len(x)
 
@@ -63,7 +66,9 @@ def test_rounds_equal_a_plain_loop(mu, tau, chunk):
             trained.append(steps(module, loss))
         previous = {**previous, **dict(zip(cohort, trained, strict=True))}
         module = average(trained, by_size(cohort))
-    found = play(build("moon", mu=mu, tau=tau), data, smooth_model(), COHORTS, chunk=chunk, **FULL_BATCHES)
+    found = play(
+        build("moon", mu=mu, tau=tau), data, smooth_model(), COHORTS, chunk=chunk, **FULL_BATCHES
+    )
     assert_equal(found.model, module)
     plain = play(build("fedavg"), data, smooth_model(), COHORTS, chunk=chunk, **FULL_BATCHES)
     assert distance(found.model, plain.model) > 1e-4
@@ -81,7 +86,9 @@ def test_with_a_projection_head_the_contrast_is_after_it():
     method = build("moon", projection=3, mu=5.0)
     extended = method.extend(smooth_model(), (2, 5, 5), 0).double()
     plain = with_head(smooth_model())
-    assert {n: p.shape for n, p in extended.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert {n: p.shape for n, p in extended.named_parameters()} == {
+        n: p.shape for n, p in plain.named_parameters()
+    }
     extended.load_state_dict(plain.state_dict())
     found = play(method, federation(), extended, COHORTS, **FULL_BATCHES)
     wanted = play(build("moon", mu=5.0), federation(), plain, COHORTS, **FULL_BATCHES)
@@ -94,10 +101,14 @@ def test_with_a_projection_head_the_contrast_is_after_it():
 
 def test_a_projection_head_is_drawn_from_the_seed():
     method = build("moon", projection=3)
-    one, same, other = (method.extend(smooth_model(), (2, 5, 5), seed).head.weight for seed in (0, 0, 1))
+    one, same, other = (
+        method.extend(smooth_model(), (2, 5, 5), seed).head.weight for seed in (0, 0, 1)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    with pytest.raises(InputError, match="moon.projection must be a whole number of at least 1, got 0"):
+    with pytest.raises(
+        InputError, match="moon.projection must be a whole number of at least 1, got 0"
+    ):
         build("moon", projection=0)
 
 
@@ -108,7 +119,9 @@ def test_a_projection_head_stacks(make):
 
     def of(chunk):
         method = build("moon", projection=5)
-        return play(method, data, method.extend(make(), data.shape, 0), THREE_COHORTS, chunk=chunk, **how).model
+        return play(
+            method, data, method.extend(make(), data.shape, 0), THREE_COHORTS, chunk=chunk, **how
+        ).model
 
     assert distance(of(10), of(1), WITHOUT_GRADIENT) <= 1e-9
 
@@ -126,7 +139,9 @@ def test_the_first_round_of_a_client_is_fedavg():
     """Nobody has a previous model in round 1, and client 3 has none in round 2."""
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1)}
     cohorts = [[0, 1, 2], [2, 3]]
-    ours, plain = (play(build(name), images(), mlp(), cohorts, **how) for name in ("moon", "fedavg"))
+    ours, plain = (
+        play(build(name), images(), mlp(), cohorts, **how) for name in ("moon", "fedavg")
+    )
     assert distance(ours.states[1].model, plain.states[1].model) <= 1e-12
     second = [{n: stack for n, stack in p.updates[1].params.items()} for p in (ours, plain)]
     old, new = ({n: t[k] for n, t in second[0].items()} for k in (0, 1))
@@ -139,7 +154,8 @@ def test_the_first_round_of_a_client_is_fedavg():
 def test_without_the_term_it_is_fedavg(make):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.9)}
     ours, plain = (
-        play(method, images(), make(), THREE_COHORTS, **how) for method in (build("moon", mu=0.0), build("fedavg"))
+        play(method, images(), make(), THREE_COHORTS, **how)
+        for method in (build("moon", mu=0.0), build("fedavg"))
     )
     assert distance(ours.model, plain.model, WITHOUT_GRADIENT) <= 1e-9
 
@@ -148,11 +164,21 @@ def test_the_previous_model_is_the_clients_own_of_its_last_round():
     """A client that misses a round keeps the features it had; the other models' statistics stay as they were."""
     federation_, how = images(), {"batch_size": 64, "optimizer": Sgd(lr=0.1)}
     played = play(build("moon"), federation_, batchnorm(), [[3, 4], [4], [4, 5]], **how)
-    first = {"previous": {n: t for n, t in played.states[0].model.items() if n.startswith("features")}}
+    first = {
+        "previous": {n: t for n, t in played.states[0].model.items() if n.startswith("features")}
+    }
     kept, _ = played.engine.memory.read(np.array([3, 4]), first)
     for name, stack in kept["previous"].items():
-        source = played.updates[0].buffers if name in played.updates[0].buffers else played.updates[0].params
-        last = played.updates[2].buffers if name in played.updates[2].buffers else played.updates[2].params
+        source = (
+            played.updates[0].buffers
+            if name in played.updates[0].buffers
+            else played.updates[0].params
+        )
+        last = (
+            played.updates[2].buffers
+            if name in played.updates[2].buffers
+            else played.updates[2].params
+        )
         torch.testing.assert_close(stack[0], source[name][0], rtol=0, atol=0)
         torch.testing.assert_close(stack[1], last[name][0], rtol=0, atol=0)
 
@@ -168,17 +194,25 @@ def test_features_that_are_all_zero_have_a_gradient():
 
 def test_the_previous_model_never_leaves_the_client():
     ours, plain = (
-        play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts for name in ("moon", "fedavg")
+        play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts
+        for name in ("moon", "fedavg")
     )
     # Clients also report what the method adds to the loss.
-    assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [(c.bytes_down, c.bytes_up) for c in plain]
+    assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [
+        (c.bytes_down, c.bytes_up) for c in plain
+    ]
 
 
 def test_it_combines_with_any_aggregation():
     how = {"batch_size": 8, "optimizer": Sgd(lr=0.1)}
     method = build("moon", mu=0.0, aggregation={"name": "qffl", "q": 2.0})
     ours = play(method, images(), mlp(), THREE_COHORTS, **how)
-    assert distance(ours.model, play(build("qffl", q=2.0), images(), mlp(), THREE_COHORTS, **how).model) <= 1e-12
+    assert (
+        distance(
+            ours.model, play(build("qffl", q=2.0), images(), mlp(), THREE_COHORTS, **how).model
+        )
+        <= 1e-12
+    )
 
 
 def test_local_features_stay_nearer_to_the_received_ones_on_digits():
@@ -190,13 +224,21 @@ def test_local_features_stay_nearer_to_the_received_ones_on_digits():
     margins = {}
     for name, options in (("fedavg", {}), ("moon", {"mu": 5.0})):
         played, _ = on_digits(name, 0, **options)
-        received, before, after = played.states[-2].model, played.updates[-2].params, played.updates[-1].params
+        received, before, after = (
+            played.states[-2].model,
+            played.updates[-2].params,
+            played.updates[-1].params,
+        )
         found = []
         for k in digits.seen:
             x = samples_of(digits, k)[0].flatten(1)
             z, near, far = (
                 torch.relu(x @ tree["features.1.weight"].T + tree["features.1.bias"])
-                for tree in ({n: t[k] for n, t in after.items()}, received, {n: t[k] for n, t in before.items()})
+                for tree in (
+                    {n: t[k] for n, t in after.items()},
+                    received,
+                    {n: t[k] for n, t in before.items()},
+                )
             )
             found.append((F.cosine_similarity(z, near) - F.cosine_similarity(z, far)).mean().item())
         margins[name] = np.mean(found)
@@ -204,7 +246,9 @@ def test_local_features_stay_nearer_to_the_received_ones_on_digits():
 
 
 def test_a_model_without_features_to_train_is_refused():
-    with pytest.raises(InputError, match="the method names the part 'features', but the model has nothing there"):
+    with pytest.raises(
+        InputError, match="the method names the part 'features', but the model has nothing there"
+    ):
         play(build("moon"), random_regression([4, 4]), linear(), [[0, 1]])
 
 

@@ -22,19 +22,28 @@ def random_updates(clients=4, seed=0):
     growth = np.array([1.0, 2.0, 5.0, 1000.0])[:clients]
 
     def stack(*shape):
-        return torch.from_numpy(draws.normal(size=(clients, *shape)) * growth.reshape(-1, *[1] * len(shape)))
+        return torch.from_numpy(
+            draws.normal(size=(clients, *shape)) * growth.reshape(-1, *[1] * len(shape))
+        )
 
     received = {"w": torch.from_numpy(draws.normal(size=(3, 2))), "t": torch.tensor(0.5).double()}
     received["mean"] = torch.from_numpy(draws.normal(size=4))
     params = {"w": received["w"] + stack(3, 2), "t": received["t"] + stack()}
-    return received, Updates(params, {"mean": received["mean"] + stack(4)}, {"c": {"w": stack(3)}}, {})
+    return received, Updates(
+        params, {"mean": received["mean"] + stack(4)}, {"c": {"w": stack(3)}}, {}
+    )
 
 
 def by_hand(stacked, origin, bound, multiple):
     """Scale client by client in numpy."""
     names = list(stacked)
     steps = [
-        np.concatenate([np.ravel(stacked[n][k].numpy() - (origin[n].numpy() if n in origin else 0)) for n in names])
+        np.concatenate(
+            [
+                np.ravel(stacked[n][k].numpy() - (origin[n].numpy() if n in origin else 0))
+                for n in names
+            ]
+        )
         for k in range(len(stacked[names[0]]))
     ]
     lengths = [np.sqrt((step**2).sum()) for step in steps]
@@ -43,7 +52,9 @@ def by_hand(stacked, origin, bound, multiple):
     return [step * min(1.0, limit / length) for step, length in zip(steps, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("options", [{}, {"multiple": 1.5}, {"bound": 3.0}, {"bound": 3.0, "multiple": 4.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"multiple": 1.5}, {"bound": 3.0}, {"bound": 3.0, "multiple": 4.0}]
+)
 def test_steps_have_the_lengths_computed_by_hand(options):
     received, updates = random_updates()
     screened = NormBound(**options).screen(received, updates, COHORT)
@@ -55,7 +66,10 @@ def test_steps_have_the_lengths_computed_by_hand(options):
         (updates.uploads["c"], screened.updates.uploads["c"], {}, None),
     ):
         for client, wanted in enumerate(by_hand(before, origin, limit, multiple)):
-            found = [np.ravel(after[n][client].numpy() - (origin[n].numpy() if n in origin else 0)) for n in before]
+            found = [
+                np.ravel(after[n][client].numpy() - (origin[n].numpy() if n in origin else 0))
+                for n in before
+            ]
             np.testing.assert_allclose(np.concatenate(found), wanted, rtol=1e-12, atol=1e-13)
 
 
@@ -86,7 +100,11 @@ def test_a_mask_of_minus_infinity_stays_and_does_not_count():
     assert screened.updates.params["mask"].tolist() == [[2.0, -torch.inf], [1.0, -torch.inf]]
 
 
-@pytest.mark.parametrize("options", [{"bound": 0.0}, {"bound": -1.0}, {"multiple": 0.0}, {"multiple": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"bound": 0.0}, {"bound": -1.0}, {"multiple": 0.0}, {"multiple": float("nan")}]
+)
 def test_bounds_that_are_not_positive_are_refused(options):
-    with pytest.raises(InputError, match=rf"norm\.{next(iter(options))} must be a finite number above 0"):
+    with pytest.raises(
+        InputError, match=rf"norm\.{next(iter(options))} must be a finite number above 0"
+    ):
         build("fedavg", guard={"name": "norm", **options})

@@ -52,15 +52,24 @@ class Varied(LocalRule):
     [
         ({"name": "fedprox", "mu": "big"}, "method: fedprox.mu must be a number, got 'big'"),
         ({"name": "qffl", "q": "1"}, "method: qffl.q must be a number, got '1'"),
-        ({"name": "qffl", "lipschitz": "1"}, "method: qffl.lipschitz must be a number or None, got '1'"),
+        (
+            {"name": "qffl", "lipschitz": "1"},
+            "method: qffl.lipschitz must be a number or None, got '1'",
+        ),
         ({"name": "gifair", "lam": "1"}, "method: gifair.lam must be a number, got '1'"),
         ({"name": "gifair", "exact": 1}, "method: gifair.exact must be true or false, got 1"),
         ({"name": "fedcrc", "tau": "x"}, "method: fedcrc.tau must be a number, got 'x'"),
         ({"name": "fedprox", "mu": None}, "method: fedprox.mu must be a number, got None"),
         ({"name": "fedprox", "mu": True}, "method: fedprox.mu must be a number, got True"),
         # Where a part knows more than the type, its own words count.
-        ({"name": "fedrep", "head_epochs": 1.5}, "^fedrep.head_epochs must be a whole number of at least 1, got 1.5"),
-        ({"name": "fedavgm", "variant": 3}, "^unknown fedavgm.variant 3. Valid: dampened, hsu, nesterov"),
+        (
+            {"name": "fedrep", "head_epochs": 1.5},
+            "^fedrep.head_epochs must be a whole number of at least 1, got 1.5",
+        ),
+        (
+            {"name": "fedavgm", "variant": 3},
+            "^unknown fedavgm.variant 3. Valid: dampened, hsu, nesterov",
+        ),
         (
             {"name": "fedavg", "local": {"name": "fedprox", "mu": [1]}},
             r"method.local: fedprox.mu must be a number, got \[1\]",
@@ -186,9 +195,14 @@ def test_a_part_that_begins_says_that_it_needs_everyone(kind):
         return state
 
     def part(**more):
-        return dataclass(frozen=True)(type("Early", (kind,), {"begin": begin, "select": begin, **more}))
+        return dataclass(frozen=True)(
+            type("Early", (kind,), {"begin": begin, "select": begin, **more})
+        )
 
-    with pytest.raises(InputError, match="Early, registered as 'early', has a method 'begin'.*needs_everyone = True"):
+    with pytest.raises(
+        InputError,
+        match="Early, registered as 'early', has a method 'begin'.*needs_everyone = True",
+    ):
         register("early", method=False)(part())
     assert "early" not in methods._PARTS
     register("early", method=False)(part(needs_everyone=True))
@@ -201,7 +215,9 @@ def test_what_is_sent_once_is_among_what_is_sent():
         sends = ("means",)
         sends_once = ("means", "index")
 
-    with pytest.raises(InputError, match="method 'fedavg': Sends sends index once, but does not name it in sends"):
+    with pytest.raises(
+        InputError, match="method 'fedavg': Sends sends index once, but does not name it in sends"
+    ):
         build("fedavg", aggregation=Sends())
 
 
@@ -210,12 +226,16 @@ def test_hyper_parameters_need_defaults():
     class Strict(LocalRule):
         rate: float
 
-    with pytest.raises(InputError, match="Strict, registered as 'strict', has no default for rate; give it one"):
+    with pytest.raises(
+        InputError, match="Strict, registered as 'strict', has no default for rate; give it one"
+    ):
         register("strict")(Strict)
 
 
 def test_a_function_is_no_part():
-    with pytest.raises(InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"):
+    with pytest.raises(
+        InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"
+    ):
 
         @register("idle")
         def average():
@@ -235,7 +255,10 @@ def test_what_a_part_needs_may_come_from_another():
     ("options", "message"),
     [
         ({"sampling": "foo"}, "unknown method.sampling 'foo'. Valid: size, uniform"),
-        ({"sampling": "sise"}, "unknown method.sampling 'sise'; did you mean 'size'? Valid: size, uniform"),
+        (
+            {"sampling": "sise"},
+            "unknown method.sampling 'sise'; did you mean 'size'? Valid: size, uniform",
+        ),
         (
             {"sampling": {"name": ["size"]}},
             "unknown method.sampling ['size']; did you mean 'size'? Valid: size, uniform",
@@ -270,7 +293,9 @@ class Careless(Aggregation):
         return self.result
 
 
-BEFORE = State(3, {"features.w": torch.zeros(2, 3), "head.b": torch.zeros(3)}, {"speed": {"w": torch.zeros(1)}})
+BEFORE = State(
+    3, {"features.w": torch.zeros(2, 3), "head.b": torch.zeros(3)}, {"speed": {"w": torch.zeros(1)}}
+)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +305,10 @@ BEFORE = State(3, {"features.w": torch.zeros(2, 3), "head.b": torch.zeros(3)}, {
         ({"features.w": torch.zeros(2, 3)}, "must return a State, got dict"),
         (replace(BEFORE, model={"features.w": torch.zeros(2, 3)}), "left head.b out of the model"),
         (BEFORE.with_global({"head.c": torch.zeros(3)}), "added head.c to the model"),
-        (BEFORE.with_global({"head.b": torch.zeros(1, 3)}), r"changed the shape of head.b from \(3,\) to \(1, 3\)"),
+        (
+            BEFORE.with_global({"head.b": torch.zeros(1, 3)}),
+            r"changed the shape of head.b from \(3,\) to \(1, 3\)",
+        ),
         (BEFORE.with_global({"head.b": 0.5}), "made head.b a float and no tensor"),
     ],
 )

@@ -78,10 +78,15 @@ class AlignedLoop(Loop):
     mean = None
 
     def gradients(self, module, x, y, **how):
-        return torch.autograd.grad(F.cross_entropy(module(x), y), list(module.head.parameters()), **how)
+        return torch.autograd.grad(
+            F.cross_entropy(module(x), y), list(module.head.parameters()), **how
+        )
 
     def before_round(self, cohort):
-        x, y = (torch.cat(parts) for parts in zip(*(held(self.data, client) for client in cohort), strict=True))
+        x, y = (
+            torch.cat(parts)
+            for parts in zip(*(held(self.data, client) for client in cohort), strict=True)
+        )
         fresh = self.gradients(self.module, x, y)
         old = fresh if self.mean is None else self.mean
         self.mean = [0.8 * a + 0.2 * b for a, b in zip(old, fresh, strict=True)]
@@ -102,7 +107,10 @@ class MixedLoop(Loop):
 
 class ProjectedLoop(Loop):
     def loss(self, module, x, y, client):
-        return F.cross_entropy(module(x), y) + 0.1 * module.projection(module.features(x)).square().sum(1).mean()
+        return (
+            F.cross_entropy(module(x), y)
+            + 0.1 * module.projection(module.features(x)).square().sum(1).mean()
+        )
 
 
 RULES = {
@@ -134,7 +142,9 @@ def by_hand():
 @CHUNKS
 @pytest.mark.parametrize("name", RULES)
 def test_three_rounds_equal_a_loop(name, chunk, by_hand):
-    played = play(RULES[name][0], images(sizes=SIZES), extended(name), COHORTS, chunk=chunk, seed=SEED, **HOW)
+    played = play(
+        RULES[name][0], images(sizes=SIZES), extended(name), COHORTS, chunk=chunk, seed=SEED, **HOW
+    )
     assert distance(played.model, by_hand(name)) <= TOLERANCE
 
 
@@ -146,10 +156,16 @@ def test_they_are_no_plain_averaging(name, by_hand):
 
 def test_label_counts_stay_with_the_client():
     data = images(sizes=SIZES)
-    played, plain = (play(method, data, mlp(), COHORTS, **HOW) for method in (RULES["calibrated"][0], build("fedavg")))
+    played, plain = (
+        play(method, data, mlp(), COHORTS, **HOW)
+        for method in (RULES["calibrated"][0], build("fedavg"))
+    )
     for one, other in zip(played.cohorts, plain.cohorts, strict=True):
         # Clients report how much the loss differs from the task's.
-        assert (one.bytes_up, one.bytes_down) == (other.bytes_up + 8 * len(one.ids), other.bytes_down)
+        assert (one.bytes_up, one.bytes_down) == (
+            other.bytes_up + 8 * len(one.ids),
+            other.bytes_down,
+        )
     assert all(not updates.uploads for updates in played.updates)
     kept = played.engine.memory.export()
     for client, counts in zip(kept["clients"].tolist(), kept["labels/counts"], strict=True):
@@ -162,12 +178,20 @@ def test_the_question_about_gradients_and_the_answer_are_counted():
     head = 8 * (12 * 4 + 4)
     for cohort in played.cohorts:
         clients = len(cohort.ids)
-        assert cohort.bytes_down == clients * (model + model + head), "to ask, to train, and the mean gradient"
-        assert cohort.bytes_up == clients * (head + model + 3 * 8), "with loss, terms of the method and steps"
+        assert cohort.bytes_down == clients * (model + model + head), (
+            "to ask, to train, and the mean gradient"
+        )
+        assert cohort.bytes_up == clients * (head + model + 3 * 8), (
+            "with loss, terms of the method and steps"
+        )
 
 
 def test_means_travel_to_each_client_once():
     played = play(RULES["mixed"][0], images(sizes=SIZES), mlp(), COHORTS[1:] + COHORTS[:1], **HOW)
     model, means = size_in_bytes(played.model), 8 * len(SIZES) * (50 + 4)
     # Clients 0, 2, 3 come first, then 1 and 4 with 2 again, then everyone.
-    assert [cohort.bytes_down for cohort in played.cohorts] == [3 * (model + means), 3 * model + 2 * means, 5 * model]
+    assert [cohort.bytes_down for cohort in played.cohorts] == [
+        3 * (model + means),
+        3 * model + 2 * means,
+        5 * model,
+    ]

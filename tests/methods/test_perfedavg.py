@@ -62,13 +62,22 @@ def meta_rounds(module, cohorts, *, alpha, delta=None, epochs=1):
                 inner = gradient_at(own, w, *one)
                 for norm in norms:
                     norm.momentum = 0.0
-                outer = gradient_at(own, [p - alpha * g for p, g in zip(w, inner, strict=True)], *two)
+                outer = gradient_at(
+                    own, [p - alpha * g for p, g in zip(w, inner, strict=True)], *two
+                )
                 if three:
                     up, down = (
-                        gradient_at(own, [p + sign * delta * v for p, v in zip(w, outer, strict=True)], *three[0])
+                        gradient_at(
+                            own,
+                            [p + sign * delta * v for p, v in zip(w, outer, strict=True)],
+                            *three[0],
+                        )
                         for sign in (1, -1)
                     )
-                    outer = [v - alpha * (u - d) / (2 * delta) for v, u, d in zip(outer, up, down, strict=True)]
+                    outer = [
+                        v - alpha * (u - d) / (2 * delta)
+                        for v, u, d in zip(outer, up, down, strict=True)
+                    ]
                 for norm in norms:
                     norm.momentum = 0.1
                 for p, g in zip(own.parameters(), outer, strict=True):
@@ -87,7 +96,9 @@ def meta_rounds(module, cohorts, *, alpha, delta=None, epochs=1):
 @pytest.mark.parametrize("delta", [None, 0.01], ids=["FO", "HF"])
 def test_rounds_equal_plain_pytorch(delta, make, chunk):
     options = {} if delta is None else {"hessian": True, "delta": delta}
-    found = played(build("perfedavg", alpha=0.2, weights="size", **options), make(), chunk=chunk, epochs=3)
+    found = played(
+        build("perfedavg", alpha=0.2, weights="size", **options), make(), chunk=chunk, epochs=3
+    )
     wanted = meta_rounds(make(), COHORTS, alpha=0.2, delta=delta, epochs=3)
     # Finite differences divide rounding by 2 δ.
     assert distance(found.model, wanted, NOISE) <= 1e-9
@@ -102,7 +113,11 @@ def test_clients_count_alike_unless_size_is_asked_for():
 def test_an_epoch_has_half_or_a_third_of_the_steps():
     batches = [-(-size // BATCH) for size in SIZES]
     for hessian, parts in ((False, 2), (True, 3)):
-        reports = played(build("perfedavg", hessian=hessian), mlp(), [EVERYONE], epochs=4).updates[0].reports
+        reports = (
+            played(build("perfedavg", hessian=hessian), mlp(), [EVERYONE], epochs=4)
+            .updates[0]
+            .reports
+        )
         assert reports["steps"].tolist() == [-(-4 * b // parts) for b in batches]
 
 
@@ -144,7 +159,11 @@ def test_on_a_quadratic_finite_differences_are_the_hessian(delta, chunk):
     federation, alpha, beta = random_regression([8, 12]), 0.05, 0.1
     method = build("perfedavg", alpha=alpha, hessian=True, delta=delta)
     how = {"steps": 1, "batch_size": 12, "optimizer": Sgd(lr=beta)}
-    found = play(method, federation, linear(), [[0, 1]], chunk=chunk, **how).updates[0].params["head.weight"]
+    found = (
+        play(method, federation, linear(), [[0, 1]], chunk=chunk, **how)
+        .updates[0]
+        .params["head.weight"]
+    )
     w = linear().head.weight.detach()[0]
     for client in (0, 1):
         x, y = held_by(federation, client)
@@ -164,14 +183,18 @@ def test_elsewhere_the_error_of_finite_differences_falls_with_the_square_of_thei
 
     def value(batch):
         def of(moving):
-            z = torch.func.functional_call(module, dict(zip(names, moving, strict=True)), (x[batch],))
+            z = torch.func.functional_call(
+                module, dict(zip(names, moving, strict=True)), (x[batch],)
+            )
             return F.cross_entropy(z, y[batch])
 
         return of
 
     values, alpha = [value(batch) for batch in batches], 0.3
     first_order = MetaGradient(alpha)(values, params)[1]
-    _, product = torch.autograd.functional.hvp(lambda *p: values[2](list(p)), tuple(params), tuple(first_order))
+    _, product = torch.autograd.functional.hvp(
+        lambda *p: values[2](list(p)), tuple(params), tuple(first_order)
+    )
     exact = [v - alpha * h for v, h in zip(first_order, product, strict=True)]
 
     def error(gradient):
@@ -186,7 +209,11 @@ def test_elsewhere_the_error_of_finite_differences_falls_with_the_square_of_thei
 def test_the_global_model_settles_where_one_step_later_is_best(hessian, power):
     """Clients f_k = s_k² (w − t_k)² have curvature h_k = 2 s_k²: with single steps w ends at the mean of t_k weighted by
     h_k (1 − α h_k)^p, with p = 2 for the true gradient of f_k(w − α f_k'(w)), 1 without second derivatives."""
-    slopes, centres, alpha = torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, -1.0]).double(), 0.1
+    slopes, centres, alpha = (
+        torch.tensor([1.0, 2.0]).double(),
+        torch.tensor([3.0, -1.0]).double(),
+        0.1,
+    )
     federation = Federation.from_arrays(
         slopes[:, None], slopes * centres, clients=[0, 1], splits=(1, 0, 0), task="regression"
     )
@@ -194,7 +221,9 @@ def test_the_global_model_settles_where_one_step_later_is_best(hessian, power):
     found = play(method, federation, scalar(), [[0, 1]] * 60, steps=1, optimizer=Sgd(lr=0.5))
     curvature = 2 * slopes**2
     shares = curvature * (1 - alpha * curvature) ** power
-    assert weight(found.model) == pytest.approx(float((shares * centres).sum() / shares.sum()), abs=1e-9)
+    assert weight(found.model) == pytest.approx(
+        float((shares * centres).sum() / shares.sum()), abs=1e-9
+    )
 
 
 def test_without_alpha_the_inner_step_follows_the_learning_rate():
@@ -202,7 +231,9 @@ def test_without_alpha_the_inner_step_follows_the_learning_rate():
         return params[0].square().sum(1)
 
     params = [torch.tensor([[4.0], [2.0]])]
-    losses, gradients = MetaGradient().at_rate(torch.tensor([0.25, 0.5]).double())([square, square], params)
+    losses, gradients = MetaGradient().at_rate(torch.tensor([0.25, 0.5]).double())(
+        [square, square], params
+    )
     # After the inner step w is 4 − 0.25 · 8 = 2 and 2 − 0.5 · 4 = 0.
     assert losses.tolist() == [4.0, 0.0]
     assert gradients[0].tolist() == [[4.0], [0.0]]

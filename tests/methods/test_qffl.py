@@ -55,7 +55,14 @@ def test_rounds_equal_the_papers_algorithm(q, lipschitz):
 def test_one_round_by_hand():
     # From w = 1 with η = 0.1: F = 4, 4, 0.25, w_k = 1.4, 0.6, 0.9, L (w - w_k) = -4, 4, 1. For q = 1 the Δ_k = -16, 16,
     # 0.25 and h_k = 16 + 40, 16 + 40, 1 + 2.5.
-    played = play(build("qffl", q=1.0), targets(*TARGETS), scalar(1.0), [[0, 1, 2]], steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        build("qffl", q=1.0),
+        targets(*TARGETS),
+        scalar(1.0),
+        [[0, 1, 2]],
+        steps=1,
+        optimizer=Sgd(lr=0.1),
+    )
     assert weight(played.model) == pytest.approx(1 - 0.25 / 115.5, abs=1e-9)
 
 
@@ -70,7 +77,9 @@ def test_the_norm_runs_over_the_whole_model():
     params = {"a": torch.tensor([[1.0, 2.0], [0.0, 0.0]]), "b": torch.tensor([[2.0], [3.0]])}
     reports = {"loss_before": torch.tensor([2.0, 3.0]), "lr": torch.tensor([0.5, 0.5])}
     state = State(0, {"a": torch.zeros(2), "b": torch.zeros(1)})
-    new = build("qffl", q=2.0).aggregation.combine(state, Updates(params, {}, {}, reports), SimpleNamespace())
+    new = build("qffl", q=2.0).aggregation.combine(
+        state, Updates(params, {}, {}, reports), SimpleNamespace()
+    )
     # Both squared norms are 9, L = 2: h = 2·2·36 + 2·4 and 2·3·36 + 2·9; Δ = 4·2·(-w_1) and 9·2·(-w_2).
     total = 152 + 234
     assert new.model["a"].tolist() == pytest.approx([8 / total, 16 / total], rel=1e-6)
@@ -102,7 +111,9 @@ def test_batchnorm_statistics_are_averaged_by_the_powers_and_not_stepped():
     played = play(build("qffl", q=3.0), federation, module, [[0, 1]], **how)
     losses = played.updates[0].reports["loss_before"]
     shares = losses**3 / (losses**3).sum()
-    means = torch.stack([federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)])
+    means = torch.stack(
+        [federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)]
+    )
     wanted = 0.1 * (shares.unsqueeze(1) * means).sum(0)
     torch.testing.assert_close(played.model["features.running_mean"], wanted, rtol=0, atol=1e-9)
     assert (played.model["features.running_var"] > 0).all()
@@ -111,7 +122,10 @@ def test_batchnorm_statistics_are_averaged_by_the_powers_and_not_stepped():
 @pytest.mark.parametrize("make", [mlp, batchnorm])
 def test_stacked_equals_one_by_one(make):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
-    one, all_ = (play(build("qffl", q=2.0), images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
+    one, all_ = (
+        play(build("qffl", q=2.0), images(), make(), THREE_COHORTS, chunk=chunk, **how)
+        for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
 
 
@@ -127,7 +141,10 @@ def test_perfect_clients_and_large_powers_stay_finite():
     [
         ({"q": -1.0}, r"qffl\.q must be at least 0 and finite, got -1\.0"),
         ({"q": float("nan")}, r"qffl\.q must be"),
-        ({"lipschitz": 0.0}, r"qffl\.lipschitz must be above 0 and finite, or None for 1/lr, got 0\.0"),
+        (
+            {"lipschitz": 0.0},
+            r"qffl\.lipschitz must be above 0 and finite, or None for 1/lr, got 0\.0",
+        ),
     ],
 )
 def test_bad_values_are_refused(options, message):
@@ -141,8 +158,12 @@ def test_larger_q_makes_losses_more_uniform():
     spreads, means = [], []
     for q in (0.0, 1.0, 5.0):
         how = {"steps": 1, "batch_size": 20, "optimizer": Sgd(lr=0.1)}
-        engine = (played := play(build("qffl", q=q), federation, linear(), [range(6)] * 400, **how)).engine
-        found = evaluate_shared(engine.network, engine.data, played.model, federation.train, np.arange(6))["loss"]
+        engine = (
+            played := play(build("qffl", q=q), federation, linear(), [range(6)] * 400, **how)
+        ).engine
+        found = evaluate_shared(
+            engine.network, engine.data, played.model, federation.train, np.arange(6)
+        )["loss"]
         spreads.append(found.std())
         means.append(found.mean())
     assert spreads[2] < 0.9 * spreads[1] < 0.81 * spreads[0], spreads
@@ -156,8 +177,18 @@ def test_the_worst_group_of_digits_loses_less(seed):
     worst = {}
     for q in (0.0, 1.0):
         how = {"epochs": 1, "batch_size": 20, "optimizer": Sgd(lr=0.1)}
-        played = play(build("qffl", q=q), digits, module, [digits.seen] * 30, seed=seed, precision="float32", **how)
+        played = play(
+            build("qffl", q=q),
+            digits,
+            module,
+            [digits.seen] * 30,
+            seed=seed,
+            precision="float32",
+            **how,
+        )
         engine = played.engine
-        losses = evaluate_shared(engine.network, engine.data, played.model, digits.train, digits.seen)["loss"]
+        losses = evaluate_shared(
+            engine.network, engine.data, played.model, digits.train, digits.seen
+        )["loss"]
         worst[q] = max(losses[digits.groups == group].mean() for group in range(5))
     assert worst[1.0] < worst[0.0], worst

@@ -34,7 +34,12 @@ def alone(module, federation, samples, client, rounds):
     for round_ in rounds:
         key = fold(fold(SEED, round_), client)
         module = train_client(
-            module, x, y, client_key=key, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **HOW
+            module,
+            x,
+            y,
+            client_key=key,
+            make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            **HOW,
         )
     return dict(module.state_dict())
 
@@ -62,22 +67,35 @@ def test_local_is_training_every_client_alone(chunk):
 def test_local_with_partial_cohorts_moves_only_who_takes_part():
     federation = images()
     played = play(
-        build("local"), federation, mlp(), THREE_COHORTS, seed=SEED, optimizer=Sgd(lr=0.1, momentum=0.9), **HOW
+        build("local"),
+        federation,
+        mlp(),
+        THREE_COHORTS,
+        seed=SEED,
+        optimizer=Sgd(lr=0.1, momentum=0.9),
+        **HOW,
     )
     initial = played.engine.network.initial()
     memory, seen = played.engine.memory.read(np.arange(10), {"kept": initial})
     assert bool(seen.all())
     for client in (0, 1, 4):
         rounds = [r for r, cohort in enumerate(THREE_COHORTS) if client in cohort]
-        wanted = alone(mlp(), federation, torch.from_numpy(federation.train.of(client)), client, rounds)
-        assert distance({name: stack[client] for name, stack in memory["kept"].items()}, wanted) <= 1e-9
+        wanted = alone(
+            mlp(), federation, torch.from_numpy(federation.train.of(client)), client, rounds
+        )
+        assert (
+            distance({name: stack[client] for name, stack in memory["kept"].items()}, wanted)
+            <= 1e-9
+        )
 
 
 def test_local_leaves_the_global_model_alone_and_sends_nothing():
     played = play(build("local"), images(), mlp(), THREE_COHORTS, **HOW)
     initial = played.engine.network.initial()
     assert all(torch.equal(played.model[name], tensor) for name, tensor in initial.items())
-    assert not any(updates.params or updates.buffers or updates.uploads for updates in played.updates)
+    assert not any(
+        updates.params or updates.buffers or updates.uploads for updates in played.updates
+    )
 
 
 def test_central_is_training_on_the_pooled_data():
@@ -110,8 +128,21 @@ def test_central_is_evaluated_on_every_client_and_beats_clients_alone_on_digits(
 def test_clients_that_were_never_drawn_train_for_a_round_before_they_are_evaluated():
     """One client a round for two rounds: the others are not judged by the initial model."""
     federation = images()
-    how = {"rounds": 2, "cohort": 1, "seed": SEED, "optimizer": Sgd(lr=0.1), "batch_size": 64, "evaluation": NEVER}
-    run = train(federation, method="local", model=mlp(), machine=Machine(device="cpu", precision="float64"), **how)
+    how = {
+        "rounds": 2,
+        "cohort": 1,
+        "seed": SEED,
+        "optimizer": Sgd(lr=0.1),
+        "batch_size": 64,
+        "evaluation": NEVER,
+    }
+    run = train(
+        federation,
+        method="local",
+        model=mlp(),
+        machine=Machine(device="cpu", precision="float64"),
+        **how,
+    )
     drawn = {client for row in run.trainer.rounds for client in row["clients"]}
     assert len(drawn) <= 2
     for client in sorted(set(range(federation.clients)) - drawn)[:3]:

@@ -11,7 +11,17 @@ import torch
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.method import Method, Sees
-from equipoise.methods import SLOTS, build, describe, make_part, names, options_of, part_class, register, slots_of
+from equipoise.methods import (
+    SLOTS,
+    build,
+    describe,
+    make_part,
+    names,
+    options_of,
+    part_class,
+    register,
+    slots_of,
+)
 from equipoise.methods.fedavg import FedAvg, UniformSampler
 from equipoise.methods.fedprox import FedProx
 from equipoise.methods.scaffold import Scaffold
@@ -36,7 +46,9 @@ def test_a_method_knows_its_name_its_options_and_what_the_server_sees(name):
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("around", [{}, {"weights": "uniform", "sampling": "size"}], ids=["usual", "changed"])
+@pytest.mark.parametrize(
+    "around", [{}, {"weights": "uniform", "sampling": "size"}], ids=["usual", "changed"]
+)
 def test_describe_and_build_are_inverse(name, around):
     method = build(name, **around)
     plain = json.loads(json.dumps(describe(method)))
@@ -80,10 +92,16 @@ def test_every_method_runs_on_digits_with_its_defaults(name):
         (lambda: build("fedprox", muu=0.1), "hyper-parameter of fedprox 'muu'.*did you mean 'mu'"),
         (lambda: build("fedavg", samplign="size"), "'samplign'.*did you mean 'sampling'"),
         (lambda: build("fedavg", sampling="siz"), "'siz'.*did you mean 'size'"),
-        (lambda: build("fedavg", sampling="fedprox"), "'fedprox' is no sampler; valid: .*size, uniform"),
+        (
+            lambda: build("fedavg", sampling="fedprox"),
+            "'fedprox' is no sampler; valid: .*size, uniform",
+        ),
         (lambda: build("fedavg", local="fedadam"), "'fedadam' is no local; valid: .*fedprox"),
         (lambda: build("fedavg", local={"mu": 1.0}), "method.local is {'mu': 1.0} without a name"),
-        (lambda: build("fedavg", aggregation=3), "method.aggregation must be a name, a mapping or a part, got 3"),
+        (
+            lambda: build("fedavg", aggregation=3),
+            "method.aggregation must be a name, a mapping or a part, got 3",
+        ),
         (lambda: part_class("fedavgn"), "did you mean 'fedavg"),
     ],
 )
@@ -101,13 +119,24 @@ def test_parts_are_made_from_names_mappings_or_themselves():
 
 
 def test_parts_that_do_not_fit_together_are_refused():
-    with pytest.raises(InputError, match="'scaffold': Scaffold needs control, which FedAvg does not provide"):
+    with pytest.raises(
+        InputError, match="'scaffold': Scaffold needs control, which FedAvg does not provide"
+    ):
         build("scaffold", aggregation="fedavg")
-    with pytest.raises(InputError, match="'scaffold': Scaffold needs control_change, which FedProx does not provide"):
+    with pytest.raises(
+        InputError,
+        match="'scaffold': Scaffold needs control_change, which FedProx does not provide",
+    ):
         build("scaffold", local="fedprox")
     usual = build("fedavg")
     with pytest.raises(InputError, match="'mine': Scaffold needs control, which FedAvg"):
-        Method(name="mine", sampler=UniformSampler(), local=Scaffold(), aggregation=FedAvg(), view=usual.view)
+        Method(
+            name="mine",
+            sampler=UniformSampler(),
+            local=Scaffold(),
+            aggregation=FedAvg(),
+            view=usual.view,
+        )
 
 
 def test_the_server_sees_what_the_most_curious_part_sees():
@@ -129,7 +158,10 @@ def test_slots():
     ("given", "named"),
     [
         ({"name": "fedprox", "mu": 5, "local": "plain"}, "mu belong to its own local"),
-        ({"name": "fedrep", "head_epochs": 3, "local": "plain"}, "head_epochs belong to its own local"),
+        (
+            {"name": "fedrep", "head_epochs": 3, "local": "plain"},
+            "head_epochs belong to its own local",
+        ),
         ({"name": "qffl", "q": 1, "aggregation": "fedavg"}, "q belong to its own aggregation"),
     ],
 )
@@ -142,7 +174,9 @@ def test_a_name_that_is_taken_is_refused():
     class Impostor(FedProx):
         """Something else."""
 
-    with pytest.raises(InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"):
+    with pytest.raises(
+        InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"
+    ):
         register("fedprox")(Impostor)
     assert part_class("fedprox") is FedProx
 
@@ -152,7 +186,11 @@ def test_a_name_that_is_taken_is_refused():
     [
         ("fedavgm", {"momentum": 1.2}, "fedavgm.momentum must be at least 0 and below 1, got 1.2"),
         ("fedavgm", {"lr": -1.0}, "fedavgm.lr must be a finite number of at least 0, got -1.0"),
-        ("fedadam", {"lr": float("nan")}, "fedadam.lr must be a finite number of at least 0, got nan"),
+        (
+            "fedadam",
+            {"lr": float("nan")},
+            "fedadam.lr must be a finite number of at least 0, got nan",
+        ),
         ("scaffold", {"lr": -0.5}, "scaffold.lr must be a finite number of at least 0, got -0.5"),
     ],
 )

@@ -45,13 +45,17 @@ def scaffold_in_numpy(federation, start, cohorts, *, lr, server_lr, steps):
 def memory_of(played, clients):
     """The control variates clients remember, read back from the engine."""
     first = {"control": {"head.weight": torch.full((1, 3), torch.nan, dtype=torch.float64)}}
-    return played.engine.memory.read(np.asarray(clients), first)[0]["control"]["head.weight"][:, 0].numpy()
+    return played.engine.memory.read(np.asarray(clients), first)[0]["control"]["head.weight"][
+        :, 0
+    ].numpy()
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize(
-    "cohorts", [[[0, 1, 2]] * 2, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]], ids=["full", "two", "one"]
+    "cohorts",
+    [[[0, 1, 2]] * 2, [[0, 2], [1, 2], [0, 1]], [[1], [0], [1]]],
+    ids=["full", "two", "one"],
 )
 def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     federation = random_regression([6, 6, 6])
@@ -68,26 +72,49 @@ def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     )
     x, c, own = scaffold_in_numpy(federation, start, cohorts, lr=0.05, server_lr=server_lr, steps=4)
     np.testing.assert_allclose(played.model["head.weight"].numpy()[0], x, atol=1e-13)
-    np.testing.assert_allclose(played.states[-1].server["control"]["head.weight"].numpy()[0], c, atol=1e-13)
+    np.testing.assert_allclose(
+        played.states[-1].server["control"]["head.weight"].numpy()[0], c, atol=1e-13
+    )
     seen = sorted({k for cohort in cohorts for k in cohort})
     np.testing.assert_allclose(memory_of(played, seen), [own[k] for k in seen], atol=1e-13)
 
 
-@pytest.mark.parametrize("cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"])
+@pytest.mark.parametrize(
+    "cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"]
+)
 def test_the_server_control_is_the_mean_of_all_clients_controls(cohorts):
     """c = 1/N Σ c_k is invariant, whoever takes part, because it starts true and moves by |S|/N times the mean change."""
     federation = random_regression([4, 9, 6])
-    played = play(build("scaffold"), federation, linear(), cohorts, epochs=2, batch_size=4, optimizer=Sgd(lr=0.03))
+    played = play(
+        build("scaffold"),
+        federation,
+        linear(),
+        cohorts,
+        epochs=2,
+        batch_size=4,
+        optimizer=Sgd(lr=0.03),
+    )
     own = memory_of(played, [0, 1, 2])
-    np.testing.assert_allclose(played.states[-1].server["control"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13)
+    np.testing.assert_allclose(
+        played.states[-1].server["control"]["head.weight"].numpy()[0], own.mean(0), atol=1e-13
+    )
     assert np.abs(own.mean(0)).max() > 1e-3
 
 
 def test_one_step_of_one_round_by_hand():
     # From w = 1, F = (w - 3)² has gradient -4: y = 1.4 and c_k = (1 - 1.4) / 0.1 = -4; N = 2, one takes part: c = -2.
-    played = play(build("scaffold"), targets(3.0, -1.0), scalar(1.0), [[0], [1]], steps=1, optimizer=Sgd(lr=0.1))
+    played = play(
+        build("scaffold"),
+        targets(3.0, -1.0),
+        scalar(1.0),
+        [[0], [1]],
+        steps=1,
+        optimizer=Sgd(lr=0.1),
+    )
     assert weight(played.states[1].model) == pytest.approx(1.4, abs=1e-14)
-    assert played.states[1].server["control"]["head.weight"].item() == pytest.approx(-2.0, abs=1e-13)
+    assert played.states[1].server["control"]["head.weight"].item() == pytest.approx(
+        -2.0, abs=1e-13
+    )
     # The other: gradient 2 (1.4 + 1) = 4.8, corrected by c = -2 to 2.8.
     assert weight(played.model) == pytest.approx(1.4 - 0.28, abs=1e-14)
 
@@ -97,7 +124,9 @@ def test_at_the_optimum_clients_stand_still():
     how = {"steps": 10, "optimizer": Sgd(lr=0.05)}
     corrected = play(build("scaffold"), targets(3.0, -1.0), scalar(5.0), [[0, 1]] * 60, **how)
     assert weight(corrected.model) == pytest.approx(1.0, abs=1e-9)
-    assert corrected.updates[-1].params["head.weight"].flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-9)
+    assert corrected.updates[-1].params["head.weight"].flatten().tolist() == pytest.approx(
+        [1.0, 1.0], abs=1e-9
+    )
     plain = play(build("fedavg"), targets(3.0, -1.0), scalar(1.0), [[0, 1]], **how)
     assert abs(plain.updates[0].params["head.weight"].flatten()[0].item() - 1.0) > 1
 
@@ -122,10 +151,18 @@ def test_controls_follow_the_learning_rate_of_the_round():
     """Full-batch single steps make c_k the plain gradient whatever the schedule says of the rate."""
     schedule = Schedule(kind="exponential", decay=0.5)
     played = play(
-        build("scaffold"), targets(3.0), scalar(1.0), [[0], [0]], steps=1, optimizer=Sgd(lr=0.1), schedule=schedule
+        build("scaffold"),
+        targets(3.0),
+        scalar(1.0),
+        [[0], [0]],
+        steps=1,
+        optimizer=Sgd(lr=0.1),
+        schedule=schedule,
     )
     # Round 0 leads from 1 to 1.4; in round 1 the gradient there is 2 (1.4 - 3).
-    assert played.states[-1].server["control"]["head.weight"].item() == pytest.approx(-3.2, abs=1e-13)
+    assert played.states[-1].server["control"]["head.weight"].item() == pytest.approx(
+        -3.2, abs=1e-13
+    )
 
 
 def test_batchnorm_statistics_are_averaged_and_not_corrected():
@@ -134,7 +171,9 @@ def test_batchnorm_statistics_are_averaged_and_not_corrected():
     federation = random_regression([6, 6])
     how = {"steps": 2, "batch_size": 10, "optimizer": Sgd(lr=0.01)}
     corrected = play(build("scaffold", lr=0.5), federation, module, [[0, 1]] * 3, **how)
-    means = torch.stack([federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)]).mean(0)
+    means = torch.stack(
+        [federation.x[torch.from_numpy(federation.train.of(k))].mean(0) for k in (0, 1)]
+    ).mean(0)
     # Two steps of momentum 0.1 in each of three rounds.
     wanted = (1 - 0.9**6) * means
     torch.testing.assert_close(corrected.model["features.running_mean"], wanted, rtol=0, atol=1e-13)
@@ -148,10 +187,18 @@ def test_label_skew_and_many_local_epochs_hurt_it_less_than_fedavg_on_digits(see
     for name in ("fedavg", "scaffold"):
         how = {"epochs": 5, "batch_size": 20, "optimizer": Sgd(lr=0.1)}
         played = play(
-            build(name, weights="size"), digits, module, [digits.seen] * 15, seed=seed, precision="float32", **how
+            build(name, weights="size"),
+            digits,
+            module,
+            [digits.seen] * 15,
+            seed=seed,
+            precision="float32",
+            **how,
         )
         engine, train = played.engine, digits.train
-        measured = evaluate_shared(engine.network, engine.data, played.model, train, digits.seen)["loss"]
+        measured = evaluate_shared(engine.network, engine.data, played.model, train, digits.seen)[
+            "loss"
+        ]
         losses[name] = np.average(measured, weights=train.sizes)
     assert losses["scaffold"] < 0.85 * losses["fedavg"], losses
 

@@ -39,14 +39,20 @@ def objective(losses, t, tau, groups):
         inside = torch.from_numpy(groups == group)
         share = PRIOR[inside].sum()
         p = PRIOR[inside] / share
-        risk = (p * (tau * losses[inside]).exp()).sum().log() / tau if tau else (p * losses[inside]).sum()
+        risk = (
+            (p * (tau * losses[inside]).exp()).sum().log() / tau
+            if tau
+            else (p * losses[inside]).sum()
+        )
         total = total + share * (t * risk).exp()
     return total.log() / t
 
 
 def test_clients_are_tilted_by_hand():
     tilted = [p * math.exp(1.5 * f) for p, f in zip(PRIOR.tolist(), LOSSES.tolist(), strict=True)]
-    assert weights_of(t=1.5).tolist() == pytest.approx([value / sum(tilted) for value in tilted], abs=1e-14)
+    assert weights_of(t=1.5).tolist() == pytest.approx(
+        [value / sum(tilted) for value in tilted], abs=1e-14
+    )
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.8, -1.2])
@@ -68,7 +74,9 @@ def test_groups_by_hand():
 
 
 def test_one_level_is_the_hierarchy_with_equal_tilts():
-    torch.testing.assert_close(weights_of(t=1.3, tilts="groups", tau=1.3), weights_of(t=1.3), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        weights_of(t=1.3, tilts="groups", tau=1.3), weights_of(t=1.3), rtol=0, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"tilts": "groups"}])
@@ -113,7 +121,9 @@ def test_zero_tilt_rounds_are_fedavg():
 def test_stacked_equals_one_by_one(make, options):
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.05)}
     method = build("term", t=2.0, **options)
-    one, all_ = (play(method, images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10))
+    one, all_ = (
+        play(method, images(), make(), THREE_COHORTS, chunk=chunk, **how) for chunk in (1, 10)
+    )
     assert distance(all_.model, one.model, WITHOUT_GRADIENT) <= 1e-9
 
 
@@ -139,7 +149,9 @@ def test_training_ends_where_the_tilted_objective_is_least():
 
     def tilted(w):
         model = {"head.weight": w}
-        found = evaluate_shared(engine.network, engine.data, model, federation.train, np.arange(5))["loss"]
+        found = evaluate_shared(engine.network, engine.data, model, federation.train, np.arange(5))[
+            "loss"
+        ]
         return math.log(np.mean(np.exp(found)))
 
     end = played.model["head.weight"]

@@ -38,27 +38,56 @@ def test_a_function_that_is_defined_again_takes_its_own_place_only():
     register("error_rate", higher_is_better=True)(error_rate)
     assert build("error_rate").higher_is_better
     with pytest.raises(
-        InputError, match="the name 'auroc' of a metric is taken by equipoise.metrics.classification:auroc"
+        InputError,
+        match="the name 'auroc' of a metric is taken by equipoise.metrics.classification:auroc",
     ):
         register("auroc", higher_is_better=True)(error_rate)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["round", "client", "split", "model", "unseen", "loss", "n", "group", "gap", "left_out", "mean", "groups", "val"],
+    [
+        "round",
+        "client",
+        "split",
+        "model",
+        "unseen",
+        "loss",
+        "n",
+        "group",
+        "gap",
+        "left_out",
+        "mean",
+        "groups",
+        "val",
+    ],
 )
 def test_names_of_columns_and_of_tables_are_refused(name):
-    with pytest.raises(InputError, match=f"a metric cannot be called '{name}', which has another meaning"):
+    with pytest.raises(
+        InputError, match=f"a metric cannot be called '{name}', which has another meaning"
+    ):
         register(name, higher_is_better=True)(error_rate)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "a.b"}, "a metric cannot be called 'a.b'; valid: letters, digits and underscores"),
-        ({"higher_is_better": "low"}, "higher_is_better of metric 'error_rate' must be true or false, got 'low'"),
-        ({"range": (1, 0)}, r"range of metric 'error_rate' must be a smallest and a largest value, got \(1, 0\)"),
-        ({"range": 1}, "range of metric 'error_rate' must be a smallest and a largest value, got 1"),
+        (
+            {"name": "a.b"},
+            "a metric cannot be called 'a.b'; valid: letters, digits and underscores",
+        ),
+        (
+            {"higher_is_better": "low"},
+            "higher_is_better of metric 'error_rate' must be true or false, got 'low'",
+        ),
+        (
+            {"range": (1, 0)},
+            r"range of metric 'error_rate' must be a smallest and a largest value, got \(1, 0\)",
+        ),
+        (
+            {"range": 1},
+            "range of metric 'error_rate' must be a smallest and a largest value, got 1",
+        ),
         ({"function": 3}, "a metric must be a function of outputs and targets, got 3"),
     ],
 )
@@ -74,7 +103,10 @@ def test_what_is_no_metric(options, message):
         (["ece", "ece"], "evaluation.metrics has 'ece' twice"),
         ("ece", "evaluation.metrics must be a list of metrics, got 'ece'"),
         ([3], "evaluation.metrics must be names of metrics, or metrics, got 3"),
-        ([error_rate], r"has the function error_rate, which does not say which way is better; write Metric\(function="),
+        (
+            [error_rate],
+            r"has the function error_rate, which does not say which way is better; write Metric\(function=",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated(given, message):
@@ -98,7 +130,10 @@ def test_values_outside_of_the_range_are_named():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda output, y: output, r"metric 'wrong' returned tensor\(.*; valid: one number, or None"),
+        (
+            lambda output, y: output,
+            r"metric 'wrong' returned tensor\(.*; valid: one number, or None",
+        ),
         (lambda output, y: "high", "metric 'wrong' returned 'high'"),
         (lambda output, y: output[7], "metric 'wrong' failed: IndexError"),
     ],
@@ -115,9 +150,11 @@ def test_outputs_of_a_diverged_model_are_no_mistake():
 
 def test_functions_get_outputs_in_float64_on_the_cpu():
     seen = []
-    Metric(function=lambda output, y: seen.append((output.dtype, y.dtype)), name="kinds", higher_is_better=True)(
-        OUTPUT.bfloat16(), Y
-    )
+    Metric(
+        function=lambda output, y: seen.append((output.dtype, y.dtype)),
+        name="kinds",
+        higher_is_better=True,
+    )(OUTPUT.bfloat16(), Y)
     assert seen == [(torch.float64, torch.int64)]
 
 
@@ -135,12 +172,21 @@ def test_a_metric_cannot_replace_what_the_task_measures():
     task = tasks.build("classification")
     check_metrics([build("accuracy")], task)
     own = Metric(function=error_rate, name="accuracy", higher_is_better=True)
-    with pytest.raises(InputError, match="'accuracy' is what the task classification measures anyway"):
+    with pytest.raises(
+        InputError, match="'accuracy' is what the task classification measures anyway"
+    ):
         check_metrics([own], task)
     with pytest.raises(InputError, match="'top2' is what the task classification measures anyway"):
-        check_metrics([Metric(function=error_rate, name="top2", higher_is_better=True)], task, ["loss", "top2"])
+        check_metrics(
+            [Metric(function=error_rate, name="top2", higher_is_better=True)],
+            task,
+            ["loss", "top2"],
+        )
 
 
 def test_other_processes_get_metrics():
     metric = Metric(function=error_rate, higher_is_better=False)
-    assert pickle.loads(pickle.dumps(Evaluation(metrics=["ece", metric]))).metrics == (build("ece"), metric)
+    assert pickle.loads(pickle.dumps(Evaluation(metrics=["ece", metric]))).metrics == (
+        build("ece"),
+        metric,
+    )

@@ -15,7 +15,11 @@ from equipoise.metrics import build, names
 
 CLASSES = 4
 # Targets of clients: all classes, two of four, and a single sample.
-TARGETS = {"all": [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 0], "two": [1, 3, 3, 1, 1, 3, 1], "one sample": [2]}
+TARGETS = {
+    "all": [0, 1, 2, 3, 0, 0, 2, 1, 1, 3, 3, 2, 0],
+    "two": [1, 3, 3, 1, 1, 3, 1],
+    "one sample": [2],
+}
 
 
 def answers(y, seed=0):
@@ -30,7 +34,12 @@ def probabilities(output):
 
 
 def mean_over_classes(function, output, y):
-    return np.mean([function(np.array(y) == label, probabilities(output)[:, label]) for label in sorted(set(y))])
+    return np.mean(
+        [
+            function(np.array(y) == label, probabilities(output)[:, label])
+            for label in sorted(set(y))
+        ]
+    )
 
 
 BY_LABELS = {
@@ -78,7 +87,8 @@ def test_area_under_the_curve_of_two_classes():
 
 @pytest.mark.parametrize("held", ["all", "two"])
 @pytest.mark.parametrize(
-    ("name", "function"), [("auroc", sklearn.roc_auc_score), ("average_precision", sklearn.average_precision_score)]
+    ("name", "function"),
+    [("auroc", sklearn.roc_auc_score), ("average_precision", sklearn.average_precision_score)],
 )
 def test_each_class_against_the_others(name, function, held):
     y = TARGETS[held]
@@ -101,7 +111,8 @@ def test_calibration_error_by_hand():
         place = next(b for b in range(15) if b / 15 < row.max() <= (b + 1) / 15)
         bins.setdefault(place, []).append((row.argmax() == label, row.max()))
     wanted = sum(
-        len(b) / len(y) * abs(np.mean([hit for hit, _ in b]) - np.mean([p for _, p in b])) for b in bins.values()
+        len(b) / len(y) * abs(np.mean([hit for hit, _ in b]) - np.mean([p for _, p in b]))
+        for b in bins.values()
     )
     assert len(bins) > 4
     assert build("ece")(output, torch.tensor(y)) == pytest.approx(wanted, abs=1e-12)
@@ -138,11 +149,18 @@ def test_constant_targets_leave_the_share_of_explained_variance_undefined():
 
 def test_metrics_of_segmentation_pool_the_pixels_of_all_images():
     rng = np.random.default_rng(0)
-    y, output = torch.from_numpy(rng.integers(0, 3, (4, 5, 6))), torch.from_numpy(rng.normal(size=(4, 3, 5, 6)))
+    y, output = (
+        torch.from_numpy(rng.integers(0, 3, (4, 5, 6))),
+        torch.from_numpy(rng.normal(size=(4, 3, 5, 6))),
+    )
     found = output.argmax(1)
-    shares = [int(((y == c) & (found == c)).sum()) / int(((y == c) | (found == c)).sum()) for c in (1, 2)]
+    shares = [
+        int(((y == c) & (found == c)).sum()) / int(((y == c) | (found == c)).sum()) for c in (1, 2)
+    ]
     assert build("iou")(output, y) == pytest.approx(sum(shares) / 2, abs=1e-12)
-    assert build("pixel_accuracy")(output, y) == pytest.approx(sklearn.accuracy_score(y.flatten(), found.flatten()))
+    assert build("pixel_accuracy")(output, y) == pytest.approx(
+        sklearn.accuracy_score(y.flatten(), found.flatten())
+    )
     empty = torch.zeros(1, 2, 2, dtype=torch.int64)
     assert math.isnan(build("iou")(torch.stack([1.0 - empty, 0.0 * empty], 1), empty))
 
@@ -151,12 +169,18 @@ def test_every_metric_of_the_library_is_for_a_task_and_lies_in_its_range():
     rng = np.random.default_rng(0)
     samples = {
         "classification": (answers(TARGETS["all"]), torch.tensor(TARGETS["all"])),
-        "regression": (torch.from_numpy(rng.normal(size=(9, 1))), torch.from_numpy(rng.normal(size=9))),
+        "regression": (
+            torch.from_numpy(rng.normal(size=(9, 1))),
+            torch.from_numpy(rng.normal(size=9)),
+        ),
         "segmentation": (
             torch.from_numpy(rng.normal(size=(2, 3, 4, 4))),
             torch.from_numpy(rng.integers(0, 3, (2, 4, 4))),
         ),
-        "multilabel": (torch.from_numpy(rng.normal(size=(9, 3))), torch.from_numpy(rng.integers(0, 2, (9, 3)))),
+        "multilabel": (
+            torch.from_numpy(rng.normal(size=(9, 3))),
+            torch.from_numpy(rng.integers(0, 2, (9, 3))),
+        ),
     }
     own = [metric for metric in map(build, names()) if not metric._own]
     assert len(own) >= 16

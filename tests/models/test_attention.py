@@ -63,7 +63,10 @@ def test_causal_attention_of_a_single_query_sees_the_first_token():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_attention_is_pytorchs(fused):
-    attention, x = filled(Attention(WIDTH, HEADS, fused)), normal(SAMPLES, TOKENS, WIDTH).requires_grad_()
+    attention, x = (
+        filled(Attention(WIDTH, HEADS, fused)),
+        normal(SAMPLES, TOKENS, WIDTH).requires_grad_(),
+    )
     wanted, _ = by_pytorch(attention)(x, x, x, need_weights=False)
     upper = normal(*wanted.shape, seed=1)
     torch.testing.assert_close(attention(x), wanted, rtol=0, atol=1e-13)
@@ -81,7 +84,12 @@ def test_a_block_is_pytorchs_pre_norm_encoder_layer():
         WIDTH, HEADS, 3 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     ).double()
     wanted.self_attn = by_pytorch(block.attention)
-    for theirs, ours in (("norm1", "norm1"), ("norm2", "norm2"), ("linear1", "mlp.0"), ("linear2", "mlp.2")):
+    for theirs, ours in (
+        ("norm1", "norm1"),
+        ("norm2", "norm2"),
+        ("linear1", "mlp.0"),
+        ("linear2", "mlp.2"),
+    ):
         getattr(wanted, theirs).load_state_dict(block.get_submodule(ours).state_dict())
     x = normal(SAMPLES, TOKENS, WIDTH)
     torch.testing.assert_close(block(x), wanted.train()(x), rtol=0, atol=1e-12)
@@ -110,7 +118,9 @@ def test_stacked_blocks_match_one_by_one_to_the_second_derivative(make):
             if value is loss:
                 alone = loss(mine, x[k])
             else:
-                first = torch.autograd.grad(loss(mine, x[k]), list(mine.values()), create_graph=True)
+                first = torch.autograd.grad(
+                    loss(mine, x[k]), list(mine.values()), create_graph=True
+                )
                 alone = sum(g.square().sum() for g in first)
             torch.testing.assert_close(values[k], alone, rtol=1e-11, atol=1e-13)
             wanted = torch.autograd.grad(alone, list(mine.values()))
@@ -120,7 +130,10 @@ def test_stacked_blocks_match_one_by_one_to_the_second_derivative(make):
 
 def test_no_weights_are_copied_for_stacked_clients():
     block = Block(16, 2, mlp_ratio=2.0)
-    stacked = {name: p.detach().expand(2, *p.shape).clone().requires_grad_() for name, p in block.named_parameters()}
+    stacked = {
+        name: p.detach().expand(2, *p.shape).clone().requires_grad_()
+        for name, p in block.named_parameters()
+    }
     sizes: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -149,7 +162,9 @@ def test_fused_attention_inside_a_frozen_module_matches_the_plain_one():
 
 
 def test_dropout_is_the_engines():
-    model = Model(nn.Sequential(Block(WIDTH, HEADS, dropout=0.5), nn.Flatten()), nn.Linear(TOKENS * WIDTH, 2))
+    model = Model(
+        nn.Sequential(Block(WIDTH, HEADS, dropout=0.5), nn.Flatten()), nn.Linear(TOKENS * WIDTH, 2)
+    )
     network = Network(model.double(), tasks.build("classification"), dtype=torch.float64)
     x = normal(SAMPLES, TOKENS, WIDTH)
     network.try_out(x, torch.tensor([0, 1, 0, 1]), 2)
@@ -161,7 +176,9 @@ def test_dropout_is_the_engines():
     one, same, other = (output(key) for key in keys)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    assert torch.equal(network.apply(network.initial(), x, Forward(train=False))[0], model.eval()(x))
+    assert torch.equal(
+        network.apply(network.initial(), x, Forward(train=False))[0], model.eval()(x)
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,8 +186,14 @@ def test_dropout_is_the_engines():
     [
         (lambda: Attention(8, 3), "heads=3 do not divide width=8 of attention"),
         (lambda: Attention(8, 0), "heads of attention must be a whole number of at least 1, got 0"),
-        (lambda: Block(4, 2, mlp_ratio=0.1), "width=4 times mlp_ratio=0.1 of a block, rounded, must be a whole number"),
-        (lambda: Block(4, 2, dropout=1.0), "dropout of a block must be a number from 0 to below 1, got 1.0"),
+        (
+            lambda: Block(4, 2, mlp_ratio=0.1),
+            "width=4 times mlp_ratio=0.1 of a block, rounded, must be a whole number",
+        ),
+        (
+            lambda: Block(4, 2, dropout=1.0),
+            "dropout of a block must be a number from 0 to below 1, got 1.0",
+        ),
     ],
 )
 def test_refusals(make, message):

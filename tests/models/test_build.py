@@ -27,22 +27,38 @@ SMALL: dict[str, dict[str, Any]] = {
     "vit": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
     "cct": {"width": 8, "depth": 1, "heads": 2, "dropout": 0.5},
     "vitprompts": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3},
-    "fedgc": {"patch": 1, "width": 8, "depth": 1, "heads": 2, "prompts": 3, "hidden": 6, "dropout": 0.5},
+    "fedgc": {
+        "patch": 1,
+        "width": 8,
+        "depth": 1,
+        "heads": 2,
+        "prompts": 3,
+        "hidden": 6,
+        "dropout": 0.5,
+    },
 }
 CASES = [*SMALL.items(), ("resnet18", {"width": 4, "norm": "batch"})]
-NAMED_CASES = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}-{o.get('norm', '')}" for n, o in CASES])
+NAMED_CASES = pytest.mark.parametrize(
+    ("name", "options"), CASES, ids=[f"{n}-{o.get('norm', '')}" for n, o in CASES]
+)
 
 
 def test_every_registered_model_is_covered_here() -> None:
     ours = {name for name, place in MODELS.items() if isinstance(place, str)}
     # charlstm takes text, unet returns maps, pretrained needs files, dsaign takes embeddings, and heads of CLIP are no
     # linear layers; they have tests of their own.
-    assert set(SMALL) | {"charlstm", "unet", "pretrained", "dsaign", "clip", "clipadapter", "clipprompts"} == ours
+    assert (
+        set(SMALL)
+        | {"charlstm", "unet", "pretrained", "dsaign", "clip", "clipadapter", "clipprompts"}
+        == ours
+    )
 
 
 @NAMED_CASES
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 13)])
-def test_output_is_head_of_features(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_output_is_head_of_features(
+    name: str, options: dict[str, Any], shape: tuple[int, ...]
+) -> None:
     model = build(name, shape=shape, classes=5, **options).eval()
     x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(1))
     z = model.features(x if model.stem is None else model.stem(x))
@@ -123,7 +139,9 @@ def test_regression_takes_classes_as_number_of_outputs() -> None:
 
 
 def test_numpy_integers_and_lists_are_fine() -> None:
-    model = build("mlp", shape=[np.int64(4)], classes=np.int64(3), seed=np.int64(1), hidden=[np.int64(5)])
+    model = build(
+        "mlp", shape=[np.int64(4)], classes=np.int64(3), seed=np.int64(1), hidden=[np.int64(5)]
+    )
     assert model(torch.zeros(2, 4)).shape == (2, 3)
 
 

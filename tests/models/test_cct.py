@@ -57,15 +57,22 @@ def test_the_forward_pass_step_by_step():
         rows = [picture[:, i, j] for i in range(3) for j in range(3)]
         tokens = torch.stack(rows) + w["features.positions"]
         for block in ("features.blocks.0", "features.blocks.1"):
-            normed = F.layer_norm(tokens, (8,), w[f"{block}.norm1.weight"], w[f"{block}.norm1.bias"])
+            normed = F.layer_norm(
+                tokens, (8,), w[f"{block}.norm1.weight"], w[f"{block}.norm1.bias"]
+            )
             q, k, v = (normed @ part.T for part in w[f"{block}.attention.qkv.weight"].split(8))
             heads = []
             for head in (slice(0, 4), slice(4, 8)):
                 scores = q[:, head] @ k[:, head].T / 2
                 heads.append(scores.softmax(1) @ v[:, head])
-            attended = torch.cat(heads, 1) @ w[f"{block}.attention.out.weight"].T + w[f"{block}.attention.out.bias"]
+            attended = (
+                torch.cat(heads, 1) @ w[f"{block}.attention.out.weight"].T
+                + w[f"{block}.attention.out.bias"]
+            )
             tokens = tokens + attended
-            normed = F.layer_norm(tokens, (8,), w[f"{block}.norm2.weight"], w[f"{block}.norm2.bias"])
+            normed = F.layer_norm(
+                tokens, (8,), w[f"{block}.norm2.weight"], w[f"{block}.norm2.bias"]
+            )
             hidden = F.gelu(normed @ w[f"{block}.mlp.0.weight"].T + w[f"{block}.mlp.0.bias"])
             tokens = tokens + hidden @ w[f"{block}.mlp.2.weight"].T + w[f"{block}.mlp.2.bias"]
         tokens = F.layer_norm(tokens, (8,), w["features.norm.weight"], w["features.norm.bias"])
@@ -80,12 +87,17 @@ def test_the_engine_gives_the_same_however_clients_are_stacked(method):
     sizes = [6, 3, 8, 5]
     clients = np.repeat(np.arange(4), sizes)
     federation = Federation.from_arrays(
-        normal(22, 1, 8, 8), torch.arange(22) % 3, clients=clients, splits=(1.0, 0.0, 0.0), classes=3
+        normal(22, 1, 8, 8),
+        torch.arange(22) % 3,
+        clients=clients,
+        splits=(1.0, 0.0, 0.0),
+        classes=3,
     )
     model = build("cct", shape=(1, 8, 8), classes=3, dropout=0.3, **SMALL).double()
     how = {"batch_size": 4, "epochs": 2, "optimizer": Sgd(lr=0.1)}
     one, all_ = (
-        play(build_method(method), federation, model, [range(4)] * 2, chunk=chunk, **how).model for chunk in (1, 4)
+        play(build_method(method), federation, model, [range(4)] * 2, chunk=chunk, **how).model
+        for chunk in (1, 4)
     )
     # Adding a number to all scores changes no softmax, so the true gradient of this bias is zero.
     assert distance(all_, one, {"features.score.bias"}) <= 1e-9
@@ -96,7 +108,10 @@ def test_it_learns_digits():
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
     model = build("cct", shape=(1, 8, 8), classes=10, width=32, depth=2, heads=2)
-    optimizer, draws = torch.optim.Adam(model.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
+    optimizer, draws = (
+        torch.optim.Adam(model.parameters(), lr=3e-3),
+        torch.Generator().manual_seed(0),
+    )
     for _ in range(120):
         batch = torch.randint(1000, (64,), generator=draws)
         optimizer.zero_grad()
@@ -109,7 +124,10 @@ def test_it_learns_digits():
     ("options", "message"),
     [
         ({"kernel": 4}, "kernel of model 'cct' must be odd, got 4"),
-        ({"convolutions": 0}, "convolutions of model 'cct' must be a whole number of at least 1, got 0"),
+        (
+            {"convolutions": 0},
+            "convolutions of model 'cct' must be a whole number of at least 1, got 0",
+        ),
         ({"heads": 3}, "heads=3 do not divide width=8 of attention"),
         ({"convolutions": 4}, "is too small for model 'cct'"),
     ],
@@ -126,5 +144,7 @@ def test_images_of_another_size_are_refused():
 
 def test_bytes_are_read_as_numbers_from_0_to_1():
     model = build("cct", shape=(1, 8, 8), classes=3, **SMALL).eval()
-    x = torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = torch.randint(
+        256, (2, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     assert torch.equal(model(x), model(x / 255))

@@ -46,7 +46,9 @@ def made(name: str, folder: str, **options):
 
 
 def library():
-    return pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    return pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
 
 
 def pixels(x: Tensor) -> Tensor:
@@ -58,7 +60,9 @@ def pixels(x: Tensor) -> Tensor:
 def their_scores(folder: str, x: Tensor, texts: list[str]) -> Tensor:
     """What transformers' own CLIP says of images and texts."""
     model = library().CLIPModel.from_pretrained(folder).to(x.dtype).eval()
-    tokens = library().AutoTokenizer.from_pretrained(folder)(texts, return_tensors="pt", padding=True)
+    tokens = library().AutoTokenizer.from_pretrained(folder)(
+        texts, return_tensors="pt", padding=True
+    )
     return model(pixel_values=pixels(x), **tokens).logits_per_image
 
 
@@ -72,7 +76,9 @@ def test_zero_shot_scores_are_those_of_transformers(tmp_path, legacy, dtype, tol
     x = uniform(5, *SHAPE).to(dtype)
     wanted = their_scores(source, x, [f"a picture of a {words}" for words in WORDS])
     assert wanted.std() > 0.01
-    torch.testing.assert_close(made("clip", source).to(dtype)(x), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        made("clip", source).to(dtype)(x), wanted, rtol=tolerance, atol=tolerance
+    )
 
 
 def test_the_prompt_can_be_another_one(folder):
@@ -84,7 +90,9 @@ def test_the_prompt_can_be_another_one(folder):
 
 
 def test_bytes_are_numbers_from_0_to_1(folder):
-    x = torch.randint(256, (4, *SHAPE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    x = torch.randint(
+        256, (4, *SHAPE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     model = made("clip", folder)
     torch.testing.assert_close(model(x), model(x.float() / 255))
 
@@ -114,16 +122,23 @@ def test_the_adapter_of_fedclip_multiplies_embeddings_by_its_softmax(folder):
         first, second = model.features.layers[0], model.features.layers[2]
         hidden = torch.tanh(f @ first.weight.T + first.bias)
         attention = (hidden @ second.weight.T + second.bias).softmax(1)
-        torch.testing.assert_close(model(x), scores_by_hand(folder, attention * f), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(x), scores_by_hand(folder, attention * f), rtol=1e-9, atol=1e-9
+        )
 
 
 def test_the_residual_adapter_adds_a_part_of_what_it_makes(folder):
-    model, x = made("clipadapter", folder, adapter="residual", ratio=0.3).double(), uniform(5, *SHAPE)
+    model, x = (
+        made("clipadapter", folder, adapter="residual", ratio=0.3).double(),
+        uniform(5, *SHAPE),
+    )
     with torch.no_grad():
         f = model.stem(x)
         first, second = model.features.layers[0], model.features.layers[2]
         made_of_it = ((f @ first.weight.T).clamp(min=0) @ second.weight.T).clamp(min=0)
-        torch.testing.assert_close(model(x), scores_by_hand(folder, 0.3 * made_of_it + 0.7 * f), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(x), scores_by_hand(folder, 0.3 * made_of_it + 0.7 * f), rtol=1e-9, atol=1e-9
+        )
     nothing = made("clipadapter", folder, adapter="residual", ratio=0.0).double()
     torch.testing.assert_close(nothing(x), made("clip", folder).double()(x), rtol=1e-12, atol=1e-12)
 
@@ -138,7 +153,9 @@ def test_the_adapter_can_be_wider(folder, factor):
     hidden = round(factor * WIDTH)
     assert list(sizes.values()) == [WIDTH * hidden, hidden, hidden * WIDTH, WIDTH]
     without_bias = made("clipadapter", folder, width_factor=factor, adapter="residual")
-    assert sum(p.numel() for p in without_bias.parameters() if p.requires_grad) == 2 * WIDTH * hidden
+    assert (
+        sum(p.numel() for p in without_bias.parameters() if p.requires_grad) == 2 * WIDTH * hidden
+    )
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -159,7 +176,9 @@ def test_prompts_are_read_as_if_their_context_were_words(folder, fused):
         ids = [start, *range(vocabulary, vocabulary + 4), *rest]
         wanted.append(F.normalize(encoder(input_ids=torch.tensor([ids])).text_embeds[0], dim=0))
     x = uniform(5, *SHAPE)
-    torch.testing.assert_close(model.aligned(model.features(model.stem(x))), torch.stack(wanted), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        model.aligned(model.features(model.stem(x))), torch.stack(wanted), rtol=1e-9, atol=1e-9
+    )
     scale = library().CLIPModel.from_pretrained(folder).logit_scale.double().exp()
     scores = scale * F.normalize(model.stem(x), dim=1) @ torch.stack(wanted).T
     torch.testing.assert_close(model(x), scores, rtol=1e-9, atol=1e-9)
@@ -176,14 +195,18 @@ def test_context_vectors_are_drawn_from_a_narrow_normal_distribution(folder):
     context = made("clipprompts", folder).head.context
     assert context.shape == (16, TOKEN_WIDTH)
     assert 0.015 < float(context.detach().std()) < 0.025
-    other = build("clipprompts", shape=SHAPE, classes=3, source=folder, class_names=NAMES, seed=1).head.context
+    other = build(
+        "clipprompts", shape=SHAPE, classes=3, source=folder, class_names=NAMES, seed=1
+    ).head.context
     assert not torch.equal(context, other)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_stacked_prompts_match_one_by_one_to_the_second_derivative(fused):
     clients = 3
-    model = build("clipprompts", shape=(1, 8, 8), classes=4, context=3, fused=fused, **SMALL).double()
+    model = build(
+        "clipprompts", shape=(1, 8, 8), classes=4, context=3, fused=fused, **SMALL
+    ).double()
     z = F.normalize(normal(clients, 5, 8), dim=-1)
     y = torch.randint(4, (clients, 5), generator=torch.Generator().manual_seed(1))
     stacked = (model.head.context.detach() + 0.1 * normal(clients, 3, 8)).requires_grad_()
@@ -224,7 +247,9 @@ def test_only_adapter_or_context_can_be_trained(folder):
 
 
 @MODELS
-def test_the_hash_follows_the_names_the_weights_and_nothing_that_rounding_changes(folder, tmp_path, name):
+def test_the_hash_follows_the_names_the_weights_and_nothing_that_rounding_changes(
+    folder, tmp_path, name
+):
     digest = frozen_digest(made(name, folder))
     assert frozen_digest(made(name, folder)) == digest
     assert frozen_digest(made(name, folder, class_names=("cat", "big_dog", "mouse"))) != digest
@@ -247,7 +272,12 @@ def pictures(**options):
     x = 0.5 * uniform(48, *SHAPE)
     x[torch.arange(48), y] += 0.5
     return Federation.from_arrays(
-        x, y, clients=[0] * 20 + [1] * 12 + [2] * 10 + [3] * 6, splits=(0.5, 0.25, 0.25), classes=3, **options
+        x,
+        y,
+        clients=[0] * 20 + [1] * 12 + [2] * 10 + [3] * 6,
+        splits=(0.5, 0.25, 0.25),
+        classes=3,
+        **options,
     )
 
 
@@ -273,10 +303,17 @@ def test_training_improves_on_the_start(folder, name, lr, tmp_path, monkeypatch)
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path))
     options = {"model": {"name": name, "source": folder}, "machine": Machine(device="cpu")}
     start, end = (
-        train(pictures(class_names=NAMES), rounds=rounds, optimizer={"name": "adam", "lr": lr}, **options).summary
+        train(
+            pictures(class_names=NAMES),
+            rounds=rounds,
+            optimizer={"name": "adam", "lr": lr},
+            **options,
+        ).summary
         for rounds in (0, 8)
     )
-    assert end["results"]["global"]["seen"]["loss"] < 0.8 * start["results"]["global"]["seen"]["loss"]
+    assert (
+        end["results"]["global"]["seen"]["loss"] < 0.8 * start["results"]["global"]["seen"]["loss"]
+    )
 
 
 @TRAINED
@@ -298,7 +335,9 @@ def test_frozen_parts_can_be_held_in_lower_precision(folder, name, tmp_path, mon
 
 def test_texts_are_counted_once_a_batch_and_not_once_a_sample():
     one, many = (
-        train(pictures_8(classes), model={"name": "clipprompts", **SMALL}, rounds=1).trainer.engine.network
+        train(
+            pictures_8(classes), model={"name": "clipprompts", **SMALL}, rounds=1
+        ).trainer.engine.network
         for classes in (3, 6)
     )
     # Of each sample there are its embedding at length 1 and its scores.
@@ -307,7 +346,9 @@ def test_texts_are_counted_once_a_batch_and_not_once_a_sample():
 
 
 def pictures_8(classes):
-    return Federation.from_arrays(uniform(30, 1, 8, 8).float(), torch.arange(30) % classes, clients=[0, 1] * 15)
+    return Federation.from_arrays(
+        uniform(30, 1, 8, 8).float(), torch.arange(30) % classes, clients=[0, 1] * 15
+    )
 
 
 # ---- without a source ------------------------------------------------------------------------------------------------
@@ -316,7 +357,9 @@ def pictures_8(classes):
 @MODELS
 def test_without_a_source_there_is_a_small_clip_that_the_seed_decides(name):
     x = uniform(3, 1, 8, 8).float()
-    first, again, other = (build(name, shape=(1, 8, 8), classes=4, seed=seed, **SMALL)(x) for seed in (3, 3, 4))
+    first, again, other = (
+        build(name, shape=(1, 8, 8), classes=4, seed=seed, **SMALL)(x) for seed in (3, 3, 4)
+    )
     assert first.shape == (3, 4)
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
@@ -324,7 +367,9 @@ def test_without_a_source_there_is_a_small_clip_that_the_seed_decides(name):
 
 def test_class_names_are_read_even_by_the_small_one():
     digits, words = (
-        build("clip", shape=(1, 8, 8), classes=2, class_names=names, **SMALL)(torch.ones(1, 1, 8, 8))
+        build("clip", shape=(1, 8, 8), classes=2, class_names=names, **SMALL)(
+            torch.ones(1, 1, 8, 8)
+        )
         for names in (None, ("null", "eins"))
     )
     assert not torch.allclose(digits, words)
@@ -332,7 +377,12 @@ def test_class_names_are_read_even_by_the_small_one():
 
 def test_defaults():
     shared = {"fused": True, "patch": 2, "width": 64, "depth": 2, "heads": 4, "mlp_ratio": 2.0}
-    assert defaults("clip") == {"source": None, "class_names": None, "template": "a picture of a {}", **shared}
+    assert defaults("clip") == {
+        "source": None,
+        "class_names": None,
+        "template": "a picture of a {}",
+        **shared,
+    }
     assert defaults("clipprompts") == {"source": None, "class_names": None, "context": 16, **shared}
     own = {"adapter": "attention", "width_factor": 1.0, "ratio": 0.2}
     assert defaults("clipadapter") == {**defaults("clip"), **own}
@@ -344,20 +394,52 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("clip", {"class_names": None}, "model 'clip' needs the names of the 3 classes, and the data do not say them"),
+        (
+            "clip",
+            {"class_names": None},
+            "model 'clip' needs the names of the 3 classes, and the data do not say them",
+        ),
         (
             "clipprompts",
             {"class_names": ("a", "b")},
             r"class_names of model 'clipprompts' must be 3 names.* \['a', 'b'\]",
         ),
-        ("clipadapter", {"class_names": "abc"}, "class_names of model 'clipadapter' must be a list, got 'abc'"),
-        ("clipadapter", {"class_names": ("a", 1, "b")}, "each of class_names .* must be a name, got 1"),
-        ("clip", {"template": "a picture"}, "template of model 'clip' must be text with one {} .* got 'a picture'"),
+        (
+            "clipadapter",
+            {"class_names": "abc"},
+            "class_names of model 'clipadapter' must be a list, got 'abc'",
+        ),
+        (
+            "clipadapter",
+            {"class_names": ("a", 1, "b")},
+            "each of class_names .* must be a name, got 1",
+        ),
+        (
+            "clip",
+            {"template": "a picture"},
+            "template of model 'clip' must be text with one {} .* got 'a picture'",
+        ),
         ("clipadapter", {"adapter": "linear"}, "unknown adapter 'linear' in model 'clipadapter'"),
-        ("clipadapter", {"width_factor": 0}, "width_factor of model 'clipadapter' must be a finite number above 0"),
-        ("clipadapter", {"width_factor": 0.01}, "width_factor=0.01 times 6, rounded, .* at least 1"),
-        ("clipadapter", {"adapter": "residual", "ratio": 1.5}, "ratio of model 'clipadapter' must be a number from 0"),
-        ("clipprompts", {"context": 0}, "context of model 'clipprompts' must be a whole number of at least 1"),
+        (
+            "clipadapter",
+            {"width_factor": 0},
+            "width_factor of model 'clipadapter' must be a finite number above 0",
+        ),
+        (
+            "clipadapter",
+            {"width_factor": 0.01},
+            "width_factor=0.01 times 6, rounded, .* at least 1",
+        ),
+        (
+            "clipadapter",
+            {"adapter": "residual", "ratio": 1.5},
+            "ratio of model 'clipadapter' must be a number from 0",
+        ),
+        (
+            "clipprompts",
+            {"context": 0},
+            "context of model 'clipprompts' must be a whole number of at least 1",
+        ),
         (
             "clipprompts",
             {"context": 25},
@@ -380,7 +462,8 @@ def test_options_that_cannot_be_carried_out_are_refused(folder, name, options, m
 def test_a_source_without_a_tokenizer_is_named(tmp_path):
     source = write_clip(tmp_path / "no-words", tokenizer=False)
     with pytest.raises(
-        InputError, match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json"
+        InputError,
+        match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json",
     ):
         made("clip", source)
 
@@ -388,17 +471,23 @@ def test_a_source_without_a_tokenizer_is_named(tmp_path):
 def test_a_tokenizer_that_cannot_be_read_is_named(folder, tmp_path):
     source = write_clip(tmp_path / "broken", tokenizer=False)
     (tmp_path / "broken" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(InputError, match=r"the tokenizer of source '.*broken' of model 'clip' cannot be loaded"):
+    with pytest.raises(
+        InputError, match=r"the tokenizer of source '.*broken' of model 'clip' cannot be loaded"
+    ):
         made("clip", source)
 
 
 def test_a_source_without_a_text_encoder_is_refused(tmp_path):
     source = write_encoder(tmp_path / "vit")
-    with pytest.raises(InputError, match="unknown model type 'vit' in config.json .*image and a text encoder"):
+    with pytest.raises(
+        InputError, match="unknown model type 'vit' in config.json .*image and a text encoder"
+    ):
         made("clipadapter", source)
 
 
 def test_without_transformers_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"needs transformers: pip install 'equipoise\[pretrained\]'"):
+    with pytest.raises(
+        InputError, match=r"needs transformers: pip install 'equipoise\[pretrained\]'"
+    ):
         made("clip", folder)

@@ -42,7 +42,11 @@ def test_bncnn_has_the_published_layers() -> None:
     hidden = 128 * 7 * 7 * 2048 + 2048 * 512
     assert _size(model.features) == convolutions + hidden + 2 * (64 + 64 + 128 + 2048 + 512)
     assert _size(model.head) == 512 * 10 + 10
-    norms = [layer.num_features for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        layer.num_features
+        for layer in model.modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    ]
     assert norms == [64, 64, 128, 2048, 512]
 
 
@@ -55,7 +59,9 @@ def test_bncnn_with_four_convolutions_halves_the_image_after_each() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     bare = bncnn((3, 32, 32), 10, hidden=(8,), running=False)
     assert not list(bare.buffers())
-    with pytest.raises(InputError, match="running of model 'bncnn' must be true or false, got 'no'"):
+    with pytest.raises(
+        InputError, match="running of model 'bncnn' must be true or false, got 'no'"
+    ):
         bncnn((3, 32, 32), 10, running="no")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="images must be at least 16 x 16"):
         bncnn((3, 15, 16), 10, pools=4)
@@ -66,17 +72,27 @@ def test_bncnn_with_four_convolutions_halves_the_image_after_each() -> None:
 def test_pflcnn_counts() -> None:
     convolutions = (3 * 9 * 32 + 32) + (32 * 9 * 64 + 64)
     # 32 x 32 loses two pixels to each convolution and half to the pool: 14 x 14.
-    assert _size(pflcnn((3, 32, 32), 10)) == convolutions + (64 * 14 * 14 * 128 + 128) + (128 * 10 + 10) == 1_626_442
+    assert (
+        _size(pflcnn((3, 32, 32), 10))
+        == convolutions + (64 * 14 * 14 * 128 + 128) + (128 * 10 + 10)
+        == 1_626_442
+    )
 
 
 def test_pflcnn_drops_after_the_pool_and_after_the_hidden_layer() -> None:
     layers = list(pflcnn((3, 32, 32), 10).features)
-    drops = [(type(layers[i - 1]), layer.p) for i, layer in enumerate(layers) if isinstance(layer, nn.Dropout)]
+    drops = [
+        (type(layers[i - 1]), layer.p)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, nn.Dropout)
+    ]
     assert drops == [(nn.MaxPool2d, 0.25), (nn.ReLU, 0.5)]
 
 
 @pytest.mark.parametrize(("make", "smallest"), [(cnn2, 4), (cnn4, 4), (bncnn, 4), (pflcnn, 6)])
-def test_the_smallest_image_works_and_a_smaller_one_is_refused(make: Callable[..., Model], smallest: int) -> None:
+def test_the_smallest_image_works_and_a_smaller_one_is_refused(
+    make: Callable[..., Model], smallest: int
+) -> None:
     assert make((1, smallest, smallest), 3)(torch.zeros(2, 1, smallest, smallest)).shape == (2, 3)
     too_small = (1, smallest, smallest - 1)
     with pytest.raises(InputError) as caught:
@@ -89,24 +105,40 @@ def test_the_smallest_image_works_and_a_smaller_one_is_refused(make: Callable[..
 
 @pytest.mark.parametrize("make", [cnn2, cnn4, pflcnn])
 def test_samples_that_are_no_images_are_refused(make: Callable[..., Model]) -> None:
-    with pytest.raises(InputError, match=r"needs images of shape \(channels, height, width\), got shape \(64,\)"):
+    with pytest.raises(
+        InputError, match=r"needs images of shape \(channels, height, width\), got shape \(64,\)"
+    ):
         make((64,), 3)
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (cnn2, {"channels": (8,)}, "channels of model 'cnn2' must be a list of 2 numbers, got (8,)"),
-        (cnn2, {"hidden": 1.5}, "hidden of model 'cnn2' must be a whole number of at least 1, got 1.5"),
+        (
+            cnn2,
+            {"channels": (8,)},
+            "channels of model 'cnn2' must be a list of 2 numbers, got (8,)",
+        ),
+        (
+            cnn2,
+            {"hidden": 1.5},
+            "hidden of model 'cnn2' must be a whole number of at least 1, got 1.5",
+        ),
         (
             cnn4,
             {"channels": (8, 8, 8, -1)},
             "each of channels of model 'cnn4' must be a whole number of at least 1, got -1",
         ),
-        (pflcnn, {"dropout": (0.1,)}, "dropout of model 'pflcnn' must be a list of 2 numbers, got (0.1,)"),
+        (
+            pflcnn,
+            {"dropout": (0.1,)},
+            "dropout of model 'pflcnn' must be a list of 2 numbers, got (0.1,)",
+        ),
     ],
 )
-def test_option_refusals(make: Callable[..., Model], options: dict[str, object], message: str) -> None:
+def test_option_refusals(
+    make: Callable[..., Model], options: dict[str, object], message: str
+) -> None:
     with pytest.raises(InputError) as caught:
         make((1, 8, 8), 3, **options)
     assert str(caught.value) == message

@@ -42,7 +42,11 @@ def test_mlp_by_hand() -> None:
 
 
 def test_dropout_follows_every_hidden_layer_and_only_when_asked() -> None:
-    rates = [layer.p for layer in mlp((4,), 2, hidden=(3, 3), dropout=0.2).modules() if isinstance(layer, nn.Dropout)]
+    rates = [
+        layer.p
+        for layer in mlp((4,), 2, hidden=(3, 3), dropout=0.2).modules()
+        if isinstance(layer, nn.Dropout)
+    ]
     assert rates == [0.2, 0.2]
     assert not any(isinstance(layer, nn.Dropout) for layer in mlp((4,), 2).modules())
 
@@ -52,10 +56,19 @@ def test_dropout_follows_every_hidden_layer_and_only_when_asked() -> None:
     [
         ({"hidden": 64}, "hidden of model 'mlp' must be a list, got 64"),
         ({"hidden": "64"}, "hidden of model 'mlp' must be a list, got '64'"),
-        ({"hidden": (8, 0)}, "each of hidden of model 'mlp' must be a whole number of at least 1, got 0"),
+        (
+            {"hidden": (8, 0)},
+            "each of hidden of model 'mlp' must be a whole number of at least 1, got 0",
+        ),
         ({"dropout": 1.0}, "dropout of model 'mlp' must be a number from 0 to below 1, got 1.0"),
-        ({"dropout": float("nan")}, "dropout of model 'mlp' must be a number from 0 to below 1, got nan"),
-        ({"dropout": "0.1"}, "dropout of model 'mlp' must be a number from 0 to below 1, got '0.1'"),
+        (
+            {"dropout": float("nan")},
+            "dropout of model 'mlp' must be a number from 0 to below 1, got nan",
+        ),
+        (
+            {"dropout": "0.1"},
+            "dropout of model 'mlp' must be a number from 0 to below 1, got '0.1'",
+        ),
     ],
 )
 def test_refusals(options: dict[str, object], message: str) -> None:

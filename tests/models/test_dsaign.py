@@ -32,7 +32,9 @@ def reference(model, width, hidden):
                 layer.weight.copy_(source.weight)
                 layer.bias.copy_(source.bias)
         layers.append(theirs)
-    return lambda x: nn.Sequential(*layers)(torch.cat([x, x], 1).view(len(x), 2 * width // 32, 32)).flatten(1)
+    return lambda x: nn.Sequential(*layers)(
+        torch.cat([x, x], 1).view(len(x), 2 * width // 32, 32)
+    ).flatten(1)
 
 
 @pytest.mark.parametrize("width", [16, 48, 64])
@@ -40,9 +42,14 @@ def test_the_decomposition_is_pytorchs_transformer_encoder(width):
     model = build("dsaign", shape=(width,), classes=3, feedforward=20).double()
     with torch.no_grad():
         for seed, p in enumerate(model.parameters()):
-            p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype))
+            p.add_(
+                0.2
+                * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype)
+            )
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    torch.testing.assert_close(model.features(x), reference(model, width, 20)(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        model.features(x), reference(model, width, 20)(x), rtol=0, atol=1e-12
+    )
 
 
 def test_sizes_of_the_paper():
@@ -55,7 +62,9 @@ def test_sizes_of_the_paper():
     assert model.features(torch.zeros(2, 512)).shape == (2, 1024)
 
 
-@pytest.mark.parametrize(("projection", "numbers"), [("matrix", 512), ("linear", 528), ("mlp", 528 + 272)])
+@pytest.mark.parametrize(
+    ("projection", "numbers"), [("matrix", 512), ("linear", 528), ("mlp", 528 + 272)]
+)
 def test_projections(projection, numbers):
     model = build("dsaign", shape=(16,), classes=3, feedforward=8, projection=projection)
     assert sum(p.numel() for p in model.reconstruction.parameters()) == numbers
@@ -76,7 +85,10 @@ def test_outputs_are_cosines_with_label_vectors_that_never_move(tmp_path):
 
 
 def test_without_a_file_label_vectors_are_drawn_from_the_seed():
-    one, same, other = (build("dsaign", shape=(16,), classes=3, feedforward=8, seed=s).head.vectors for s in (0, 0, 1))
+    one, same, other = (
+        build("dsaign", shape=(16,), classes=3, feedforward=8, seed=s).head.vectors
+        for s in (0, 0, 1)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
@@ -85,7 +97,11 @@ def test_without_a_file_label_vectors_are_drawn_from_the_seed():
     ("shape", "options", "message"),
     [
         ((24,), {}, r"one of shape \(24,\) has 24 numbers; valid: a multiple of 16"),
-        ((16,), {"projection": "matrx"}, "unknown projection 'matrx' in model 'dsaign'; did you mean 'matrix'"),
+        (
+            (16,),
+            {"projection": "matrx"},
+            "unknown projection 'matrx' in model 'dsaign'; did you mean 'matrix'",
+        ),
         ((16,), {"heads": 5}, "heads=5 do not divide width=32"),
         ((16,), {"labels": "/nowhere"}, "labels of model 'dsaign': cannot read /nowhere"),
     ],

@@ -45,11 +45,15 @@ def test_each_images_own_h_reaches_its_own_prompts():
     torch.testing.assert_close(made.features(made.stem(x)), wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(made(x), made.head(wanted), rtol=0, atol=1e-12)
     given = []
-    made.features.encoder.module.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    made.features.encoder.module.register_forward_pre_hook(
+        lambda module, inputs: given.append(inputs[0])
+    )
     encoded = made.stem(x)
     made.features(encoded)
     shift = given[-1][:, -3:] - made.features.prompts
-    torch.testing.assert_close(shift, made.features.gcnet(encoded[:, 0]).unsqueeze(1).expand(-1, 3, -1))
+    torch.testing.assert_close(
+        shift, made.features.gcnet(encoded[:, 0]).unsqueeze(1).expand(-1, 3, -1)
+    )
     # Images differ, so an h in the wrong place would show.
     assert torch.cdist(shift[:, 0], shift[:, 0]).fill_diagonal_(1).min() > 1e-3
 
@@ -112,7 +116,11 @@ def test_pretrained_transformers(tmp_path):
     torch.testing.assert_close(made.features(made.stem(x)), by_hand(made, x), rtol=0, atol=1e-12)
     # The first pass is that of the encoder as it was saved.
     torch.testing.assert_close(made.stem(x)[:, 0], encoder(source).double()(x), rtol=0, atol=1e-5)
-    assert {name.split(".")[1] for name, p in made.features.named_parameters("features") if p.requires_grad} == {
+    assert {
+        name.split(".")[1]
+        for name, p in made.features.named_parameters("features")
+        if p.requires_grad
+    } == {
         "prompts",
         "gcnet",
     }

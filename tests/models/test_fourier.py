@@ -64,7 +64,9 @@ def test_coefficients_without_a_phase_stay_zero(dtype):
     found = AmplitudeNorm((1, 24, 24)).to(dtype)
     found.amplitude.copy_(layer.amplitude[:1])
     constant = found(x)
-    torch.testing.assert_close(constant, constant[:1, :, :1, :1].expand_as(constant), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        constant, constant[:1, :, :1, :1].expand_as(constant), rtol=0, atol=1e-5
+    )
     assert torch.equal(found(torch.zeros_like(x)), torch.zeros_like(x))
 
 
@@ -77,4 +79,6 @@ def test_bytes_are_pixels_from_0_to_1():
 def test_stacked_clients_give_the_same():
     x = torch.stack([pictures((5, 4)), pictures((5, 4), seed=2)])
     layer = layer_for((5, 4), 1, pictures((5, 4), seed=1))
-    torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(own) for own in x]), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        torch.func.vmap(layer)(x), torch.stack([layer(own) for own in x]), rtol=0, atol=1e-14
+    )

@@ -46,7 +46,13 @@ class Calls(nn.Module):
 
 def transformer() -> Frozen:
     torch.manual_seed(3)
-    layers = [FusedAttention(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), FusedAttention()]
+    layers = [
+        FusedAttention(),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        FusedAttention(),
+    ]
     return Frozen(nn.Sequential(Calls(), *layers)).double()
 
 
@@ -54,7 +60,14 @@ def convolutional() -> Frozen:
     torch.manual_seed(3)
     norm = nn.BatchNorm2d(6)
     nn.init.normal_(norm.running_mean)  # type: ignore[arg-type]
-    layers = [nn.Unflatten(1, (1, TOKENS)), nn.Conv2d(1, 6, 3), norm, nn.Dropout(0.5), nn.MaxPool2d(2), nn.Flatten()]
+    layers = [
+        nn.Unflatten(1, (1, TOKENS)),
+        nn.Conv2d(1, 6, 3),
+        norm,
+        nn.Dropout(0.5),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
     return Frozen(nn.Sequential(Calls(), *layers)).double()
 
 
@@ -108,7 +121,11 @@ class Sums(nn.Module):
 
 def test_several_inputs_and_outputs():
     frozen = Frozen(Sums())
-    x, y, scale = normal(CLIENTS, SAMPLES, 2), normal(SAMPLES, 2, seed=1), normal(SAMPLES, CLIENTS, 2, seed=2)
+    x, y, scale = (
+        normal(CLIENTS, SAMPLES, 2),
+        normal(SAMPLES, 2, seed=1),
+        normal(SAMPLES, CLIENTS, 2, seed=2),
+    )
     first, second = vmap(lambda x, scale: frozen(x, y, scale=scale), in_dims=(0, 1))(x, scale)
     torch.testing.assert_close(first, (x + y) * scale.movedim(1, 0))
     torch.testing.assert_close(second, (x * y).sum(-1))
@@ -156,7 +173,9 @@ def test_other_transforms_than_one_vmap_agree_too():
     frozen, x = transformer(), normal(CLIENTS, 2, SAMPLES, TOKENS, WIDTH)
     torch.testing.assert_close(vmap(vmap(frozen))(x)[1, 1], frozen(x[1, 1]), rtol=0, atol=1e-12)
     gradients = vmap(grad(lambda x: frozen(x).square().sum()))(x[:, 0])
-    (wanted,) = torch.autograd.grad(frozen(own := x[1, 0].clone().requires_grad_()).square().sum(), own)
+    (wanted,) = torch.autograd.grad(
+        frozen(own := x[1, 0].clone().requires_grad_()).square().sum(), own
+    )
     torch.testing.assert_close(gradients[1], wanted, rtol=0, atol=1e-12)
 
 
@@ -202,7 +221,9 @@ def test_nothing_moves_and_nothing_drops():
 
 
 def test_convert_leaves_it_as_it_is():
-    frozen = Frozen(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Linear(2, 2)))
+    frozen = Frozen(
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Linear(2, 2))
+    )
     kinds = [type(part) for part in frozen.modules()]
     converted = convert(nn.Sequential(frozen, nn.Sequential(frozen), nn.Dropout(0.5)))
     assert [type(part) for part in frozen.modules()] == kinds
@@ -246,7 +267,9 @@ def test_bytes_become_the_type_the_module_was_given_with():
 
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16"])
 def test_other_types_are_refused(dtype):
-    with pytest.raises(InputError, match="cannot be lowered to .*int8|cannot be lowered to 'bfloat16'"):
+    with pytest.raises(
+        InputError, match="cannot be lowered to .*int8|cannot be lowered to 'bfloat16'"
+    ):
         Frozen(nn.Linear(2, 2)).lower(dtype)
 
 
@@ -264,7 +287,9 @@ def test_transforms_are_listed_from_the_outside():
 
 def test_names_of_what_is_frozen():
     norm = nn.BatchNorm1d(2)
-    model = nn.ModuleDict({"stem": Frozen(norm), "free": nn.Sequential(nn.Linear(2, 2), Frozen(nn.Linear(2, 1)))})
+    model = nn.ModuleDict(
+        {"stem": Frozen(norm), "free": nn.Sequential(nn.Linear(2, 2), Frozen(nn.Linear(2, 1)))}
+    )
     inside = {f"stem.module.{name}" for name in norm.state_dict()}
     assert frozen_names(model) == inside | {"free.1.module.weight", "free.1.module.bias"}
     assert frozen_names(Frozen(nn.Linear(1, 1))) == {"module.weight", "module.bias"}

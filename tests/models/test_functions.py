@@ -52,7 +52,9 @@ def test_attention_is_that_of_pytorch(name):
 
     found, wanted = carried(made), made()
     torch.testing.assert_close(found, wanted)
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (found, wanted)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (found, wanted)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -85,7 +87,9 @@ HEADS = {
 def test_attention_with_heads_is_that_of_pytorch(name, batch_first):
     options, how = HEADS[name]
     torch.manual_seed(0)
-    layer = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first, **options).double().eval()
+    layer = (
+        nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=batch_first, **options).double().eval()
+    )
     widths = (8, options.get("kdim", 8), options.get("vdim", 8))
     given = [normal(2, 5, width, seed=seed) for seed, width in enumerate(widths)]
     if name in ("usual", "padding"):
@@ -101,7 +105,9 @@ def test_attention_with_heads_is_that_of_pytorch(name, batch_first):
 
 def test_attention_without_samples_is_refused():
     layer = nn.MultiheadAttention(8, 2).double()
-    with pytest.raises(InputError, match=r"queries of shape \(5, 8\); valid: a batch of three dimensions"):
+    with pytest.raises(
+        InputError, match=r"queries of shape \(5, 8\); valid: a batch of three dimensions"
+    ):
         carried(lambda: layer(*[normal(5, 8)] * 3))
 
 
@@ -122,7 +128,9 @@ def test_alpha_dropout_keeps_mean_and_variance():
     assert dropped.std().item() == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("function", [F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout])
+@pytest.mark.parametrize(
+    "function", [F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout]
+)
 def test_channels_are_dropped_as_a_whole(function):
     dropped = carried(lambda: function(torch.ones(20, 8, 3), 0.5, training=True), training())
     assert (dropped == dropped[:, :, :1]).all()
@@ -142,8 +150,15 @@ def test_draws_differ_between_calls_clients_and_parts_and_repeat_otherwise():
 
 
 def test_a_sample_does_not_see_how_many_are_beside_it():
-    for function in (torch.rand_like, torch.randn_like, lambda x: F.dropout(x, 0.5), lambda x: torch.rand(x.shape)):
-        few, many = (carried(lambda n=n, f=function: f(torch.ones(n, 3)), training()) for n in (2, 6))
+    for function in (
+        torch.rand_like,
+        torch.randn_like,
+        lambda x: F.dropout(x, 0.5),
+        lambda x: torch.rand(x.shape),
+    ):
+        few, many = (
+            carried(lambda n=n, f=function: f(torch.ones(n, 3)), training()) for n in (2, 6)
+        )
         assert torch.equal(many[:2], few)
 
 
@@ -151,7 +166,10 @@ def test_numbers_have_their_distributions():
     uniform = carried(lambda: torch.rand(100, 100, dtype=torch.float64), training())
     assert (uniform.dtype, uniform.mean().item()) == (torch.float64, pytest.approx(0.5, abs=0.02))
     gaussian = carried(lambda: torch.empty(100, 100).normal_(2.0, 3.0), training())
-    assert (gaussian.mean().item(), gaussian.std().item()) == (pytest.approx(2, abs=0.1), pytest.approx(3, abs=0.1))
+    assert (gaussian.mean().item(), gaussian.std().item()) == (
+        pytest.approx(2, abs=0.1),
+        pytest.approx(3, abs=0.1),
+    )
     between = carried(lambda: torch.empty(100, 100).uniform_(-1.0, 3.0), training())
     assert between.min() >= -1
     assert between.mean().item() == pytest.approx(1, abs=0.05)

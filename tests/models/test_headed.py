@@ -75,11 +75,18 @@ def test_a_head_that_takes_more_than_z_can_be_kept_but_not_looked_at():
     net.top["out"] = Scaled(6, 3)
     model = with_head(copy.deepcopy(net), "top.out")
     assert torch.equal(model(torch.ones(2, 2, 2)), net(torch.ones(2, 2, 2)))
-    with pytest.raises(InputError, match="the head is called with 2 arguments; valid: a layer that takes one tensor"):
+    with pytest.raises(
+        InputError,
+        match="the head is called with 2 arguments; valid: a layer that takes one tensor",
+    ):
         model.features(torch.zeros(2, 2, 2))
     x, y = torch.randn(20, 2, 2), torch.arange(20) % 3
     federation = Federation.from_arrays(x, y, clients=[0, 1] * 10)
-    assert train(federation, model=net, head="top.out", method="fedper", rounds=1).trainer.selected().own
+    assert (
+        train(federation, model=net, head="top.out", method="fedper", rounds=1)
+        .trainer.selected()
+        .own
+    )
     with pytest.raises(InputError, match="features and head apart, but Net has a forward"):
         train(federation, model=net, head="top.out", method="moon", rounds=1)
 
@@ -88,7 +95,11 @@ def test_a_head_that_takes_more_than_z_can_be_kept_but_not_looked_at():
     ("module", "head", "says"),
     [
         (Net(), "top.ou", "unknown head 'top.ou' in the model Net; did you mean 'top.out'"),
-        (Net(), None, "head must be the name of a layer of the model, such as 'classifier', got None"),
+        (
+            Net(),
+            None,
+            "head must be the name of a layer of the model, such as 'classifier', got None",
+        ),
         ("net", "top.out", "a head belongs to an nn.Module, got 'net'"),
     ],
 )

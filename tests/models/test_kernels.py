@@ -45,7 +45,9 @@ MASKS = {
 }
 # How the axes of clients, samples and channels lie in memory, the outermost first.
 LAYOUTS = pytest.mark.parametrize(
-    "layout", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=["clients first", "samples first", "channels first"]
+    "layout",
+    [(0, 1, 2), (1, 0, 2), (2, 1, 0)],
+    ids=["clients first", "samples first", "channels first"],
 )
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
@@ -56,7 +58,11 @@ def normal(*shape, seed=0):
 
 def laid_out(x, layout):
     """The same numbers with leading axes in another order of memory."""
-    return x.permute(*layout, *range(3, x.dim())).contiguous().permute(*np.argsort(layout), *range(3, x.dim()))
+    return (
+        x.permute(*layout, *range(3, x.dim()))
+        .contiguous()
+        .permute(*np.argsort(layout), *range(3, x.dim()))
+    )
 
 
 def order(x):
@@ -64,7 +70,11 @@ def order(x):
 
 
 def mask_named(name):
-    return None if MASKS[name] is None else torch.tensor(MASKS[name], dtype=torch.float32, device=DEVICE)
+    return (
+        None
+        if MASKS[name] is None
+        else torch.tensor(MASKS[name], dtype=torch.float32, device=DEVICE)
+    )
 
 
 def statistics():
@@ -85,17 +95,28 @@ def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3)
     """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples alone."""
     rows = slice(None) if mask is None else mask[client].bool()
     layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
-    layer.running_mean, layer.running_var = mean[client].double().clone(), var[client].double().clone()
+    layer.running_mean, layer.running_var = (
+        mean[client].double().clone(),
+        var[client].double().clone(),
+    )
     column = (-1,) + (1,) * (x.dim() - 3)
     own = x[client]
     if own[rows].numel() == CHANNELS:
         used_mean, used_var = mean[client].double(), var[client].double()
     else:
-        layer(own[rows].detach().flatten(2).unsqueeze(-1) if own.dim() > 2 else own[rows].detach()[..., None, None])
+        layer(
+            own[rows].detach().flatten(2).unsqueeze(-1)
+            if own.dim() > 2
+            else own[rows].detach()[..., None, None]
+        )
         axes = [0, *range(2, own.dim())]
         used_mean, used_var = own[rows].mean(axes), own[rows].var(axes, unbiased=False)
     y = (own - used_mean.view(column)) / (used_var + eps).sqrt().view(column)
-    return y * weight[client].view(column) + bias[client].view(column), layer.running_mean, layer.running_var
+    return (
+        y * weight[client].view(column) + bias[client].view(column),
+        layer.running_mean,
+        layer.running_var,
+    )
 
 
 @LAYOUTS
@@ -140,7 +161,10 @@ def test_norm_without_weights_and_running_statistics(mask):
         torch.testing.assert_close(own.double(), other, **CLOSE)
     (found,) = torch.autograd.grad(y, x, towards)
     torch.testing.assert_close(
-        found.double(), torch.autograd.grad(wanted[0], exact, towards.double())[0], rtol=1e-4, atol=1e-4
+        found.double(),
+        torch.autograd.grad(wanted[0], exact, towards.double())[0],
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -149,9 +173,13 @@ def test_norm_finds_clients_along_any_axis_and_shares_what_is_shared(in_dim):
     x, (mean, var) = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4), statistics()
     weight, bias = (normal(CLIENTS, CHANNELS, seed=seed) for seed in (1, 2))
     wanted = normalised(x, weight, bias, None, mean, var)
-    for own, other in zip(normalised(x, weight, bias, None, mean, var, in_dim=in_dim), wanted, strict=True):
+    for own, other in zip(
+        normalised(x, weight, bias, None, mean, var, in_dim=in_dim), wanted, strict=True
+    ):
         assert torch.equal(own, other)
-    shared = vmap(lambda x: kernels.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3))(x)
+    shared = vmap(
+        lambda x: kernels.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
+    )(x)
     for own, other in zip(shared, wanted, strict=True):
         assert torch.equal(own[0], other[0])
     alone = kernels.norm(x[0], None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
@@ -169,10 +197,14 @@ def test_norm_of_images_whose_positions_do_not_follow_each_other():
 def test_variance_far_from_zero_is_not_lost():
     """Deviations of one around ten thousand: in float32 the mean of squares knows nothing of them."""
     x = 1e4 + normal(2, 9, 1, 32, 32)
-    _, mean, var = vmap(lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5))(x)
+    _, mean, var = vmap(
+        lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
+    )(x)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((1, 3, 4)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(var.double(), exact.var((1, 3, 4), unbiased=False), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        var.double(), exact.var((1, 3, 4), unbiased=False), rtol=1e-3, atol=0
+    )
 
 
 def test_more_samples_and_positions_than_a_tile_holds(monkeypatch):
@@ -181,7 +213,9 @@ def test_more_samples_and_positions_than_a_tile_holds(monkeypatch):
     mask = (torch.arange(9, device=DEVICE) < torch.tensor([[9], [6]], device=DEVICE)).float()
 
     def results():
-        y = vmap(lambda x, mask: kernels.norm(x, mask, None, None, None, None, momentum=0.1, eps=1e-5))(x, mask)
+        y = vmap(
+            lambda x, mask: kernels.norm(x, mask, None, None, None, None, momentum=0.1, eps=1e-5)
+        )(x, mask)
         return *y, *torch.autograd.grad(y[0], x, towards)
 
     wanted = results()
@@ -211,7 +245,11 @@ def test_norm_gives_the_same_bits_twice_and_whoever_shares_the_stack():
 @pytest.mark.parametrize("mask", ["none", "one"])
 def test_second_derivatives_of_norm_go_through_plain_operations(mask):
     mask, (mean, var) = mask_named(mask), statistics()
-    tensors = [normal(CLIENTS, SAMPLES, CHANNELS, 3), normal(CLIENTS, CHANNELS, seed=1), normal(CLIENTS, CHANNELS)]
+    tensors = [
+        normal(CLIENTS, SAMPLES, CHANNELS, 3),
+        normal(CLIENTS, CHANNELS, seed=1),
+        normal(CLIENTS, CHANNELS),
+    ]
     rows = torch.ones(CLIENTS, SAMPLES, device=DEVICE) if mask is None else mask
 
     def plain(x, weight, bias):
@@ -241,7 +279,14 @@ def pooled_by_pytorch(x, window):
 @LAYOUTS
 @pytest.mark.parametrize(
     ("size", "window"),
-    [((4, 4), (2, 2)), ((5, 7), (2, 2)), ((6, 7), (3, 2)), ((2, 2), (2, 2)), ((32, 32), (2, 2)), ((4, 4), (1, 1))],
+    [
+        ((4, 4), (2, 2)),
+        ((5, 7), (2, 2)),
+        ((6, 7), (3, 2)),
+        ((2, 2), (2, 2)),
+        ((32, 32), (2, 2)),
+        ((4, 4), (1, 1)),
+    ],
     ids=str,
 )
 def test_max_pool_is_pytorchs(size, window, layout):
@@ -302,7 +347,10 @@ def test_gradients_of_max_pool_can_be_differentiated():
 
 
 def test_results_may_be_changed_in_place():
-    x, weight = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4).requires_grad_(), normal(CLIENTS, CHANNELS, seed=1)
+    x, weight = (
+        normal(CLIENTS, SAMPLES, CHANNELS, 4, 4).requires_grad_(),
+        normal(CLIENTS, CHANNELS, seed=1),
+    )
 
     def of_one_client(in_place):
         def value(x, weight):
@@ -313,12 +361,17 @@ def test_results_may_be_changed_in_place():
 
         return value
 
-    changed, kept = (torch.autograd.grad(vmap(of_one_client(way))(x, weight).sum(), x)[0] for way in (True, False))
+    changed, kept = (
+        torch.autograd.grad(vmap(of_one_client(way))(x, weight).sum(), x)[0]
+        for way in (True, False)
+    )
     assert torch.equal(changed, kept)
 
 
 def test_kernels_work_where_these_tests_run():
-    assert vmap(lambda x: x + kernels.work_on(x.device))(torch.zeros(2, device=DEVICE)).tolist() == [1, 1]
+    assert vmap(lambda x: x + kernels.work_on(x.device))(
+        torch.zeros(2, device=DEVICE)
+    ).tolist() == [1, 1]
 
 
 def test_a_device_without_kernels_is_told_once(monkeypatch):
@@ -328,7 +381,10 @@ def test_a_device_without_kernels_is_told_once(monkeypatch):
     monkeypatch.setattr(kernels.StackedMaxPool, "apply", no_compiler)
     device = torch.device(DEVICE, 0)
     kernels.work_on.cache_clear()
-    with pytest.warns(UserWarning, match=f"Triton cannot build kernels for {DEVICE}:0, steps will be slower: Failed"):
+    with pytest.warns(
+        UserWarning,
+        match=f"Triton cannot build kernels for {DEVICE}:0, steps will be slower: Failed",
+    ):
         assert not kernels.work_on(device)
     assert not kernels.work_on(device)
     kernels.work_on.cache_clear()
@@ -342,13 +398,17 @@ def test_a_gradient_inside_vmap():
         return lambda x: pool(norm(x)).square().sum()
 
     def plain(x):
-        return masked_norm(x, x.new_ones(SAMPLES), None, None, None, None, momentum=0.1, eps=1e-5)[0]
+        return masked_norm(x, x.new_ones(SAMPLES), None, None, None, None, momentum=0.1, eps=1e-5)[
+            0
+        ]
 
     def ours(x):
         return kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
 
     found = vmap(grad(loss(lambda x: kernels.max_pool(x, (2, 2)), ours)))(x)
-    torch.testing.assert_close(found, vmap(grad(loss(lambda x: F.max_pool2d(x, 2), plain)))(x), **CLOSE)
+    torch.testing.assert_close(
+        found, vmap(grad(loss(lambda x: F.max_pool2d(x, 2), plain)))(x), **CLOSE
+    )
 
 
 # ---- in the engine ----------------------------------------------------------------------------------------------------
@@ -383,29 +443,43 @@ def test_the_layers_use_the_kernels_for_stacked_clients_only(everywhere):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, everywhere, monkeypatch):
+def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(
+    masked, everywhere, monkeypatch
+):
     # Else convolutions on a GPU would be what differs.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     module = build("bncnn", shape=(2, 9, 8), classes=3, channels=(4, 3), pools=2, hidden=(5,))
     clients, rows = 3, 4
-    x, y = normal(clients, rows, 2, 9, 8), torch.arange(clients * rows, device=DEVICE).view(clients, rows) % 3
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], device=DEVICE).float() if masked else None
+    x, y = (
+        normal(clients, rows, 2, 9, 8),
+        torch.arange(clients * rows, device=DEVICE).view(clients, rows) % 3,
+    )
+    mask = (
+        torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], device=DEVICE).float()
+        if masked
+        else None
+    )
 
     def step(dtype):
         network = Network(module, tasks.build("classification"), torch.device(DEVICE), dtype)
         initial = network.initial()
         stacked = {
-            n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype) for i, (n, t) in enumerate(initial.items())
+            n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype)
+            for i, (n, t) in enumerate(initial.items())
         }
         moving = {n: t.requires_grad_() for n, t in stacked.items() if n not in network.buffers}
 
         def of_one(params, x, y, mask):
-            output, _, buffers = network.apply(params, x, Forward(train=True, mask=mask, stacked=True))
+            output, _, buffers = network.apply(
+                params, x, Forward(train=True, mask=mask, stacked=True)
+            )
             values = F.cross_entropy(output, y, reduction="none")
             return values.mean() if mask is None else (values * mask).sum() / mask.sum(), buffers
 
         own = None if mask is None else mask.to(dtype)
-        losses, buffers = vmap(of_one, in_dims=(0, 0, 0, None if mask is None else 0))(stacked, x.to(dtype), y, own)
+        losses, buffers = vmap(of_one, in_dims=(0, 0, 0, None if mask is None else 0))(
+            stacked, x.to(dtype), y, own
+        )
         gradients = torch.autograd.grad(losses.sum(), list(moving.values()))
         return {"losses": losses.detach(), **buffers, **dict(zip(moving, gradients, strict=True))}
 
@@ -415,14 +489,20 @@ def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(masked, ever
     assert len(everywhere) == 5, "three BatchNorm and two max-pooling layers"
     for name, other in wanted.items():
         scale = max(float(other.abs().max()), 1e-3)
-        torch.testing.assert_close(found[name].double() / scale, other / scale, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found[name].double() / scale, other / scale, rtol=1e-4, atol=1e-4, msg=name
+        )
 
 
 def small():
-    return build("bncnn", shape=(2, 5, 5), classes=4, channels=(4, 3), pools=1, hidden=(5,)).double()
+    return build(
+        "bncnn", shape=(2, 5, 5), classes=4, channels=(4, 3), pools=1, hidden=(5,)
+    ).double()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the test below carries out more rounds")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU the test below carries out more rounds"
+)
 def test_a_round_of_ragged_clients_equals_clients_one_by_one_in_float64(everywhere):
     federation = images(sizes=[1, 3, 5])
     options = {"batch_size": 4, "epochs": 1, "optimizer": optimizer_named("sgd", lr=0.05)}
@@ -440,7 +520,13 @@ def test_a_gpu_gives_the_cpus_numbers_in_float32(replay):
             images(),
             method_named("fedavg"),
             small(),
-            Training(rounds=4, cohort=10, batch_size=8, epochs=1, optimizer=optimizer_named("sgd", lr=0.05)),
+            Training(
+                rounds=4,
+                cohort=10,
+                batch_size=8,
+                epochs=1,
+                optimizer=optimizer_named("sgd", lr=0.05),
+            ),
             Machine(device=device, **machine),
             Evaluation(every=0),
             seed=0,

@@ -30,7 +30,9 @@ from equipoise.models.layers import (
 from equipoise.random import fold
 
 CHANNELS = 3
-SHAPES = pytest.mark.parametrize("shape", [(), (4,), (2, 5)], ids=["vectors", "sequences", "images"])
+SHAPES = pytest.mark.parametrize(
+    "shape", [(), (4,), (2, 5)], ids=["vectors", "sequences", "images"]
+)
 KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}
 
 
@@ -45,7 +47,9 @@ def torch_norm(shape, **options):
         for offset, (name, tensor) in enumerate(layer.state_dict().items()):
             if tensor.is_floating_point():
                 tensor.copy_(
-                    normal(CHANNELS, seed=offset + 10).abs() if "var" in name else normal(CHANNELS, seed=offset)
+                    normal(CHANNELS, seed=offset + 10).abs()
+                    if "var" in name
+                    else normal(CHANNELS, seed=offset)
                 )
     return layer
 
@@ -60,7 +64,9 @@ def padded(samples, rows, shape, garbage=1e3):
 @SHAPES
 @pytest.mark.parametrize("samples", [2, 5, 8])
 @pytest.mark.parametrize(
-    "options", [{}, {"affine": False}, {"momentum": 0.3, "eps": 0.01}], ids=["usual", "bare", "other"]
+    "options",
+    [{}, {"affine": False}, {"momentum": 0.3, "eps": 0.01}],
+    ids=["usual", "bare", "other"],
 )
 def test_masked_batchnorm_is_pytorchs_on_the_samples_alone(options, samples, shape):
     theirs = torch_norm(shape, **options)
@@ -163,20 +169,29 @@ def test_without_running_statistics_the_batch_is_always_used(when, masked, shape
 def test_a_single_value_without_running_statistics_is_its_own_mean(masked):
     layer = BatchNorm(torch_norm((), track_running_stats=False))
     x = padded(1, 4, ())[0].detach() if masked else normal(1, CHANNELS)
-    with forward_pass(Forward(train=False, mask=torch.tensor([1.0, 0, 0, 0]).double() if masked else None)):
+    with forward_pass(
+        Forward(train=False, mask=torch.tensor([1.0, 0, 0, 0]).double() if masked else None)
+    ):
         found = layer(x)[0]
     torch.testing.assert_close(found, layer.bias, rtol=1e-12, atol=1e-12)
 
 
 def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
-    features = nn.Sequential(nn.Conv2d(2, CHANNELS, 2), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten())
-    network = Network(Model(features, nn.Linear(CHANNELS * 4, 2)), tasks.build("classification"), dtype=torch.float64)
+    features = nn.Sequential(
+        nn.Conv2d(2, CHANNELS, 2), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten()
+    )
+    network = Network(
+        Model(features, nn.Linear(CHANNELS * 4, 2)),
+        tasks.build("classification"),
+        dtype=torch.float64,
+    )
     clients, rows = 4, 6
     x = normal(clients, rows, 2, 3, 3)
     counts = [6, 1, 3, 5]
     mask = (torch.arange(rows) < torch.tensor(counts).unsqueeze(1)).double()
     stacked = {
-        n: t + 0.1 * normal(clients, *t.shape, seed=i).abs() for i, (n, t) in enumerate(network.initial().items())
+        n: t + 0.1 * normal(clients, *t.shape, seed=i).abs()
+        for i, (n, t) in enumerate(network.initial().items())
     }
 
     def of_one(params, x, mask):
@@ -245,7 +260,9 @@ def test_a_dropout_layer_that_is_called_again_draws_again():
 
 def test_a_layer_in_several_places_stays_one():
     layer = nn.BatchNorm1d(3)
-    module = convert(nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Dropout(0.5)), "c": layer}))
+    module = convert(
+        nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Dropout(0.5)), "c": layer})
+    )
     assert module["a"] is module["c"] is module["b"][0]
     assert isinstance(module["a"], BatchNorm)
     assert module["a"].weight is layer.weight
@@ -261,7 +278,9 @@ class Kept(nn.BatchNorm1d):
         return super().train(False)
 
 
-@pytest.mark.parametrize("layer", [Doubled(0.5), Kept(3), nn.AlphaDropout(0.5), nn.Embedding(3, 2, max_norm=1.0)])
+@pytest.mark.parametrize(
+    "layer", [Doubled(0.5), Kept(3), nn.AlphaDropout(0.5), nn.Embedding(3, 2, max_norm=1.0)]
+)
 def test_layers_that_do_something_else_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer
 
@@ -313,12 +332,17 @@ def test_converted_layers_keep_names_and_every_bit_of_float64():
         for offset, tensor in enumerate(module.state_dict().values()):
             if tensor.is_floating_point():
                 tensor.copy_(normal(*tensor.shape, seed=offset).abs())
-    wanted = {n: t.clone() for n, t in module.state_dict().items() if not n.endswith("num_batches_tracked")}
+    wanted = {
+        n: t.clone()
+        for n, t in module.state_dict().items()
+        if not n.endswith("num_batches_tracked")
+    }
     state = torch.get_rng_state()
     found = convert(module).state_dict()
     assert list(found) == list(wanted)
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == torch.float64 for name, tensor in wanted.items()
+        torch.equal(found[name], tensor) and found[name].dtype == torch.float64
+        for name, tensor in wanted.items()
     )
     assert torch.equal(torch.get_rng_state(), state), "no random number was drawn"
     kinds = [type(module[i]) for i in (0, 1, 5, 6)] + [type(module[2][0])]
@@ -359,7 +383,11 @@ def test_batchnorm_refuses_a_batch_without_channels():
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, dilation=2), nn.Conv2d(2, 2, 3, padding="same")],
+    [
+        nn.Conv2d(2, 2, 3, groups=2),
+        nn.Conv2d(2, 2, 3, dilation=2),
+        nn.Conv2d(2, 2, 3, padding="same"),
+    ],
     ids=["groups", "dilation", "named padding"],
 )
 def test_unusual_convolutions_are_left_alone(layer):
@@ -407,7 +435,9 @@ def test_convolution_by_patches_is_the_convolution_of_every_client(kernel, strid
     x = normal(clients, samples, 2, 6, 7).requires_grad_()
     weight = normal(clients, 5, 2, *kernel, seed=1).requires_grad_()
     found = vmap(lambda x, w: _PatchProduct.apply(x, w, stride, padding)[0])(x, weight)
-    wanted = torch.stack([F.conv2d(a, w, stride=stride, padding=padding) for a, w in zip(x, weight, strict=True)])
+    wanted = torch.stack(
+        [F.conv2d(a, w, stride=stride, padding=padding) for a, w in zip(x, weight, strict=True)]
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     towards = normal(*wanted.shape, seed=2)
     for own, other in zip(
@@ -438,7 +468,9 @@ def test_linear_is_pytorchs_alone_and_stacked(leading, bias):
     def output(weight, x):
         return torch.func.functional_call(converted, {"weight": weight}, (x,))
 
-    wanted = torch.stack([F.linear(own, weight, layer.bias) for own, weight in zip(x, weights, strict=True)])
+    wanted = torch.stack(
+        [F.linear(own, weight, layer.bias) for own, weight in zip(x, weights, strict=True)]
+    )
     torch.testing.assert_close(vmap(output)(weights, x), wanted, rtol=0, atol=1e-13)
 
 
@@ -453,11 +485,15 @@ def test_stacked_linear_layers_do_not_copy_their_weights():
         class Watch(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
                 if "mm" in function.__name__:
-                    sizes.extend(tensor.numel() for tensor in args if isinstance(tensor, torch.Tensor))
+                    sizes.extend(
+                        tensor.numel() for tensor in args if isinstance(tensor, torch.Tensor)
+                    )
                 return function(*args, **(kwargs or {}))
 
         with Watch():
-            vmap(lambda weight, x: torch.func.functional_call(layer, {"weight": weight}, (x,)))(weights, x)
+            vmap(lambda weight, x: torch.func.functional_call(layer, {"weight": weight}, (x,)))(
+                weights, x
+            )
         return max(sizes)
 
     plain = nn.Linear(40, 50, bias=False)
@@ -489,11 +525,15 @@ def test_layer_norm_is_pytorchs_alone_and_inside_transforms(shape, options):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3)], ids=str
+    "norm",
+    [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3)],
+    ids=str,
 )
 def test_second_derivatives_of_stacked_clients_are_those_of_one(norm, masked):
     """PyTorch's own rules for vmap are wrong here by tens of percent."""
-    module = convert(nn.Sequential(nn.Linear(4, 3, bias=False), copy.deepcopy(norm), nn.Linear(3, 2)).double())
+    module = convert(
+        nn.Sequential(nn.Linear(4, 3, bias=False), copy.deepcopy(norm), nn.Linear(3, 2)).double()
+    )
     buffers = dict(module.named_buffers())
     stacked = {
         name: normal(2, *p.shape, seed=seed).requires_grad_()

@@ -25,7 +25,9 @@ from equipoise.models.layers import BatchNorm, Forward, convert
 from equipoise.models.pretrained import FAMILIES, IMAGENET, encoder
 from equipoise.models.vit import tokens_of
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: equipoise[pretrained]"
+)
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 TRANSFORMER = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "patch_size": 4}
@@ -34,39 +36,72 @@ DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 
 def resnet(layer_type, sizes, kind):
     config = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=sizes, depths=[2, 1, 1, 1], layer_type=layer_type, num_labels=5
+        embedding_size=4,
+        hidden_sizes=sizes,
+        depths=[2, 1, 1, 1],
+        layer_type=layer_type,
+        num_labels=5,
     )
     return getattr(transformers, kind)(config)
 
 
 def mobilenet():
     config = transformers.MobileNetV2Config(
-        depth_multiplier=0.2, depth_divisible_by=2, min_depth=2, expand_ratio=2, finegrained_output=False
+        depth_multiplier=0.2,
+        depth_divisible_by=2,
+        min_depth=2,
+        expand_ratio=2,
+        finegrained_output=False,
     )
     return transformers.MobileNetV2ForImageClassification(config)
 
 
 def clip():
-    vision = {**TRANSFORMER, "intermediate_size": 12, "image_size": 16, "projection_dim": 6, "attention_dropout": 0.3}
-    text = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 4, "intermediate_size": 4, "vocab_size": 9}
+    vision = {
+        **TRANSFORMER,
+        "intermediate_size": 12,
+        "image_size": 16,
+        "projection_dim": 6,
+        "attention_dropout": 0.3,
+    }
+    text = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 4,
+        "intermediate_size": 4,
+        "vocab_size": 9,
+    }
     return transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=6, image_size=16)
+        transformers.CLIPConfig(
+            text_config=text, vision_config=vision, projection_dim=6, image_size=16
+        )
     )
 
 
 MODELS = {
     "resnet-basic": lambda: resnet("basic", [4, 6, 8, 10], "ResNetModel"),
-    "resnet-bottleneck": lambda: resnet("bottleneck", [8, 12, 16, 20], "ResNetForImageClassification"),
+    "resnet-bottleneck": lambda: resnet(
+        "bottleneck", [8, 12, 16, 20], "ResNetForImageClassification"
+    ),
     "mobilenet": mobilenet,
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(**TRANSFORMER, **DROPOUT, intermediate_size=12, image_size=16)
     ),
     "dinov2": lambda: transformers.Dinov2Model(
-        transformers.Dinov2Config(**TRANSFORMER, **DROPOUT, mlp_ratio=2, image_size=20, drop_path_rate=0.3)
+        transformers.Dinov2Config(
+            **TRANSFORMER, **DROPOUT, mlp_ratio=2, image_size=20, drop_path_rate=0.3
+        )
     ),
     "clip": clip,
 }
-WIDTHS = {"resnet-basic": 10, "resnet-bottleneck": 20, "mobilenet": 256, "vit": 8, "dinov2": 8, "clip": 6}
+WIDTHS = {
+    "resnet-basic": 10,
+    "resnet-bottleneck": 20,
+    "mobilenet": 256,
+    "vit": 8,
+    "dinov2": 8,
+    "clip": 6,
+}
 CONVOLUTIONAL = ("resnet-basic", "resnet-bottleneck", "mobilenet")
 NAMES = pytest.mark.parametrize("name", MODELS)
 TOKENS = pytest.mark.parametrize("name", ["vit", "dinov2", "clip"])
@@ -78,7 +113,9 @@ def uniform(*shape: int, seed: int = 0) -> Tensor:
 
 def images(*shape: int, seed: int = 0) -> Tensor:
     """Bytes."""
-    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return torch.randint(
+        256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +134,9 @@ def saved(tmp_path_factory):
                     # Convolutions and BatchNorm over many layers must not let signals vanish.
                     tensor.add_(0.3 * torch.randn_like(tensor))
         model.save_pretrained(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"image_mean": MEAN, "image_std": STD})
+        )
         folders[name] = str(folder)
     return folders
 
@@ -127,7 +166,10 @@ def made(name: str, folder: str, shape: tuple[int, ...] = (3, 16, 16), **options
 
 
 def test_every_family_is_covered_here(saved):
-    kinds = {json.loads(Path(folder, "config.json").read_text())["model_type"] for folder in saved.values()}
+    kinds = {
+        json.loads(Path(folder, "config.json").read_text())["model_type"]
+        for folder in saved.values()
+    }
     assert kinds | {"clip_vision_model"} == set(FAMILIES)
 
 
@@ -170,7 +212,10 @@ def test_everything_moves_or_only_the_head(saved, name):
     assert free.stem is None
     assert free.training
     assert all(part.training for part in free.modules())
-    assert {key for key, p in frozen.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    assert {key for key, p in frozen.named_parameters() if p.requires_grad} == {
+        "head.weight",
+        "head.bias",
+    }
     assert isinstance(frozen.stem, Frozen)
     assert isinstance(frozen.features, nn.Identity)
     assert frozen_names(frozen) == {key for key in frozen.state_dict() if key.startswith("stem.")}
@@ -183,14 +228,19 @@ def test_everything_moves_or_only_the_head(saved, name):
 def test_the_engine_takes_it_as_it_is(saved, name, freeze):
     """Without dropout of its own, samples beside each other, or tensors the engine would not find."""
     model = made(name, saved[name], freeze=freeze)
-    Network(model, tasks.build("classification")).try_out(images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4)
+    Network(model, tasks.build("classification")).try_out(
+        images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4
+    )
 
 
 @NAMES
 def test_stacked_clients_match_one_by_one(saved, name):
     clients = 3
     model = convert(made(name, saved[name]).double()).eval()
-    x, y = uniform(clients, 4, 3, 16, 16), torch.randint(4, (clients, 4), generator=torch.Generator().manual_seed(2))
+    x, y = (
+        uniform(clients, 4, 3, 16, 16),
+        torch.randint(4, (clients, 4), generator=torch.Generator().manual_seed(2)),
+    )
     buffers = dict(model.named_buffers())
     stacked = {
         key: (p.detach() * (1 + 0.1 * uniform(clients, *p.shape, seed=seed))).requires_grad_()
@@ -231,7 +281,9 @@ def test_statistics_of_mobilenet_move_slowly(saved):
     first = model.features.body.conv_stem.first_conv
     before = first.normalization.running_mean.clone()
     seen: list[Tensor] = []
-    first.normalization.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0].detach()))
+    first.normalization.register_forward_pre_hook(
+        lambda layer, inputs: seen.append(inputs[0].detach())
+    )
     model(uniform(6, 3, 32, 32))
     of_batch = seen[0].mean((0, 2, 3))
     assert (of_batch - before).abs().min() > 1e-3
@@ -242,7 +294,9 @@ def test_statistics_of_mobilenet_move_slowly(saved):
 @TOKENS
 @pytest.mark.parametrize("fused", [True, False])
 def test_prompts_in_a_pretrained_transformer(saved, name, fused):
-    model = build("vitprompts", shape=(3, 24, 16), classes=4, source=saved[name], prompts=2, fused=fused).double()
+    model = build(
+        "vitprompts", shape=(3, 24, 16), classes=4, source=saved[name], prompts=2, fused=fused
+    ).double()
     moving = {key: tuple(p.shape) for key, p in model.named_parameters() if p.requires_grad}
     assert moving == {"features.prompts": (2, 8), "head.weight": (4, 8), "head.bias": (4,)}
     x = uniform(3, 5, 3, 24, 16)
@@ -269,7 +323,9 @@ def test_towers_without_prompts_are_the_whole_transformer(saved, name):
     whole = made(name, saved[name], (3, 24, 16)).double().eval()
     # DINOv2 scales its branches; multiplied into the weights, the scales are rounded to float32.
     tolerance = 1e-6 if name == "dinov2" else 1e-9
-    torch.testing.assert_close(whole.features.projection(found), whole.features(x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        whole.features.projection(found), whole.features(x), rtol=tolerance, atol=tolerance
+    )
     assert tower.width == found.shape[1] == 8
     # Frozen layers are merged into fewer and larger operations; trainable ones are left as they are.
     assert all(isinstance(block, Block) for block in tower.encoder.module.blocks)
@@ -277,9 +333,13 @@ def test_towers_without_prompts_are_the_whole_transformer(saved, name):
 
 
 def test_the_image_encoder_of_clip_alone(saved, tmp_path):
-    transformers.CLIPVisionModelWithProjection.from_pretrained(saved["clip"]).save_pretrained(tmp_path)
+    transformers.CLIPVisionModelWithProjection.from_pretrained(saved["clip"]).save_pretrained(
+        tmp_path
+    )
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "clip_vision_model"
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": MEAN, "image_std": STD})
+    )
     x = images(2, 3, 16, 16)
     torch.testing.assert_close(encoder(str(tmp_path))(x), encoder(saved["clip"])(x))
 
@@ -305,12 +365,17 @@ def test_normalisation_follows_the_files(saved, tmp_path):
 
     def as_if(mean, std) -> Tensor:
         """What the reference gives for images that it normalises to the same."""
-        theirs, wanted = ([torch.tensor(v).view(3, 1, 1) for v in pair] for pair in ((MEAN, STD), (mean, std)))
+        theirs, wanted = (
+            [torch.tensor(v).view(3, 1, 1) for v in pair] for pair in ((MEAN, STD), (mean, std))
+        )
         return reference((x - wanted[0]) / wanted[1] * theirs[1] + theirs[0])
 
     torch.testing.assert_close(given(0), as_if(*IMAGENET), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        given(1, image_mean=[0.5], image_std=[0.1]), as_if([0.5] * 3, [0.1] * 3), rtol=1e-4, atol=1e-5
+        given(1, image_mean=[0.5], image_std=[0.1]),
+        as_if([0.5] * 3, [0.1] * 3),
+        rtol=1e-4,
+        atol=1e-5,
     )
     off = given(2, do_normalize=False, image_mean=MEAN, image_std=STD)
     torch.testing.assert_close(off, as_if([0.0] * 3, [1.0] * 3), rtol=1e-4, atol=1e-5)
@@ -357,7 +422,9 @@ def test_a_precision_in_the_configuration_does_not_round_weights(saved, tmp_path
     stated = {key: "float16" for key in ("dtype", "torch_dtype")}
     (tmp_path / "config.json").write_text(json.dumps({**content, **stated}))
     wanted, found = made("vit", saved["vit"]), made("vit", str(tmp_path))
-    assert all(torch.equal(*pair) for pair in zip(wanted.parameters(), found.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(wanted.parameters(), found.parameters(), strict=True)
+    )
 
 
 def test_loading_is_quiet_and_leaves_random_numbers_and_settings_alone(saved, capfd):
@@ -376,13 +443,17 @@ def test_experiments_take_the_options(saved):
         experiment_from({"data": "digits", "model": {**given, "freeze": 1}})
 
 
-def refused(message: str, source: str, shape: tuple[int, ...] = (3, 16, 16), model: str = "pretrained") -> None:
+def refused(
+    message: str, source: str, shape: tuple[int, ...] = (3, 16, 16), model: str = "pretrained"
+) -> None:
     with pytest.raises(InputError) as caught:
         build(model, shape=shape, classes=3, source=source)
     assert message in str(caught.value)
 
 
-VALID = "valid: a directory with config.json and model.safetensors, or a name on the Hugging Face hub"
+VALID = (
+    "valid: a directory with config.json and model.safetensors, or a name on the Hugging Face hub"
+)
 
 
 @pytest.mark.parametrize("source", ["../missing/weights", "/missing", "./missing", "a/b/c", "", 3])
@@ -392,12 +463,19 @@ def test_sources_that_are_no_directory_are_refused(source):
 
 
 def test_directories_that_hold_something_else_are_refused(saved, tmp_path):
-    refused(f"source '{tmp_path}' of model 'pretrained' holds no config.json; {VALID}", str(tmp_path))
+    refused(
+        f"source '{tmp_path}' of model 'pretrained' holds no config.json; {VALID}", str(tmp_path)
+    )
     config = tmp_path / "config.json"
     config.write_text("{")
-    refused(f"config.json of source '{tmp_path}' of model 'pretrained' is not valid JSON", str(tmp_path))
+    refused(
+        f"config.json of source '{tmp_path}' of model 'pretrained' is not valid JSON", str(tmp_path)
+    )
     config.write_text('{"model_type": "bert"}')
-    refused(f"unknown model type 'bert' in config.json of source '{tmp_path}' of model 'pretrained'", str(tmp_path))
+    refused(
+        f"unknown model type 'bert' in config.json of source '{tmp_path}' of model 'pretrained'",
+        str(tmp_path),
+    )
     refused("Valid: clip, clip_vision_model, dinov2, mobilenet_v2, resnet, vit", str(tmp_path))
     config.write_text("[]")
     refused("unknown model type None", str(tmp_path))
@@ -420,7 +498,11 @@ def test_images_that_do_not_fit_are_refused(saved, tmp_path):
         saved["vit"],
         (1, 16, 16),
     )
-    refused("model 'pretrained' needs images of shape (channels, height, width), got shape (48,)", saved["vit"], (48,))
+    refused(
+        "model 'pretrained' needs images of shape (channels, height, width), got shape (48,)",
+        saved["vit"],
+        (48,),
+    )
     refused("images must be at least 4 x 4", saved["dinov2"], (3, 3, 16))
     copied = copy_of(saved["vit"], tmp_path, image_mean=[0.5, 0.5], image_std=[0.5, 0.5])
     refused("normalises 2 channels, but takes 3; see its preprocessor_config.json", copied)
@@ -428,7 +510,9 @@ def test_images_that_do_not_fit_are_refused(saved, tmp_path):
 
 def test_prompts_need_a_transformer(saved):
     refused("unknown model type 'resnet'", saved["resnet-basic"], model="vitprompts")
-    refused("Valid: clip, clip_vision_model, dinov2, vit", saved["resnet-basic"], model="vitprompts")
+    refused(
+        "Valid: clip, clip_vision_model, dinov2, vit", saved["resnet-basic"], model="vitprompts"
+    )
 
 
 def test_without_transformers_the_message_says_what_to_install(saved, monkeypatch):
@@ -440,9 +524,12 @@ def test_without_transformers_the_message_says_what_to_install(saved, monkeypatc
 def test_names_that_the_hub_does_not_answer_to_are_refused():
     code = "from equipoise.models.pretrained import encoder; encoder('nobody/nothing')"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=offline, check=False, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=offline, check=False, capture_output=True, text=True
+    )
     assert (
-        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face hub gave" in run.stderr
+        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face hub gave"
+        in run.stderr
     )
     assert VALID in run.stderr
 
@@ -465,7 +552,11 @@ def photos(size: int, a_class: int) -> tuple[Tensor, np.ndarray]:
     if not PHOTOS.exists():
         pytest.skip(f"there are no photographs in {PHOTOS}")
     files = [sorted(folder.glob("*.jpg"))[:a_class] for folder in sorted(PHOTOS.iterdir())]
-    opened = [image.open(file).convert("RGB").resize((size, size)) for of_class in files for file in of_class]
+    opened = [
+        image.open(file).convert("RGB").resize((size, size))
+        for of_class in files
+        for file in of_class
+    ]
     x = torch.from_numpy(np.stack([np.asarray(picture) for picture in opened])).permute(0, 3, 1, 2)
     return x.contiguous(), np.repeat(np.arange(len(files)), [len(of_class) for of_class in files])
 
@@ -482,7 +573,10 @@ def test_a_linear_probe_on_resnet_50_knows_photographs():
     # Smaller than the 224 pixels of the source, which take more than twice as long and give the same accuracy.
     x, y = photos(160, 36)
     z = torch.nn.functional.normalize(torch.cat([resnet(batch) for batch in x.split(16)])).numpy()
-    thirds = [(np.flatnonzero(part), np.flatnonzero(~part)) for part in (np.arange(len(y)) % 3 != k for k in range(3))]
+    thirds = [
+        (np.flatnonzero(part), np.flatnonzero(~part))
+        for part in (np.arange(len(y)) % 3 != k for k in range(3))
+    ]
     assert cross_val_score(LogisticRegression(max_iter=1000), z, y, cv=thirds).mean() >= 0.95
 
 

@@ -33,7 +33,9 @@ def normal(*shape, seed=0):
 def significant_bits(x):
     """How many bits the significands of numbers need."""
     significands = (np.frexp(x.cpu().numpy().astype(np.float64))[0] * 2**24).astype(np.int64)
-    trailing = [(int(s) & -int(s)).bit_length() - 1 for s in np.abs(significands[significands != 0])]
+    trailing = [
+        (int(s) & -int(s)).bit_length() - 1 for s in np.abs(significands[significands != 0])
+    ]
     return 24 - min(trailing)
 
 
@@ -71,7 +73,9 @@ def errors(rows, inner, columns):
     ordinary = nn.functional.linear(x.detach(), weight, bias), upper @ weight
 
     def relative(found, expected):
-        return ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
+        return (
+            ((found.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
+        )
 
     return (
         [relative(y, right), relative(gradient, right_gradient)],
@@ -93,7 +97,9 @@ def test_products_on_a_gpu_are_as_accurate_as_its_float32_products():
 
 def test_a_product_can_be_differentiated_twice():
     x, weight = normal(3, 4).requires_grad_(), normal(2, 4, seed=1)
-    (first,) = torch.autograd.grad(products.SplitProduct.apply(x, weight, None).square().sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(
+        products.SplitProduct.apply(x, weight, None).square().sum(), x, create_graph=True
+    )
     (second,) = torch.autograd.grad(first.square().sum(), x)
     w = weight.double()
     expected = 8 * x.detach().double() @ w.t() @ w @ w.t() @ w
@@ -104,7 +110,9 @@ def test_a_product_can_be_differentiated_twice():
 def test_only_frozen_layers_in_full_float32_outside_transforms_use_it(monkeypatch):
     calls = []
     real = products.SplitProduct.apply
-    monkeypatch.setattr(products.SplitProduct, "apply", lambda *given: calls.append(1) or real(*given))
+    monkeypatch.setattr(
+        products.SplitProduct, "apply", lambda *given: calls.append(1) or real(*given)
+    )
     layer = Linear(nn.Linear(4, 3)).cuda()
     x = normal(2, 5, 4)
     layer(x)

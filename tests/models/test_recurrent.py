@@ -50,7 +50,9 @@ def pair(*, length, vocabulary=11, classes=11, embedding=3, hidden=6, layers=2):
     return ours, theirs
 
 
-@pytest.mark.parametrize("sizes", [{"hidden": 256, "embedding": 8, "vocabulary": 80, "classes": 80}, {"classes": 5}])
+@pytest.mark.parametrize(
+    "sizes", [{"hidden": 256, "embedding": 8, "vocabulary": 80, "classes": 80}, {"classes": 5}]
+)
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_outputs_and_gradients_are_those_of_pytorchs_lstm(layers, sizes):
     ours, theirs = pair(length=80, layers=layers, **sizes)
@@ -60,7 +62,9 @@ def test_outputs_and_gradients_are_those_of_pytorchs_lstm(layers, sizes):
     assert float((found - wanted).detach().abs().max()) < 1e-12
     for output in (found, wanted):
         nn.functional.cross_entropy(output, y).backward()
-    ours_by_order, theirs_by_order = ([p.grad for p in model.parameters()] for model in (ours, theirs))
+    ours_by_order, theirs_by_order = (
+        [p.grad for p in model.parameters()] for model in (ours, theirs)
+    )
     for mine, other in zip(ours_by_order, theirs_by_order, strict=True):
         assert float((mine - other).abs().max()) < 1e-12
         assert float(other.abs().max()) > 1e-9
@@ -88,7 +92,9 @@ def test_one_step_by_hand():
         leave = sigmoid(4 * value + output + 0.4)
         cell = keep * cell + enter * new
         output = leave * math.tanh(cell)
-    assert layer(torch.tensor([[[0.3], [-0.2]]], dtype=torch.float64)).item() == pytest.approx(output, rel=1e-12)
+    assert layer(torch.tensor([[[0.3], [-0.2]]], dtype=torch.float64)).item() == pytest.approx(
+        output, rel=1e-12
+    )
 
 
 def test_embedding_is_a_look_up():
@@ -107,7 +113,9 @@ def test_layers_begin_as_pytorchs_do():
     layer = Lstm(8, 64, layers=2)
     with torch.random.fork_rng():
         theirs = nn.LSTM(8, 64, num_layers=2)
-    assert {n: p.shape for n, p in layer.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    assert {n: p.shape for n, p in layer.named_parameters()} == {
+        n: p.shape for n, p in theirs.named_parameters()
+    }
     # Uniform from -1/8 to 1/8.
     drawn = torch.cat([p.detach().flatten() for p in layer.parameters()])
     assert float(drawn.abs().max()) <= 1 / 8
@@ -115,9 +123,13 @@ def test_layers_begin_as_pytorchs_do():
 
 
 def test_seeds_decide_the_parameters():
-    one, again, other = (build("charlstm", shape=(5,), classes=4, seed=seed, hidden=3) for seed in (1, 1, 2))
+    one, again, other = (
+        build("charlstm", shape=(5,), classes=4, seed=seed, hidden=3) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_parts():
@@ -178,21 +190,27 @@ def fused(monkeypatch):
     monkeypatch.setattr(recurrent, "fused_cell_gradient", cell_gradient)
 
     def of_one_client(driven, weight):
-        return FusedRecurrence.apply(driven.unsqueeze(1), weight.unsqueeze(0), torch.is_grad_enabled())[0].squeeze(1)
+        return FusedRecurrence.apply(
+            driven.unsqueeze(1), weight.unsqueeze(0), torch.is_grad_enabled()
+        )[0].squeeze(1)
 
     return of_one_client
 
 
 def test_the_fused_recurrence_is_the_plain_one(fused):
     draw = torch.Generator().manual_seed(3)
-    driven, upper = (torch.randn(3, 6, 4, width, generator=draw, dtype=torch.float64) for width in (20, 5))
+    driven, upper = (
+        torch.randn(3, 6, 4, width, generator=draw, dtype=torch.float64) for width in (20, 5)
+    )
     weight = torch.randn(3, 20, 5, generator=draw, dtype=torch.float64)
 
     def results(function, stacked):
         """Outputs, gradients, and gradients of the gradients' squares."""
         inputs = driven.clone().requires_grad_(), weight.clone().requires_grad_()
         outputs = (
-            vmap(function)(*inputs) if stacked else torch.stack([function(*own) for own in zip(*inputs, strict=True)])
+            vmap(function)(*inputs)
+            if stacked
+            else torch.stack([function(*own) for own in zip(*inputs, strict=True)])
         )
         cheap = torch.autograd.grad(outputs, inputs, upper, retain_graph=True)
         first = torch.autograd.grad(outputs, inputs, upper, create_graph=True)
@@ -206,7 +224,9 @@ def test_the_fused_recurrence_is_the_plain_one(fused):
     with torch.no_grad():
         torch.testing.assert_close(vmap(fused)(driven, weight), wanted[0], rtol=1e-10, atol=1e-12)
         shared = vmap(fused, in_dims=(0, None))(driven, weight[0])
-        torch.testing.assert_close(shared[2], recurrence(driven[2], weight[0]), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            shared[2], recurrence(driven[2], weight[0]), rtol=1e-10, atol=1e-12
+        )
 
 
 def test_the_fused_recurrence_inside_transforms(fused):
@@ -214,9 +234,13 @@ def test_the_fused_recurrence_inside_transforms(fused):
     driven = torch.randn(3, 6, 4, 20, generator=draw, dtype=torch.float64)
     weight = torch.randn(3, 20, 5, generator=draw, dtype=torch.float64)
     found, wanted = (
-        vmap(grad(lambda driven, weight, function=function: function(driven, weight)[-1].square().sum()))(
-            driven, weight
-        )
+        vmap(
+            grad(
+                lambda driven, weight, function=function: (
+                    function(driven, weight)[-1].square().sum()
+                )
+            )
+        )(driven, weight)
         for function in (fused, recurrence)
     )
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -229,13 +253,17 @@ def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
     clients = np.repeat(np.arange(4), sizes)
     federation = Federation.from_arrays(x, y, clients=clients, splits=(1.0, 0.0, 0.0), classes=9)
     assert federation.x.dtype == torch.int64
-    model = build("charlstm", shape=federation.shape, classes=federation.outputs, embedding=3, hidden=5).double()
+    model = build(
+        "charlstm", shape=federation.shape, classes=federation.outputs, embedding=3, hidden=5
+    ).double()
     wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for client, size in enumerate(sizes):
         mine = torch.from_numpy(clients == client)
         parameters = dict(model.named_parameters())
         loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
-        for (name, p), step in zip(parameters.items(), torch.autograd.grad(loss, parameters.values()), strict=True):
+        for (name, p), step in zip(
+            parameters.items(), torch.autograd.grad(loss, parameters.values()), strict=True
+        ):
             wanted[name] += size / 22 * (p.detach() - 0.5 * step)
     for chunk in (1, 3, 4):
         settings = {"chunk": chunk, "batch_size": 8, "optimizer": Sgd(lr=0.5)}
@@ -264,11 +292,31 @@ def test_options():
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((1, 28, 28), {}, "model 'charlstm' needs samples that are sequences of characters, got shape (1, 28, 28)"),
-        ((80,), {"hidden": 0}, "hidden of model 'charlstm' must be a whole number of at least 1, got 0"),
-        ((80,), {"layers": 1.5}, "layers of model 'charlstm' must be a whole number of at least 1, got 1.5"),
-        ((80,), {"embedding": -1}, "embedding of model 'charlstm' must be a whole number of at least 1, got -1"),
-        ((80,), {"vocabulary": 0}, "vocabulary of model 'charlstm' must be a whole number of at least 1, got 0"),
+        (
+            (1, 28, 28),
+            {},
+            "model 'charlstm' needs samples that are sequences of characters, got shape (1, 28, 28)",
+        ),
+        (
+            (80,),
+            {"hidden": 0},
+            "hidden of model 'charlstm' must be a whole number of at least 1, got 0",
+        ),
+        (
+            (80,),
+            {"layers": 1.5},
+            "layers of model 'charlstm' must be a whole number of at least 1, got 1.5",
+        ),
+        (
+            (80,),
+            {"embedding": -1},
+            "embedding of model 'charlstm' must be a whole number of at least 1, got -1",
+        ),
+        (
+            (80,),
+            {"vocabulary": 0},
+            "vocabulary of model 'charlstm' must be a whole number of at least 1, got 0",
+        ),
     ],
 )
 def test_refusals_name_the_value(shape, options, message):

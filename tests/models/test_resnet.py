@@ -41,7 +41,9 @@ def test_full_width_has_the_usual_size() -> None:
 def test_there_are_eighteen_weighted_layers_and_no_pooling_layer() -> None:
     model = resnet18((3, 32, 32), 10, width=4)
     weighted = [
-        m for m in model.modules() if isinstance(m, nn.Linear) or (isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3))
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Linear) or (isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3))
     ]
     assert len(weighted) == 18
     assert not any(isinstance(m, nn.MaxPool2d) for m in model.modules())
@@ -58,9 +60,12 @@ def test_stages_halve_the_image_three_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "kind", "absent"), [("batch", nn.BatchNorm2d, nn.GroupNorm), ("group", nn.GroupNorm, nn.BatchNorm2d)]
+    ("norm", "kind", "absent"),
+    [("batch", nn.BatchNorm2d, nn.GroupNorm), ("group", nn.GroupNorm, nn.BatchNorm2d)],
 )
-def test_one_normalisation_after_each_convolution(norm: str, kind: type[nn.Module], absent: type[nn.Module]) -> None:
+def test_one_normalisation_after_each_convolution(
+    norm: str, kind: type[nn.Module], absent: type[nn.Module]
+) -> None:
     layers = list(resnet18((1, 8, 8), 3, norm=norm, width=4).modules())
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in layers)
     assert sum(isinstance(layer, kind) for layer in layers) == convolutions == 20

@@ -61,11 +61,16 @@ def test_stacked_layers_are_those_of_pytorch(name, given):
     module = convert(copy.deepcopy(layer))
     assert isinstance(module, Recurrent)
     stacked = {
-        name: torch.stack([dict(c.named_parameters())[name].detach() for c in clients]).requires_grad_()
+        name: torch.stack(
+            [dict(c.named_parameters())[name].detach() for c in clients]
+        ).requires_grad_()
         for name, _ in layer.named_parameters()
     }
     found = flat(vmap(lambda weights, x: functional_call(module, weights, (x, hx)))(stacked, x))
-    wanted = [torch.stack(parts) for parts in zip(*(flat(c(x[i], hx)) for i, c in enumerate(clients)), strict=True)]
+    wanted = [
+        torch.stack(parts)
+        for parts in zip(*(flat(c(x[i], hx)) for i, c in enumerate(clients)), strict=True)
+    ]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(sum(part.sin().sum() for part in found), list(stacked.values()))
@@ -96,7 +101,9 @@ def test_dropout_between_layers_belongs_to_the_sample(batch_first):
         return found if batch_first else found.transpose(0, 1)
 
     training = Forward(train=True, key=torch.tensor(5))
-    torch.testing.assert_close(outputs(6, training)[:2], outputs(2, training), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        outputs(6, training)[:2], outputs(2, training), rtol=1e-12, atol=1e-12
+    )
     resting = outputs(6, Forward(train=False))
     assert not torch.allclose(outputs(6, training), resting)
     layer.moves = False
@@ -113,5 +120,7 @@ def test_outside_the_engine_it_drops_only_in_training():
 
 
 def test_a_single_sequence_is_refused():
-    with pytest.raises(InputError, match=r"a tensor of shape \(6, 3\); valid: a batch of sequences"):
+    with pytest.raises(
+        InputError, match=r"a tensor of shape \(6, 3\); valid: a batch of sequences"
+    ):
         convert(nn.GRU(3, 5))(torch.zeros(6, 3))

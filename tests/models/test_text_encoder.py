@@ -56,7 +56,9 @@ def test_bert_may_be_read_out_at_its_first_token(tmp_path, bert):
 
 
 def test_clip_texts_are_projected(clip):
-    wanted = torch.cat([alone(clip, "CLIPTextModelWithProjection", text).text_embeds for text in TEXTS])
+    wanted = torch.cat(
+        [alone(clip, "CLIPTextModelWithProjection", text).text_embeds for text in TEXTS]
+    )
     torch.testing.assert_close(text_encoder(clip)(TEXTS), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -69,7 +71,9 @@ def test_many_and_long_texts(bert):
 
 
 def test_image_models_are_no_text_encoders(tmp_path):
-    with pytest.raises(InputError, match="unknown model type 'vit' in config.json of source .* of a text encoder"):
+    with pytest.raises(
+        InputError, match="unknown model type 'vit' in config.json of source .* of a text encoder"
+    ):
         text_encoder(write_encoder(tmp_path))
 
 
@@ -84,7 +88,9 @@ def test_texts_of_labels():
         "an umbrella",
         "an hourglass",
     ]
-    assert label_texts(tuple("a\n _"), 4, CHARACTER) == [f"Character {name}" for name in ("a", "newline", "space", "_")]
+    assert label_texts(tuple("a\n _"), 4, CHARACTER) == [
+        f"Character {name}" for name in ("a", "newline", "space", "_")
+    ]
 
 
 def test_label_vectors_are_embeddings_of_the_texts(bert):
@@ -93,7 +99,9 @@ def test_label_vectors_are_embeddings_of_the_texts(bert):
     vectors = text_encoder(bert)(["A photo of a cat", "A photo of an owl"])
     torch.testing.assert_close(model.head.vectors, vectors, rtol=1e-4, atol=1e-5)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
-    wanted = torch.stack([F.cosine_similarity(model.features(x)[:, :16], v.expand(5, -1)) for v in vectors], 1)
+    wanted = torch.stack(
+        [F.cosine_similarity(model.features(x)[:, :16], v.expand(5, -1)) for v in vectors], 1
+    )
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
     assert model.double().head.vectors.dtype == torch.float64
     other = build(shape=(16,), classes=2, **{**named, "class_names": ["cat", "dog"]})
@@ -105,7 +113,10 @@ def test_label_vectors_are_embeddings_of_the_texts(bert):
     [
         ({"class_names": ["cat"]}, "class_names of model 'dsaign' must be 2 names"),
         ({}, "needs the names of the 2 classes for the option text"),
-        ({"class_names": ["cat", "owl"], "template": "a"}, "template of model 'dsaign' must be text with one {}"),
+        (
+            {"class_names": ["cat", "owl"], "template": "a"},
+            "template of model 'dsaign' must be text with one {}",
+        ),
         ({"class_names": ["cat", "owl"], "labels": "file"}, "not both"),
     ],
 )
@@ -115,5 +126,7 @@ def test_refusals(bert, options, message):
 
 
 def test_encoders_of_two_widths_are_refused(bert):
-    with pytest.raises(InputError, match="makes embeddings of 16 numbers, but those of samples have 32"):
+    with pytest.raises(
+        InputError, match="makes embeddings of 16 numbers, but those of samples have 32"
+    ):
         build("dsaign", shape=(32,), classes=2, text=bert, class_names=["cat", "owl"])

@@ -97,7 +97,9 @@ def test_stacked_gradients_equal_those_of_one_client(norm):
             torch.testing.assert_close(gradients[key][k], gradient, rtol=1e-8, atol=1e-12)
         # At each resolution something is learned, even if a ReLU is off everywhere.
         for part in ("down.0", "down.1", "down.2", "up.0", "up.1", "narrow.0", "narrow.1"):
-            assert any(g.abs().sum() > 0 for key, g in alone.items() if key.startswith(f"features.{part}"))
+            assert any(
+                g.abs().sum() > 0 for key, g in alone.items() if key.startswith(f"features.{part}")
+            )
 
 
 @needs_gpu
@@ -107,11 +109,17 @@ def test_on_a_gpu_training_is_deterministic_and_agrees_with_the_cpu(norm):
     how = {"rounds": 2, "batch_size": 5, "optimizer": Adam(lr=0.01)}
     model = {"name": "unet", "width": 4, "depth": 2, "norm": norm}
     first, again = (
-        train(federation, model=model, machine=Machine(device="cuda"), **how).trainer.global_model for _ in range(2)
+        train(federation, model=model, machine=Machine(device="cuda"), **how).trainer.global_model
+        for _ in range(2)
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
     exact = [
-        train(federation, model=model, machine=Machine(device=device, precision="float64", chunk=4), **how)
+        train(
+            federation,
+            model=model,
+            machine=Machine(device=device, precision="float64", chunk=4),
+            **how,
+        )
         for device in ("cuda", "cpu")
     ]
     found, wanted = ({n: t.cpu() for n, t in run.trainer.global_model.items()} for run in exact)
@@ -125,7 +133,11 @@ def test_on_a_gpu_training_is_deterministic_and_agrees_with_the_cpu(norm):
         ((1, 8, 7), {"depth": 3, "norm": "batch"}, "images must be at least 8 x 8"),
         ((64,), {}, "model 'unet' needs images"),
         ((1, 32, 32), {"norm": "layer"}, "unknown norm 'layer' in the options of model 'unet'"),
-        ((1, 32, 32), {"norm": "group", "width": 5}, "groups=2 of model 'unet' does not divide width=5"),
+        (
+            (1, 32, 32),
+            {"norm": "group", "width": 5},
+            "groups=2 of model 'unet' does not divide width=5",
+        ),
         ((1, 32, 32), {"depth": -1}, "depth of model 'unet' must be a whole number of at least 0"),
     ],
 )

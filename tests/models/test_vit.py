@@ -61,7 +61,9 @@ def test_positions_follow_the_place_of_a_patch():
     assert made.positions.shape == (1 + 9 * 15, 6)
     assert torch.equal(made.positions[0], before[0])
     found = made.positions[1:].unflatten(0, (9, 15))
-    torch.testing.assert_close(found[1::3, 1::3], before[1:].unflatten(0, (3, 5)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        found[1::3, 1::3], before[1:].unflatten(0, (3, 5)), rtol=0, atol=1e-12
+    )
     assert made.positions.requires_grad
 
 
@@ -84,20 +86,35 @@ def test_images_of_another_size_are_refused_or_interpolated_for():
 
 
 def test_size_by_hand():
-    def by_hand(channels: int, patches: int, patch: int, width: int, depth: int, hidden: int, classes: int) -> int:
-        block = 3 * width * (width + 1) + width * (width + 1) + 2 * width * hidden + hidden + width + 4 * width
+    def by_hand(
+        channels: int, patches: int, patch: int, width: int, depth: int, hidden: int, classes: int
+    ) -> int:
+        block = (
+            3 * width * (width + 1)
+            + width * (width + 1)
+            + 2 * width * hidden
+            + hidden
+            + width
+            + 4 * width
+        )
         token = (channels * patch**2 + 1) * width + width + (1 + patches) * width
         return token + depth * block + 2 * width + (width + 1) * classes
 
     model = vit((3, 8, 12), 7, patch=4, width=12, depth=3, heads=3, mlp_ratio=1.5)
     assert sum(p.numel() for p in model.parameters()) == by_hand(3, 6, 4, 12, 3, 18, 7)
-    assert sum(p.numel() for p in vit((1, 8, 8), 10).parameters()) == by_hand(1, 16, 2, 64, 2, 128, 10) == 69_194
+    assert (
+        sum(p.numel() for p in vit((1, 8, 8), 10).parameters())
+        == by_hand(1, 16, 2, 64, 2, 128, 10)
+        == 69_194
+    )
 
 
 def test_the_order_of_patches_matters():
     model = build("vit", shape=(1, 4, 4), classes=3, **SMALL).double()
     x = normal(2, 1, 4, 4)
-    assert not torch.allclose(model(x), model(x.flip(-1).unflatten(-1, (2, 2)).flip(-1).flatten(-2)), atol=1e-6)
+    assert not torch.allclose(
+        model(x), model(x.flip(-1).unflatten(-1, (2, 2)).flip(-1).flatten(-2)), atol=1e-6
+    )
 
 
 def test_options():
@@ -141,7 +158,9 @@ def test_without_a_source_the_transformer_is_that_of_vit_with_the_same_options()
     tower = build("vitprompts", shape=(1, 8, 8), classes=5, seed=3, **SMALL)
     shapes = {name: p.shape for name, p in whole.features.named_parameters()}
     found = {f"tokens.{name}": p.shape for name, p in tower.stem.module.named_parameters()}
-    found |= {f"encoder.{name}": p.shape for name, p in tower.features.encoder.module.named_parameters()}
+    found |= {
+        f"encoder.{name}": p.shape for name, p in tower.features.encoder.module.named_parameters()
+    }
     assert found == shapes
 
 
@@ -149,7 +168,10 @@ def test_without_a_source_the_transformer_is_that_of_vit_with_the_same_options()
 def test_stacked_prompts_match_one_by_one_to_the_second_derivative(fused):
     clients = 3
     model = build("vitprompts", shape=(2, 8, 8), classes=4, fused=fused, **SMALL).double()
-    x, y = normal(clients, 5, 2, 8, 8), torch.randint(4, (clients, 5), generator=torch.Generator().manual_seed(1))
+    x, y = (
+        normal(clients, 5, 2, 8, 8),
+        torch.randint(4, (clients, 5), generator=torch.Generator().manual_seed(1)),
+    )
     with torch.no_grad():
         encoded = torch.stack([model.stem(own) for own in x])
     moving = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -177,7 +199,9 @@ def test_stacked_prompts_match_one_by_one_to_the_second_derivative(fused):
             mine = {name: p[k].detach().requires_grad_() for name, p in stacked.items()}
             alone = value(mine, encoded[k], y[k])
             torch.testing.assert_close(values[k], alone, rtol=1e-12, atol=1e-12)
-            for gradient, right in zip(found, torch.autograd.grad(alone, list(mine.values())), strict=True):
+            for gradient, right in zip(
+                found, torch.autograd.grad(alone, list(mine.values())), strict=True
+            ):
                 torch.testing.assert_close(gradient[k], right, rtol=1e-10, atol=1e-12)
                 assert right.abs().max() > 0
 
@@ -213,16 +237,29 @@ def test_the_engine_gives_the_same_however_clients_are_stacked(name, options):
 
 @pytest.mark.parametrize("name", ["vit", "vitprompts"])
 def test_experiments_take_the_options(name):
-    experiment = experiment_from({"data": "digits", "model": {"name": name, "width": 8, "heads": 2, "mlp_ratio": 2}})
-    assert experiment.model == {"name": name, **defaults(name), "width": 8, "heads": 2, "mlp_ratio": 2}
+    experiment = experiment_from(
+        {"data": "digits", "model": {"name": name, "width": 8, "heads": 2, "mlp_ratio": 2}}
+    )
+    assert experiment.model == {
+        "name": name,
+        **defaults(name),
+        "width": 8,
+        "heads": 2,
+        "mlp_ratio": 2,
+    }
     model = build(shape=(1, 8, 8), classes=10, **experiment.model)
-    Network(model, tasks.build("classification")).try_out(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), 10)
+    Network(model, tasks.build("classification")).try_out(
+        torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), 10
+    )
 
 
 def test_prompts_and_head_learn_digits():
     """Random features are enough for most digits; chance is 0.1."""
     digits = load_digits()
-    x, y = torch.from_numpy(digits.images).float().unsqueeze(1) / 16, torch.from_numpy(digits.target)
+    x, y = (
+        torch.from_numpy(digits.images).float().unsqueeze(1) / 16,
+        torch.from_numpy(digits.target),
+    )
     model = build("vitprompts", shape=(1, 8, 8), classes=10)
     with torch.no_grad():
         tokens = model.stem(x)
@@ -243,14 +280,26 @@ def test_prompts_and_head_learn_digits():
     ("make", "options", "message"),
     [
         (vit, {"patch": 3}, "patch=3 of model 'vit' does not divide images of 8 x 8"),
-        (vit, {"patch": 9}, "shape (1, 8, 8) is too small for model 'vit': images must be at least 9 x 9"),
+        (
+            vit,
+            {"patch": 9},
+            "shape (1, 8, 8) is too small for model 'vit': images must be at least 9 x 9",
+        ),
         (vit, {"heads": 5}, "heads=5 of model 'vit' do not divide width=64"),
         (vit, {"depth": 0}, "depth of model 'vit' must be a whole number of at least 1, got 0"),
         (vit, {"mlp_ratio": 0}, "mlp_ratio of model 'vit' must be a number above 0, got 0"),
         (vit, {"mlp_ratio": "2"}, "mlp_ratio of model 'vit' must be a number above 0, got '2'"),
         (vit, {"dropout": 1}, "dropout of model 'vit' must be a number from 0 to below 1, got 1"),
-        (vitprompts, {"prompts": 0}, "prompts of model 'vitprompts' must be a whole number of at least 1, got 0"),
-        (vitprompts, {"fused": "no"}, "fused of model 'vitprompts' must be true or false, got 'no'"),
+        (
+            vitprompts,
+            {"prompts": 0},
+            "prompts of model 'vitprompts' must be a whole number of at least 1, got 0",
+        ),
+        (
+            vitprompts,
+            {"fused": "no"},
+            "fused of model 'vitprompts' must be true or false, got 'no'",
+        ),
         (vitprompts, {"patch": 5}, "patch=5 of model 'vitprompts' does not divide images of 8 x 8"),
         (
             vitprompts,
@@ -279,4 +328,6 @@ def test_the_last_block_computes_the_class_token_as_a_whole_block_does():
     torch.manual_seed(0)
     block = Block(8, 2).double()
     tokens = normal(3, 5, 8)
-    torch.testing.assert_close(block(tokens, class_only=True), block(tokens)[:, :1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        block(tokens, class_only=True), block(tokens)[:, :1], rtol=1e-12, atol=1e-12
+    )

@@ -32,7 +32,9 @@ def write_run(
     """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    journals = {name: Journal(directory / f"{name}.jsonl") for name in ("metrics", "rounds", "timings")}
+    journals = {
+        name: Journal(directory / f"{name}.jsonl") for name in ("metrics", "rounds", "timings")
+    }
     group = np.arange(clients) % groups
     plateau = np.clip(0.9 - 0.5 * group / groups + rng.normal(scale=0.05, size=clients), 0, 1)
     trained = np.arange(clients - unseen)
@@ -43,20 +45,33 @@ def write_run(
             rows = _rows(number, score, group, unseen)
             journals["metrics"].append(rows)
         ids = np.sort(rng.choice(trained, cohort, replace=False)) if cohort else trained
-        row = {"round": number, "cohort": len(ids), "train_loss": float(1 - score.mean()), "messages": len(ids)}
+        row = {
+            "round": number,
+            "cohort": len(ids),
+            "train_loss": float(1 - score.mean()),
+            "messages": len(ids),
+        }
         row |= {"evaluations": 0, "bytes_up": 1000 * len(ids), "bytes_down": 2000 * len(ids)}
         if cohort or notes:
             row["clients"] = ids.tolist()
         if notes:
             row["notes"] = {name: list(note(number, ids)) for name, note in notes.items()}
         journals["rounds"].append([row])
-        journals["timings"].append([{"round": number, "train": 0.25, "combine": 0.125, "evaluate": 0.0625}])
+        journals["timings"].append(
+            [{"round": number, "train": 0.25, "combine": 0.125, "evaluate": 0.0625}]
+        )
     config = {
         "method": {"name": method},
         "data": {"name": "digits", "seed": seed},
         "training": {"rounds": rounds},
         "seed": seed,
-        "resolved": {"equipoise": "0.1.0", "torch": "2.6.0", "device": "cpu", "threads": 1, "clients": clients},
+        "resolved": {
+            "equipoise": "0.1.0",
+            "torch": "2.6.0",
+            "device": "cpu",
+            "threads": 1,
+            "clients": clients,
+        },
     }
     write_atomically(directory / "config.yaml", yaml.safe_dump(config).encode())
     if finish:

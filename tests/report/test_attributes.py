@@ -48,7 +48,9 @@ def test_one_run_has_rates_by_value(runs):
             assert set(shown) == set(of["values"])
             for value, rates in of["values"].items():
                 assert shown[value]["samples"] == str(rates["n"])
-                expected = "–" if rates["selection_rate"] is None else f"{rates['selection_rate']:.3f}"
+                expected = (
+                    "–" if rates["selection_rate"] is None else f"{rates['selection_rate']:.3f}"
+                )
                 assert shown[value]["selection rate"] == expected
         between = page.table(f"Between values: {words}")
         for figure in FIGURES:
@@ -59,7 +61,10 @@ def test_one_run_has_rates_by_value(runs):
         assert "demographic_parity_difference" in between
     withheld = summary["results"]["personal"]["seen"]["attributes"]["origin"]
     assert withheld["withheld"] > 0
-    assert f"origin: {withheld['withheld']} samples of {withheld['withheld_clients']} clients not counted" in page.text
+    assert (
+        f"origin: {withheld['withheld']} samples of {withheld['withheld_clients']} clients not counted"
+        in page.text
+    )
     assert {"attributes-sex-personal-seen", "attributes-sex-personal-unseen"} <= set(page.figures)
 
 
@@ -70,7 +75,9 @@ def test_several_runs_have_their_figures_side_by_side(runs):
         summary = json.loads((runs / method / "summary.json").read_text())
         found = summary["results"][model]["seen"]["attributes"]["sex"]
         for figure in FIGURES:
-            assert shown[method][figure] == ("–" if found[figure] is None else f"{found[figure]:.3f}")
+            assert shown[method][figure] == (
+                "–" if found[figure] is None else f"{found[figure]:.3f}"
+            )
         assert shown[method]["score of the worst value"] == f"{found['worst']:.3f}"
     assert page.figures["attributes-sex-seen"]["marks"] == 2
 

@@ -15,11 +15,16 @@ from equipoise.report import write_report
 from tests.report.synthetic import write_run
 
 BROWSER = os.environ.get("EQUIPOISE_BROWSER") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
 )
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (or named by EQUIPOISE_BROWSER)")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium is installed (or named by EQUIPOISE_BROWSER)"
+)
 NOTES = {
-    "weights": lambda number, ids: [1 / len(ids) + 0.01 * (position % 2) for position in range(len(ids))],
+    "weights": lambda number, ids: [
+        1 / len(ids) + 0.01 * (position % 2) for position in range(len(ids))
+    ],
     "clusters": lambda number, ids: [int(client) % 2 for client in ids],
 }
 DARK = "--blink-settings=preferredColorScheme=0"
@@ -70,16 +75,34 @@ onmessage = event => document.documentElement.setAttribute("data-found", event.d
 def page(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     methods = ("faa", "a method with a rather long name", "ga")
-    runs = [write_run(folder / f"run{i}", method=m, cohort=5, notes=NOTES, unseen=2) for i, m in enumerate(methods)]
+    runs = [
+        write_run(folder / f"run{i}", method=m, cohort=5, notes=NOTES, unseen=2)
+        for i, m in enumerate(methods)
+    ]
     made = write_report(runs if request.param == "several" else runs[:1], folder / "report.html")
-    made.write_text(made.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    made.write_text(
+        made.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8"
+    )
     return made
 
 
 def opened(page, profile, *options):
     """Open a page without a window; return it as laid out, and what the browser says about it."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={profile}", *options, "--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+    ]
+    command += [
+        f"--user-data-dir={profile}",
+        *options,
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout, done.stderr
 
@@ -106,7 +129,13 @@ def test_the_page_is_drawn_without_errors_and_can_be_read(page, tmp_path, width,
 
 
 def test_the_page_can_be_printed(page, tmp_path):
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     subprocess.run(
         [*command, f"--print-to-pdf={tmp_path / 'page.pdf'}", page.as_uri()],
         check=True,

@@ -34,7 +34,9 @@ def test_run_without_a_report(call):
 
 
 def test_json_says_where_the_report_is(call):
-    assert json.loads(call("run", *TINY, "--out", "here", "--json")[1])["report"] == "here/report.html"
+    assert (
+        json.loads(call("run", *TINY, "--out", "here", "--json")[1])["report"] == "here/report.html"
+    )
 
 
 @pytest.mark.parametrize("settings", [("training.rounds=0",), ("evaluation.every=0",)])
@@ -54,7 +56,10 @@ def test_a_report_that_fails_does_not_lose_the_run(call, monkeypatch):
 
     monkeypatch.setattr(equipoise.report, "write_report", fail)
     code, stdout, stderr = call("run", *TINY, "--out", "here")
-    assert (code, stderr) == (0, "no report: RuntimeError: broken (equipoise report here --debug shows where)\n")
+    assert (code, stderr) == (
+        0,
+        "no report: RuntimeError: broken (equipoise report here --debug shows where)\n",
+    )
     assert "files: here" in stdout
 
 
@@ -91,7 +96,10 @@ def test_report_of_several_runs(call):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none"], "error: none does not exist; give a run directory or the directory of a study\n"),
+        (
+            ["none"],
+            "error: none does not exist; give a run directory or the directory of a study\n",
+        ),
         (["."], "error: . holds no run and no study"),
         ([], "Missing argument"),
     ],

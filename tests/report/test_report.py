@@ -23,10 +23,22 @@ from tests.report.synthetic import write_run
 from tests.run.small import small_run
 
 NOTES = {
-    "weights": lambda number, ids: [1 / len(ids) + 0.01 * (position % 2) for position in range(len(ids))],
+    "weights": lambda number, ids: [
+        1 / len(ids) + 0.01 * (position % 2) for position in range(len(ids))
+    ],
     "clusters": lambda number, ids: [int(client) % 2 if client else -1 for client in ids],
 }
-SECTIONS = ("headline", "clients", "progress", "groups", "weights", "sampling", "clusters", "costs", "reproduce")
+SECTIONS = (
+    "headline",
+    "clients",
+    "progress",
+    "groups",
+    "weights",
+    "sampling",
+    "clusters",
+    "costs",
+    "reproduce",
+)
 
 
 def page_of(*paths, **options):
@@ -65,11 +77,16 @@ def test_every_client_is_in_the_table_and_in_the_figure(ditto):
     page = page_of(ditto)
     rows = [row for row in rows_of(ditto, "metrics") if (row["round"], row["split"]) == (4, "test")]
     table = page.table("Accuracy of each client")
-    names = json.loads((ditto / "names.json").read_text()) if (ditto / "names.json").exists() else None
+    names = (
+        json.loads((ditto / "names.json").read_text()) if (ditto / "names.json").exists() else None
+    )
     for row in rows:
         shown = table[names[row["client"]] if names else f"client {row['client']}"]
         assert shown[f"{row['model']}, test"] == f"{row['accuracy']:.3f}"
-        assert (shown["group"], shown["in training"]) == (row["group"], "unseen" if row["unseen"] else "seen")
+        assert (shown["group"], shown["in training"]) == (
+            row["group"],
+            "unseen" if row["unseen"] else "seen",
+        )
     for model, who in itertools.product(("global", "personal"), ("seen", "unseen")):
         mine = [row for row in rows if (row["model"], row["unseen"]) == (model, who == "unseen")]
         if mine:
@@ -103,13 +120,23 @@ def test_who_took_part_how_often(ditto):
     for position, group in enumerate("abc"):
         mine = [count for client, count in counts.items() if client % 3 == position]
         row = table[group]
-        assert (row["clients"], row["fewest"], row["most"]) == (str(len(mine)), str(min(mine)), str(max(mine)))
+        assert (row["clients"], row["fewest"], row["most"]) == (
+            str(len(mine)),
+            str(min(mine)),
+            str(max(mine)),
+        )
         assert row["mean"] == f"{statistics.fmean(mine):.1f}"
 
 
 def test_bytes_and_seconds(tmp_path):
-    table = page_of(write_run(tmp_path / "run", clients=12, rounds=6)).table("In total and for each round")
-    assert table["sent by clients"] == {"what": "sent by clients", "total": "72.0 kB", "each round": "12.0 kB"}
+    table = page_of(write_run(tmp_path / "run", clients=12, rounds=6)).table(
+        "In total and for each round"
+    )
+    assert table["sent by clients"] == {
+        "what": "sent by clients",
+        "total": "72.0 kB",
+        "each round": "12.0 kB",
+    }
     assert table["received by clients"]["total"] == "144.0 kB"
     assert table["local training"]["total"] == "1.50 s"
     assert table["evaluation"]["each round"] == "0.062 s"
@@ -169,10 +196,18 @@ def test_weights_and_losses(tmp_path):
         weight = 1 / 6 + 0.01 * position
         assert series.y == pytest.approx([weight * 6 / (1 + 0.03)] * 3)
     (chart,) = [c for c in _charts(record) if c.name == "losses-by-group"]
-    losses = [r["loss"] for r in rows_of(run, "metrics") if r["round"] == 3 and r["split"] == "val" and r["client"] % 2]
+    losses = [
+        r["loss"]
+        for r in rows_of(run, "metrics")
+        if r["round"] == 3 and r["split"] == "val" and r["client"] % 2
+    ]
     assert chart.series[1].y[2] == pytest.approx(statistics.fmean(losses))
     (chart,) = [c for c in _charts(record) if c.name == "weights-and-losses"]
-    of_round = {r["client"]: r["loss"] for r in rows_of(run, "metrics") if r["round"] == 2 and r["split"] == "val"}
+    of_round = {
+        r["client"]: r["loss"]
+        for r in rows_of(run, "metrics")
+        if r["round"] == 2 and r["split"] == "val"
+    }
     noted = rows_of(run, "rounds")[1]["notes"]["weights"]
     expected = statistics.correlation(noted, [of_round[client] for client in range(6)])
     assert chart.series[0].y[1] == pytest.approx(expected)
@@ -220,7 +255,10 @@ def test_seen_clients_without_test_data_are_judged_by_validation_data(tmp_path):
     del summary["results"]["global"]["seen"]
     (run / "summary.json").write_text(json.dumps(summary))
     header = page_of(run).tables["All metrics of the accuracy of clients"][0]
-    assert header[1:-1] == ["global model, seen clients, validation data", "global model, unseen clients, test data"]
+    assert header[1:-1] == [
+        "global model, seen clients, validation data",
+        "global model, unseen clients, test data",
+    ]
 
 
 # ---- several runs ----------------------------------------------------------------------------------------------------
@@ -231,7 +269,12 @@ def study(tmp_path):
     """A study of three methods whose second is better than its third in all respects."""
     for method, seed in itertools.product(("fedavg", "faa", "ga"), (0, 1, 2)):
         groups = {"fedavg": 1, "faa": 2, "ga": 4}[method]
-        write_run(tmp_path / "study/base" / method / f"seed{seed}", method=method, seed=seed, groups=groups)
+        write_run(
+            tmp_path / "study/base" / method / f"seed{seed}",
+            method=method,
+            seed=seed,
+            groups=groups,
+        )
     return tmp_path / "study"
 
 
@@ -240,10 +283,17 @@ def test_a_study_is_a_table_of_methods_and_metrics_with_spread(study):
     table = page.table("Accuracy, seen clients")
     assert set(table) == {"fedavg", "faa", "ga"}
     for method, row in table.items():
-        summaries = [json.loads((study / f"base/{method}/seed{s}/summary.json").read_text()) for s in range(3)]
+        summaries = [
+            json.loads((study / f"base/{method}/seed{s}/summary.json").read_text())
+            for s in range(3)
+        ]
         for metric in COLUMNS:
             values = [summary["results"]["global"]["seen"][metric] for summary in summaries]
-            (cell,) = [cell for header, cell in row.items() if header.split("\xa0")[0].split(" ")[0] == metric]
+            (cell,) = [
+                cell
+                for header, cell in row.items()
+                if header.split("\xa0")[0].split(" ")[0] == metric
+            ]
             assert cell == f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
         assert (row["runs"], row["model"]) == ("3", "global")
     assert page.figures["rounds-mean-seen"]["label"].startswith("Mean over clients, seen clients.")
@@ -254,7 +304,8 @@ def test_the_pareto_set_holds_what_nothing_dominates(study):
     (comparison,) = comparisons(find_entries([study])[0])
     points = {
         label: [
-            comparison.mean(label, "seen", metric) * sign for metric, sign in zip(CRITERIA, (1, 1, -1), strict=True)
+            comparison.mean(label, "seen", metric) * sign
+            for metric, sign in zip(CRITERIA, (1, 1, -1), strict=True)
         ]
         for label in comparison.runs
     }
@@ -272,14 +323,19 @@ def test_from_five_seeds_on_methods_are_tested_against_the_best(tmp_path):
     for seed in range(5):
         write_run(tmp_path / f"study/base/fedavg/seed{seed}", clients=20, seed=seed)
         write_run(tmp_path / f"study/base/ga/seed{seed}", clients=20, seed=seed, method="ga")
-        worse = write_run(tmp_path / f"study/base/worse/seed{seed}", clients=20, seed=seed, method="fedprox")
+        worse = write_run(
+            tmp_path / f"study/base/worse/seed{seed}", clients=20, seed=seed, method="fedprox"
+        )
         summary = json.loads((worse / "summary.json").read_text())
         summary["results"]["global"]["seen"]["mean"] -= 0.2 + 0.001 * seed
         (worse / "summary.json").write_text(json.dumps(summary))
     page = page_of(tmp_path / "study")
     shown = {label: row["mean ↑"] for label, row in page.table("Accuracy, seen clients").items()}
     assert ["†" in cell for cell in shown.values()] == [False, False, True]
-    assert "† marks values that are worse than the best: p < 0.05, two-sided paired t-test over seeds" in page.text
+    assert (
+        "† marks values that are worse than the best: p < 0.05, two-sided paired t-test over seeds"
+        in page.text
+    )
     (comparison,) = comparisons(find_entries([tmp_path / "study"])[0])
     low, high = comparison.interval(comparison.runs["fedavg"], "seen", "mean")
     intervals = page.table("95% bootstrap intervals over clients, seen clients")
@@ -310,7 +366,9 @@ def test_settings_have_sections_of_their_own(tmp_path):
 def test_runs_given_one_by_one_are_told_apart_by_what_differs(tmp_path):
     first = small_run(tmp_path / "a", method={"name": "fedprox", "mu": 0.1}, rounds=1).directory
     second = small_run(tmp_path / "b", method={"name": "fedprox", "mu": 1.0}, rounds=1).directory
-    third = small_run(tmp_path / "c", method={"name": "fedprox", "mu": 1.0}, rounds=1, seed=4).directory
+    third = small_run(
+        tmp_path / "c", method={"name": "fedprox", "mu": 1.0}, rounds=1, seed=4
+    ).directory
     labels = [entry.label for entry in find_entries([first, second, third])[0]]
     assert labels == ["fedprox, mu=0.1", "fedprox, mu=1.0", "fedprox, mu=1.0"]
     page = page_of(first, second, third, out=tmp_path / "page.html")
@@ -322,7 +380,9 @@ def test_runs_on_other_data_are_compared_with_care(tmp_path):
     runs = [write_run(tmp_path / name, method=name) for name in ("fedavg", "local")]
     assert "Compare with care" not in page_of(*runs, out=tmp_path / "a.html").text
     config = (runs[1] / "config.yaml").read_text()
-    (runs[1] / "config.yaml").write_text(config.replace("clients: 12", "clients: 12\n  fingerprint: other"))
+    (runs[1] / "config.yaml").write_text(
+        config.replace("clients: 12", "clients: 12\n  fingerprint: other")
+    )
     assert "trained on different data" in page_of(*runs, out=tmp_path / "a.html").text
 
 
@@ -331,7 +391,10 @@ def test_runs_on_other_data_are_compared_with_care(tmp_path):
 
 @pytest.fixture(params=["one", "several"])
 def page(request, tmp_path):
-    runs = [write_run(tmp_path / name, method=name, cohort=5, notes=NOTES, unseen=2) for name in ("faa", "ga")]
+    runs = [
+        write_run(tmp_path / name, method=name, cohort=5, notes=NOTES, unseen=2)
+        for name in ("faa", "ga")
+    ]
     return page_of(*(runs if request.param == "several" else runs[:1]), out=tmp_path / "page.html")
 
 
@@ -343,14 +406,18 @@ def test_the_page_needs_nothing_else(page):
 
 def test_the_page_can_be_read_without_seeing_it(page):
     assert len(page.ids) == len(set(page.ids))
-    assert all(reference[1:] in page.ids for reference in page.references if reference.startswith("#"))
+    assert all(
+        reference[1:] in page.ids for reference in page.references if reference.startswith("#")
+    )
     levels = [level for level, _ in page.headings]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after - before <= 2 for before, after in itertools.pairwise(levels))
     assert all(len(figure["label"]) > 20 for figure in page.figures.values())
     assert all(title for _, title in page.headings)
-    assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.tags if tag == "th")
+    assert all(
+        attributes.get("scope") in ("row", "col") for tag, attributes in page.tags if tag == "th"
+    )
     assert all(header for rows in page.tables.values() for header in rows[0])
 
 
@@ -381,7 +448,9 @@ def test_figures_are_also_written_for_papers(tmp_path):
     run = write_run(tmp_path / "run", groups=1, rounds=2)
     page = page_of(run, figures=tmp_path / "figures")
     written = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert written == {f"{name}.{suffix}" for name in page.figures for suffix in ("png", "pdf", "svg")}
+    assert written == {
+        f"{name}.{suffix}" for name in page.figures for suffix in ("png", "pdf", "svg")
+    }
     assert (tmp_path / "figures/seconds.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "figures/seconds.png").read_bytes().startswith(b"\x89PNG")
 
@@ -402,7 +471,9 @@ def test_figures_need_matplotlib_and_the_page_does_not(tmp_path, monkeypatch):
 def test_directories_without_runs_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="does not exist; give a run directory or the directory of a study"):
+    with pytest.raises(
+        InputError, match="does not exist; give a run directory or the directory of a study"
+    ):
         write_report([tmp_path / "none"])
     with pytest.raises(InputError, match="is a file"):
         write_report([tmp_path / "file"])

@@ -95,7 +95,9 @@ class Steps:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in COMPARED if (directory / name).exists()}
+    return {
+        name: (directory / name).read_bytes() for name in COMPARED if (directory / name).exists()
+    }
 
 
 def main(kind: str, folder: str, trials: int) -> dict[str, object]:
@@ -139,7 +141,13 @@ def main(kind: str, folder: str, trials: int) -> dict[str, object]:
         code = ended(forked(lambda directory=directory: run.run(directory, resume=True)))
         if code or contents(directory) != wanted:
             different.append([step, done, moment, code])
-    return {"trials": len(points), "killed": killed, "different": different, "steps": steps, "seconds": seconds}
+    return {
+        "trials": len(points),
+        "killed": killed,
+        "different": different,
+        "steps": steps,
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,13 @@ PROMISED = (
     "summary.json",
 )
 MODEL = {"name": "mlp", "hidden": [12], "dropout": 0.2}
-TRAINING = Training(rounds=7, cohort=4, batch_size=8, epochs=2, optimizer=optimizer_named("sgd", lr=0.2, momentum=0.5))
+TRAINING = Training(
+    rounds=7,
+    cohort=4,
+    batch_size=8,
+    epochs=2,
+    optimizer=optimizer_named("sgd", lr=0.2, momentum=0.5),
+)
 
 
 class Stop(Exception):
@@ -51,7 +57,14 @@ def federation(unseen=(7,)):
     x = centres[clients % 3, y] + rng.normal(scale=0.9, size=(len(clients), 5))
     groups = {client: "abc"[client % 3] for client in range(len(sizes))}
     return Federation.from_arrays(
-        x, y, clients=clients, groups=groups, splits=(0.6, 0.2, 0.2), unseen=unseen, classes=3, name="clouds"
+        x,
+        y,
+        clients=clients,
+        groups=groups,
+        splits=(0.6, 0.2, 0.2),
+        unseen=unseen,
+        classes=3,
+        name="clouds",
     )
 
 
@@ -63,11 +76,17 @@ def small_run(out=None, method="fedavg", **options):
 
 def promised(directory):
     """Read the files a run promises byte for byte."""
-    return {name: (Path(directory) / name).read_bytes() for name in PROMISED if (Path(directory) / name).exists()}
+    return {
+        name: (Path(directory) / name).read_bytes()
+        for name in PROMISED
+        if (Path(directory) / name).exists()
+    }
 
 
 def rows_of(directory, name="metrics"):
-    return [json.loads(line) for line in (Path(directory) / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(directory) / f"{name}.jsonl").read_text().splitlines()
+    ]
 
 
 @torch.no_grad()

@@ -22,12 +22,24 @@ from equipoise.optimizers import Schedule, optimizer_named
 from equipoise.run.api import _number
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
-from tests.run.small import MODEL, TRAINING, Stop, federation, measure, promised, rows_of, small_run, stop_after
+from tests.run.small import (
+    MODEL,
+    TRAINING,
+    Stop,
+    federation,
+    measure,
+    promised,
+    rows_of,
+    small_run,
+    stop_after,
+)
 
 
 def custom(width=6, dropout=0.3):
     torch.manual_seed(7)
-    features = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout))
+    features = nn.Sequential(
+        nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout)
+    )
     return Model(features, nn.Linear(width, 3))
 
 
@@ -69,16 +81,22 @@ def test_a_model_with_too_few_outputs_is_refused(outputs, tmp_path):
 @pytest.mark.parametrize("model", ["mlp", "logistic", "cnn2"])
 def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, tmp_path):
     images = np.arange(6 * 64, dtype=np.uint8).reshape(6, 1, 8, 8)
-    given = Federation.from_arrays(images, np.arange(6) % 2, clients=[0, 0, 0, 1, 1, 1], splits=(1, 0, 0))
+    given = Federation.from_arrays(
+        images, np.arange(6) % 2, clients=[0, 0, 0, 1, 1, 1], splits=(1, 0, 0)
+    )
     with pytest.raises(
-        InputError, match=r"the model cannot take a sample: x holds uint8 of shape \(1, 8, 8\); .* such as x / 255"
+        InputError,
+        match=r"the model cannot take a sample: x holds uint8 of shape \(1, 8, 8\); .* such as x / 255",
     ):
         train(given, model=model, rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_name_of_a_source_is_no_federation():
-    with pytest.raises(InputError, match=r"takes a federation, not the name of one: equipoise.data.load\('digits'\)"):
+    with pytest.raises(
+        InputError,
+        match=r"takes a federation, not the name of one: equipoise.data.load\('digits'\)",
+    ):
         train("digits", rounds=1)
 
 
@@ -107,7 +125,12 @@ def test_arguments_of_another_kind_are_refused(settings, message):
 
 def test_optimizer_and_schedule_may_be_given_as_in_a_file():
     plain = train(federation(), rounds=2, optimizer={"name": "sgd", "lr": 0.3}, schedule="cosine")
-    made = train(federation(), rounds=2, optimizer=optimizer_named("sgd", lr=0.3), schedule=Schedule(kind="cosine"))
+    made = train(
+        federation(),
+        rounds=2,
+        optimizer=optimizer_named("sgd", lr=0.3),
+        schedule=Schedule(kind="cosine"),
+    )
     assert plain.config["training"] == made.config["training"]
     assert plain.summary["results"] == made.summary["results"]
 
@@ -154,12 +177,17 @@ def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tm
         ),
         ({"model": "mlp"}, r"model.hidden is \[12\] there and None here"),
         ({"evaluation": Evaluation(every=2)}, "evaluation.every is 1 there and 2 here"),
-        ({"machine": Machine(precision="float64")}, "machine.precision is 'float32' there and 'float64' here"),
+        (
+            {"machine": Machine(precision="float64")},
+            "machine.precision is 'float32' there and 'float64' here",
+        ),
         ({"checkpoint_every": 2}, "checkpoint_every is 1 there and 2 here"),
         ({"federation": federation(unseen=(6,))}, "resolved.fingerprint is "),
     ],
 )
-def test_another_experiment_is_not_resumed_and_the_difference_is_named(change, difference, broken_off):
+def test_another_experiment_is_not_resumed_and_the_difference_is_named(
+    change, difference, broken_off
+):
     before = contents(broken_off)
     with pytest.raises(InputError, match=f"{broken_off} holds another experiment: {difference}"):
         small_run(broken_off, **{"resume": True, **change})
@@ -184,7 +212,9 @@ def test_a_run_that_came_and_went_while_another_began_is_not_overwritten(tmp_pat
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for resume in (False, True):
-        with pytest.raises(InputError, match=f"{tmp_path} exists and is no run directory; choose another"):
+        with pytest.raises(
+            InputError, match=f"{tmp_path} exists and is no run directory; choose another"
+        ):
             small_run(tmp_path, resume=resume)
     with pytest.raises(InputError, match=r"thesis.txt exists and is no run directory"):
         small_run(tmp_path / "thesis.txt")
@@ -203,7 +233,9 @@ def test_a_mistake_in_the_settings_leaves_no_directory_behind(tmp_path):
 def test_a_truncated_checkpoint_is_named_and_nothing_is_touched(size, broken_off):
     os.truncate(broken_off / "checkpoint.safetensors", size)
     before = contents(broken_off)
-    with pytest.raises(RunError, match=r"cannot read .*checkpoint.safetensors: .*truncated") as caught:
+    with pytest.raises(
+        RunError, match=r"cannot read .*checkpoint.safetensors: .*truncated"
+    ) as caught:
         small_run(broken_off, resume=True)
     assert "\n" not in str(caught.value)
     assert contents(broken_off) == before
@@ -217,8 +249,12 @@ def test_a_checkpoint_cut_by_one_byte_is_refused(broken_off):
 
 
 def test_a_checkpoint_of_something_else_is_refused(broken_off):
-    (broken_off / "checkpoint.safetensors").write_bytes(b"this is a text, and a rather long one for a header" * 10)
-    with pytest.raises(RunError, match=r"cannot read .*checkpoint.safetensors: .*not written by Equipoise"):
+    (broken_off / "checkpoint.safetensors").write_bytes(
+        b"this is a text, and a rather long one for a header" * 10
+    )
+    with pytest.raises(
+        RunError, match=r"cannot read .*checkpoint.safetensors: .*not written by Equipoise"
+    ):
         small_run(broken_off, resume=True)
 
 
@@ -231,7 +267,9 @@ def test_a_journal_shorter_than_the_checkpoint_says_is_refused(name, gone, broke
     else:
         os.truncate(path, path.stat().st_size - 1)
     before = contents(broken_off)
-    with pytest.raises(RunError, match=f"{name}.jsonl is shorter than when the checkpoint was written"):
+    with pytest.raises(
+        RunError, match=f"{name}.jsonl is shorter than when the checkpoint was written"
+    ):
         small_run(broken_off, resume=True)
     assert contents(broken_off) == before
 
@@ -249,14 +287,26 @@ def test_a_damaged_configuration_is_refused(text, broken_off):
 
 def test_the_configuration_holds_what_the_run_depended_on(broken_off):
     config = yaml.safe_load((broken_off / "config.yaml").read_text())
-    assert config["method"] == {"name": "fedavg", "weights": "size", "sampling": {"name": "uniform"}}
+    assert config["method"] == {
+        "name": "fedavg",
+        "weights": "size",
+        "sampling": {"name": "uniform"},
+    }
     assert config["data"] == {"name": "clouds"}
     assert config["model"] == MODEL
-    assert (config["seed"], config["training"]["cohort"], config["training"]["batch_size"]) == (3, 4, 8)
+    assert (config["seed"], config["training"]["cohort"], config["training"]["batch_size"]) == (
+        3,
+        4,
+        8,
+    )
     assert config["training"]["optimizer"]["momentum"] == 0.5
     resolved = config["resolved"]
     assert resolved["fingerprint"] == federation().fingerprint()
-    assert (resolved["shape"], resolved["outputs"], resolved["torch"]) == ([5], 3, torch.__version__)
+    assert (resolved["shape"], resolved["outputs"], resolved["torch"]) == (
+        [5],
+        3,
+        torch.__version__,
+    )
     # The rule for a CPU: as many clients as fit into two million parameters (5·12 + 12 + 12·3 + 3 of them each).
     assert resolved["chunk"] == 2_000_000 // 111
 
@@ -284,7 +334,9 @@ def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_ch
     # The same happens again on resuming: nothing that failed was kept.
     with pytest.raises(RunError, match=re.escape(str(caught.value))):
         small_run(tmp_path / "run", **wild, cohort=1, resume=True)
-    assert [row["round"] for row in rows_of(tmp_path / "run", "rounds")] == list(range(1, note["round"] + 1))
+    assert [row["round"] for row in rows_of(tmp_path / "run", "rounds")] == list(
+        range(1, note["round"] + 1)
+    )
 
 
 def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monkeypatch):
@@ -329,14 +381,26 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
         ({"cohort": 9}, "^cohort asks for 9 clients, but only 8 are registered"),
         ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
         ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
-        ({"lr": 0.5}, r"unknown setting 'lr' in train\(\); .* optimizer={'name': 'sgd', 'lr': 0.5}$"),
-        ({"training": Training(cohort=9)}, "^training.cohort asks for 9 clients, but only 8 are registered"),
+        (
+            {"lr": 0.5},
+            r"unknown setting 'lr' in train\(\); .* optimizer={'name': 'sgd', 'lr': 0.5}$",
+        ),
+        (
+            {"training": Training(cohort=9)},
+            "^training.cohort asks for 9 clients, but only 8 are registered",
+        ),
         ({"method": "fedvag"}, "unknown method 'fedvag'; did you mean 'fedavg'"),
         ({"method": {"mu": 1}}, r"method {'mu': 1} has no name"),
         ({"model": "mpl"}, "unknown model 'mpl'; did you mean 'mlp'"),
-        ({"model": {"name": "mlp", "hiden": [3]}}, "unknown option 'hiden' in model 'mlp'; did you mean 'hidden'"),
+        (
+            {"model": {"name": "mlp", "hiden": [3]}},
+            "unknown option 'hiden' in model 'mlp'; did you mean 'hidden'",
+        ),
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1, got 0"),
-        ({"checkpoint_every": 1.5}, "checkpoint_every must be a whole number of at least 1, got 1.5"),
+        (
+            {"checkpoint_every": 1.5},
+            "checkpoint_every must be a whole number of at least 1, got 1.5",
+        ),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
     ],
 )
@@ -348,13 +412,22 @@ def test_settings_that_cannot_be_carried_out_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "float23"}, "unknown precision 'float23' in machine.precision; did you mean 'float32'"),
+        (
+            {"precision": "float23"},
+            "unknown precision 'float23' in machine.precision; did you mean 'float32'",
+        ),
         ({"device": "gpu"}, "unknown device 'gpu' in machine.device"),
         ({"device": "tpu:0"}, "unknown device 'tpu:0' in machine.device"),
         ({"chunk": 0}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 0"),
-        ({"chunk": "fast"}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 'fast'"),
+        (
+            {"chunk": "fast"},
+            "machine.chunk must be 'auto', 'measure' or a number of clients, got 'fast'",
+        ),
         ({"chunk": 2.0}, "machine.chunk must be 'auto', 'measure' or a number of clients, got 2.0"),
-        ({"chunk": True}, "machine.chunk must be 'auto', 'measure' or a number of clients, got True"),
+        (
+            {"chunk": True},
+            "machine.chunk must be 'auto', 'measure' or a number of clients, got True",
+        ),
     ],
 )
 def test_a_machine_that_does_not_exist_is_refused(settings, message):
@@ -364,7 +437,9 @@ def test_a_machine_that_does_not_exist_is_refused(settings, message):
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu'"):
+    with pytest.raises(
+        InputError, match=r"machine.device is 'cuda', but PyTorch sees no GPU here; valid: 'cpu'"
+    ):
         Machine(device="cuda")
 
 
@@ -373,8 +448,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     [
         ({"every": -1}, "evaluation.every must be a whole number of at least 0, got -1"),
         ({"every": 1.0}, "evaluation.every must be a whole number of at least 0, got 1.0"),
-        ({"every": 0, "select": "best"}, "evaluation.select 'best' and evaluation.patience need evaluation.every"),
-        ({"every": 0, "patience": 2}, "evaluation.select 'best' and evaluation.patience need evaluation.every"),
+        (
+            {"every": 0, "select": "best"},
+            "evaluation.select 'best' and evaluation.patience need evaluation.every",
+        ),
+        (
+            {"every": 0, "patience": 2},
+            "evaluation.select 'best' and evaluation.patience need evaluation.every",
+        ),
         ({"select": "bset"}, "unknown value 'bset' in evaluation.select; did you mean 'best'"),
         ({"patience": 0}, "evaluation.patience must be a whole number of at least 1, got 0"),
         ({"patience": 1.5}, "evaluation.patience must be a whole number of at least 1, got 1.5"),
@@ -390,7 +471,9 @@ def test_evaluations_that_contradict_themselves_are_refused(settings, message):
 def test_choosing_a_round_without_validation_data_is_refused(evaluation):
     x, y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
     bare = type(federation()).from_arrays(x, y, clients=[0] * 10 + [1] * 10, splits=(0.8, 0.0, 0.2))
-    with pytest.raises(InputError, match="choosing a round needs validation data, but no seen client holds any"):
+    with pytest.raises(
+        InputError, match="choosing a round needs validation data, but no seen client holds any"
+    ):
         train(bare, rounds=1, evaluation=evaluation)
 
 
@@ -415,7 +498,11 @@ def test_the_loaded_global_model_scores_what_the_metrics_say(evaluation, tmp_pat
 def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
     run = small_run(tmp_path / "run", "local")
     data, rounds = federation(), run.summary["round"]
-    rows = [row for row in rows_of(tmp_path / "run") if row["round"] == rounds and row["split"] == "test"]
+    rows = [
+        row
+        for row in rows_of(tmp_path / "run")
+        if row["round"] == rounds and row["split"] == "test"
+    ]
     # Clients that were never drawn, and those held out of training, train before they are evaluated.
     assert [row["client"] for row in rows] == list(range(data.clients))
     for row in rows:
@@ -443,17 +530,23 @@ class KeepsHead(LocalRule):
     keeps = "head"
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "local", build("fedavg", local=KeepsHead())])
+@pytest.mark.parametrize(
+    "method", ["fedper", "fedrep", "local", build("fedavg", local=KeepsHead())]
+)
 def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
     run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
     taken_part = run.trainer.selected().clients
     # Whoever has data can make a model of its own, unless the rule does not say how.
-    absent = [client for client in range(run.trainer.federation.clients) if client not in taken_part]
+    absent = [
+        client for client in range(run.trainer.federation.clients) if client not in taken_part
+    ]
     assert bool(absent) == (not isinstance(method, str))
     valid = f"valid: client= one of {', '.join(map(str, taken_part))}"
     loaded = [lambda client=None: load(tmp_path / "run", client)] if isinstance(method, str) else []
     for give in (run.model, *loaded):
-        with pytest.raises(InputError, match=f"there is no global model, and clients of this method keep.*{valid}"):
+        with pytest.raises(
+            InputError, match=f"there is no global model, and clients of this method keep.*{valid}"
+        ):
             give()
         for client in absent:
             with pytest.raises(InputError, match=f"client {client} has never taken part.*{valid}"):
@@ -480,7 +573,9 @@ def test_a_loaded_model_can_be_trained_on(tmp_path):
 
 def test_a_float64_run_is_loaded_in_float64(tmp_path):
     small_run(tmp_path / "run", machine=Machine(precision="float64"))
-    assert {tensor.dtype for tensor in load(tmp_path / "run").state_dict().values()} == {torch.float64}
+    assert {tensor.dtype for tensor in load(tmp_path / "run").state_dict().values()} == {
+        torch.float64
+    }
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):
@@ -491,7 +586,8 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         run.model(99)
     small_run(tmp_path / "shared")
     with pytest.raises(
-        InputError, match="client 0 has no personal model; the method gives all clients the global model"
+        InputError,
+        match="client 0 has no personal model; the method gives all clients the global model",
     ):
         load(tmp_path / "shared", client=0)
     with pytest.raises(InputError, match=r"nowhere holds no run: cannot read config.yaml"):
@@ -500,7 +596,11 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
 
 def test_clients_are_known_by_their_names(tmp_path):
     draws = np.random.default_rng(0)
-    x, y, hospitals = draws.normal(size=(60, 4)), np.arange(60) % 3, np.repeat(["Nörd", "South", "West"], 20)
+    x, y, hospitals = (
+        draws.normal(size=(60, 4)),
+        np.arange(60) % 3,
+        np.repeat(["Nörd", "South", "West"], 20),
+    )
     named = Federation.from_arrays(x, y, clients=hospitals)
     run = train(named, method="local", model="logistic", rounds=1, out=tmp_path / "run")
     for give in (run.model, lambda client: load(tmp_path / "run", client)):
@@ -516,7 +616,9 @@ def test_clients_are_known_by_their_names(tmp_path):
     )
     assert not (tmp_path / "nameless" / "names.json").exists()
     for give in (nameless.model, lambda client: load(tmp_path / "nameless", client)):
-        with pytest.raises(InputError, match="client 'South': clients of this run have no names; give a number"):
+        with pytest.raises(
+            InputError, match="client 'South': clients of this run have no names; give a number"
+        ):
             give("South")
 
 
@@ -546,7 +648,9 @@ def test_a_module_of_ones_own_is_trained_written_and_loaded(tmp_path):
 
     with pytest.raises(InputError, match=r"used a model of its own \(Model\); pass it as module="):
         load(tmp_path / "run")
-    with pytest.raises(InputError, match=r"does not fit the run: the shape of .* is \(6,\) there and \(4,\) here"):
+    with pytest.raises(
+        InputError, match=r"does not fit the run: the shape of .* is \(6,\) there and \(4,\) here"
+    ):
         load(tmp_path / "run", module=custom(width=4))
     loaded = load(tmp_path / "run", module=mine)
     assert type(mine.features[1]) is nn.BatchNorm1d
@@ -563,7 +667,9 @@ def test_a_module_of_ones_own_is_trained_written_and_loaded(tmp_path):
     [nn.Linear(5, 3), nn.Sequential(nn.Linear(5, 3))],
 )
 def test_a_method_that_names_the_head_refuses_a_module_without_one(module):
-    with pytest.raises(InputError, match=r'the part .head., but .* train\(..., head="classifier"\)'):
+    with pytest.raises(
+        InputError, match=r'the part .head., but .* train\(..., head="classifier"\)'
+    ):
         small_run(None, "fedper", model=module)
 
 
@@ -617,11 +723,23 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
 @pytest.mark.parametrize(
     ("client", "names", "message"),
     [
-        (1, ("1", "2"), "number 1 is called '2', and '1' is number 0; give client='1' or client='2'"),
+        (
+            1,
+            ("1", "2"),
+            "number 1 is called '2', and '1' is number 0; give client='1' or client='2'",
+        ),
         (2, ("1", "2"), "there is no number 2, and '2' is number 1; give client='2'"),
-        (4, ("0", "1", "2", "3", "5"), "number 4 is called '5', and no client is called '4'; give client='5'"),
+        (
+            4,
+            ("0", "1", "2", "3", "5"),
+            "number 4 is called '5', and no client is called '4'; give client='5'",
+        ),
         (-1, ("0", "-1"), "there is no number -1, and '-1' is number 1; give client='-1'"),
-        (0, ("north", "0"), "number 0 is called 'north', and '0' is number 1; give client='0' or client='north'"),
+        (
+            0,
+            ("north", "0"),
+            "number 0 is called 'north', and '0' is number 1; give client='0' or client='north'",
+        ),
     ],
 )
 def test_a_number_that_may_be_another_clients_name_is_refused(client, names, message):
@@ -648,5 +766,7 @@ def test_a_number_that_cannot_be_mistaken_is_taken_as_it_is(client, names, numbe
 
 @pytest.mark.parametrize("client", [True, 1.0, np.float32(1), np.bool_(True), [1]], ids=repr)
 def test_what_is_neither_a_number_nor_a_name_is_no_client(client):
-    with pytest.raises(InputError, match=re.escape(f"client {client!r} is no client; give its number")):
+    with pytest.raises(
+        InputError, match=re.escape(f"client {client!r} is no client; give its number")
+    ):
         _number(client, ("0", "1"))

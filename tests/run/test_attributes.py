@@ -17,7 +17,9 @@ EVERYTHING = Evaluation(min_cell=1)
 
 
 def trained(federation=None, method="fedavg", evaluation=EVERYTHING, **options):
-    return train(federation or attributed(), method=method, evaluation=evaluation, **{**HOW, **options})
+    return train(
+        federation or attributed(), method=method, evaluation=evaluation, **{**HOW, **options}
+    )
 
 
 def predictions(model, data, samples):
@@ -34,7 +36,9 @@ def names_of(data, attribute, samples):
 def test_rows_of_all_models_have_the_rates_of_their_clients(method, chunk):
     data = attributed()
     machine = Machine(device="cpu", precision="float64", chunk=chunk)
-    run = trained(data, method, Evaluation(min_cell=1, local=True, keep_local=True), machine=machine)
+    run = trained(
+        data, method, Evaluation(min_cell=1, local=True, keep_local=True), machine=machine
+    )
     kinds = {"global": lambda _: run.model(), "local": run.local_model}
     kinds |= {"personal": run.model} if method == "ditto" else {}
     rows = [row for row in run.trainer.metrics if row["round"] == 2]
@@ -44,11 +48,17 @@ def test_rows_of_all_models_have_the_rates_of_their_clients(method, chunk):
         predicted = predictions(kinds[row["model"]](str(row["client"])), data, samples)
         assert set(row["attributes"]) == {"sex", "origin"}
         for attribute, found in row["attributes"].items():
-            rates, spread = by_hand(data.y[samples] == 1, predicted == 1, names_of(data, attribute, samples))
+            rates, spread = by_hand(
+                data.y[samples] == 1, predicted == 1, names_of(data, attribute, samples)
+            )
             assert found["withheld"] == 0
             for value, wanted in rates.items():
-                assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(wanted, abs=1e-12)
-            assert found["demographic_parity_difference"] == pytest.approx(spread["selection_rate"][0], abs=1e-12)
+                assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(
+                    wanted, abs=1e-12
+                )
+            assert found["demographic_parity_difference"] == pytest.approx(
+                spread["selection_rate"][0], abs=1e-12
+            )
 
 
 def test_the_summary_pools_the_samples_of_clients():
@@ -59,10 +69,14 @@ def test_the_summary_pools_the_samples_of_clients():
     for who, clients in (("seen", (0, 1, 2)), ("unseen", (3,))):
         samples = np.concatenate([data.test.of(client) for client in clients])
         predicted = predictions(run.model(), data, samples)
-        rates, spread = by_hand(data.y[samples] == 1, predicted == 1, names_of(data, "sex", samples))
+        rates, spread = by_hand(
+            data.y[samples] == 1, predicted == 1, names_of(data, "sex", samples)
+        )
         found = part[who]["attributes"]["sex"]
         for value, wanted in rates.items():
-            assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(wanted, abs=1e-12)
+            assert {rate: found["values"][value][rate] for rate in wanted} == pytest.approx(
+                wanted, abs=1e-12
+            )
         odds = max(spread["tpr"][0], spread["fpr"][0])
         assert found["equalized_odds_difference"] == pytest.approx(odds, abs=1e-12)
         assert found["worst_value"] == min(rates, key=lambda value: rates[value]["accuracy"])
@@ -86,7 +100,11 @@ def test_small_cells_are_withheld_from_journals_and_counted():
                 for of in found["values"].values()
             )
         held.append(
-            row["n"] - sum(of["n"] for of in row.get("attributes", {}).get("origin", {"values": {}})["values"].values())
+            row["n"]
+            - sum(
+                of["n"]
+                for of in row.get("attributes", {}).get("origin", {"values": {}})["values"].values()
+            )
         )
     found = run.summary["results"]["global"]["seen"]["attributes"]["origin"]
     assert (found["withheld"], found["withheld_clients"]) == (sum(held), sum(1 for n in held if n))
@@ -100,7 +118,10 @@ def test_attributes_change_nothing_else():
     one, other = trained(data), trained(plain)
     for tensor, expected in zip(one.model().parameters(), other.model().parameters(), strict=True):
         assert torch.equal(tensor, expected)
-    strip = [{name: value for name, value in row.items() if name != "attributes"} for row in one.trainer.metrics]
+    strip = [
+        {name: value for name, value in row.items() if name != "attributes"}
+        for row in one.trainer.metrics
+    ]
     assert strip == list(other.trainer.metrics)
     assert "attributes" not in other.summary["results"]["global"]["seen"]
 
@@ -139,7 +160,9 @@ def test_three_classes_have_rates_of_the_class_that_is_named():
 
 def test_regression_has_the_loss_by_value():
     x, _, attributes = people()
-    data = Federation.from_arrays(x, x[:, 0], clients=[0, 1] * 240, attributes=attributes, task="regression")
+    data = Federation.from_arrays(
+        x, x[:, 0], clients=[0, 1] * 240, attributes=attributes, task="regression"
+    )
     found = trained(data).summary["results"]["global"]["seen"]["attributes"]["sex"]
     assert found["worst"] == max(of["loss"] for of in found["values"].values())
     assert found["values"]["Male"]["selection_rate"] is None

@@ -9,7 +9,16 @@ import yaml
 
 from equipoise import Callback, Evaluation, Training, train
 from equipoise.errors import InputError
-from tests.run.small import TRAINING, Stop, federation, measure, promised, rows_of, small_run, stop_after
+from tests.run.small import (
+    TRAINING,
+    Stop,
+    federation,
+    measure,
+    promised,
+    rows_of,
+    small_run,
+    stop_after,
+)
 
 SHORT = Training(rounds=3, cohort=4)
 
@@ -52,7 +61,9 @@ class StopAt(Callback):
 
 def test_callbacks_follow_the_run_in_order(tmp_path):
     diary = Diary()
-    run = small_run(tmp_path / "run", training=SHORT, evaluation=Evaluation(every=2), callbacks=[diary])
+    run = small_run(
+        tmp_path / "run", training=SHORT, evaluation=Evaluation(every=2), callbacks=[diary]
+    )
     assert diary.events == [
         ("begin", 0),
         ("round", 1),
@@ -81,7 +92,9 @@ def test_they_see_the_global_model_of_each_round():
     assert not torch.equal(diary.models[1]["head.bias"], diary.models[3]["head.bias"])
     module = diary.last.model()
     row = next(row for row in diary.rows[3] if (row["split"], row["client"]) == ("test", 4))
-    assert measure(module, federation(), "test", 4) == pytest.approx((row["loss"], row["accuracy"]), rel=1e-5)
+    assert measure(module, federation(), "test", 4) == pytest.approx(
+        (row["loss"], row["accuracy"]), rel=1e-5
+    )
 
 
 def test_what_they_do_to_the_model_changes_nothing(tmp_path):
@@ -108,22 +121,35 @@ def test_there_is_no_global_model_if_clients_keep_parts():
 @pytest.mark.parametrize(("event", "every"), [("evaluated", 1), ("round", 1), ("round", 5)])
 def test_a_stopped_run_is_a_shorter_one(event, every, tmp_path):
     evaluation = Evaluation(every=every, keep_local=True)
-    stopped = small_run(tmp_path / "stopped", training=TRAINING, evaluation=evaluation, callbacks=[StopAt(3, event)])
+    stopped = small_run(
+        tmp_path / "stopped", training=TRAINING, evaluation=evaluation, callbacks=[StopAt(3, event)]
+    )
     assert stopped.summary["rounds"] == 3
     assert stopped.summary["stopped"] == "round 3 is enough"
     shorter = small_run(
-        tmp_path / "shorter", training=Training(**{**vars(TRAINING), "rounds": 3}), evaluation=evaluation
+        tmp_path / "shorter",
+        training=Training(**{**vars(TRAINING), "rounds": 3}),
+        evaluation=evaluation,
     )
     ours, theirs = promised(tmp_path / "stopped"), promised(tmp_path / "shorter")
     assert ours["model.safetensors"] == theirs["model.safetensors"]
     assert ours["local.safetensors"] == theirs["local.safetensors"]
     # A round that was not going to be evaluated has no generalization gaps.
-    last = [[row for row in rows_of(tmp_path / name) if row["round"] == 3] for name in ("stopped", "shorter")]
+    last = [
+        [row for row in rows_of(tmp_path / name) if row["round"] == 3]
+        for name in ("stopped", "shorter")
+    ]
     strip = [[{k: v for k, v in row.items() if k != "gap"} for row in rows] for rows in last]
     assert strip[0] == strip[1] != []
     assert shorter.summary.get("stopped") is None
     again = Diary()
-    small_run(tmp_path / "stopped", training=TRAINING, evaluation=evaluation, resume=True, callbacks=[again])
+    small_run(
+        tmp_path / "stopped",
+        training=TRAINING,
+        evaluation=evaluation,
+        resume=True,
+        callbacks=[again],
+    )
     assert again.events == []
 
 
@@ -173,7 +199,10 @@ def test_a_run_without_rounds_is_evaluated():
     [
         ([Diary], "callbacks has the class Diary; make an object of it"),
         (Diary(), "callbacks must be a list of callbacks, got"),
-        ([print], "callbacks has <built-in function print>; valid: objects of classes derived from equipoise.Callback"),
+        (
+            [print],
+            "callbacks has <built-in function print>; valid: objects of classes derived from equipoise.Callback",
+        ),
     ],
 )
 def test_what_is_no_callback_is_refused(given, message, tmp_path):

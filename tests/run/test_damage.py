@@ -26,7 +26,11 @@ from equipoise.study.runs import finished
 from tests.run.small import Stop, federation, promised, small_run, stop_after
 from tests.trials import trials
 
-HOW = {"method": "ditto", "evaluation": Evaluation(select="best", local=True, keep_local=True), "rounds": 4}
+HOW = {
+    "method": "ditto",
+    "evaluation": Evaluation(select="best", local=True, keep_local=True),
+    "rounds": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,11 @@ def use(directory):
     small_run(directory, **HOW, resume=True)
     load(directory)
     load(directory, 1)
-    load(directory, client=files.load_tensors(directory / "local.safetensors")[1]["clients"][0], local=True)
+    load(
+        directory,
+        client=files.load_tensors(directory / "local.safetensors")[1]["clients"][0],
+        local=True,
+    )
     write_report([directory], directory.parent / "report.html")
 
 
@@ -118,7 +126,9 @@ def test_many_flipped_bits_and_cut_files_are_noticed(whole, broken_off, tmp_path
 
 def test_bits_anywhere_in_a_file_count(tmp_path):
     path = tmp_path / "model.safetensors"
-    save_tensors(path, {"w": torch.tensor([1.0, -2.0]), "n": torch.tensor(3)}, {"round": 1, "name": "é"})
+    save_tensors(
+        path, {"w": torch.tensor([1.0, -2.0]), "n": torch.tensor(3)}, {"round": 1, "name": "é"}
+    )
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 7):
         path.write_bytes(whole)
@@ -140,7 +150,8 @@ def test_an_edited_configuration_is_noticed(killed):
     config["training"]["optimizer"]["lr"] = 0.05
     (killed / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     with pytest.raises(
-        RunError, match=r"config.yaml is not what the run wrote: its SHA-256 differs from that in SHA256SUMS"
+        RunError,
+        match=r"config.yaml is not what the run wrote: its SHA-256 differs from that in SHA256SUMS",
     ):
         small_run(killed, **HOW, resume=True)
 
@@ -152,7 +163,9 @@ def test_a_journal_edited_in_place_is_noticed_and_left_as_it_is(journal, killed)
     place = text.index('"round": 2') + 9
     path.write_text(text[:place] + "1" + text[place + 1 :])
     before = {each.name: each.read_bytes() for each in killed.iterdir()}
-    with pytest.raises(RunError, match=f"{journal}.jsonl was changed since the checkpoint was written"):
+    with pytest.raises(
+        RunError, match=f"{journal}.jsonl was changed since the checkpoint was written"
+    ):
         small_run(killed, **HOW, resume=True)
     assert {each.name: each.read_bytes() for each in killed.iterdir()} == before
 
@@ -167,9 +180,13 @@ def test_the_checkpoint_of_another_seed_is_refused(killed, tmp_path):
 
 def test_the_checkpoint_of_another_model_is_refused(killed, tmp_path):
     with pytest.raises(Stop):
-        small_run(tmp_path / "other", **HOW, model={"name": "mlp", "hidden": [7]}, on_round=stop_after(2))
+        small_run(
+            tmp_path / "other", **HOW, model={"name": "mlp", "hidden": [7]}, on_round=stop_after(2)
+        )
     shutil.copy(tmp_path / "other" / "checkpoint.safetensors", killed)
-    with pytest.raises(RunError, match=r"is a checkpoint of another model: features.1.bias differs"):
+    with pytest.raises(
+        RunError, match=r"is a checkpoint of another model: features.1.bias differs"
+    ):
         small_run(killed, **HOW, resume=True)
 
 
@@ -204,15 +221,27 @@ def test_a_summary_that_was_cut_off_is_one_line(whole, tmp_path):
 
 
 def test_checksums_are_those_of_sha256sum(whole):
-    names = {"config.yaml", "metrics.jsonl", "rounds.jsonl", "timings.jsonl", "names.json", "summary.json"}
+    names = {
+        "config.yaml",
+        "metrics.jsonl",
+        "rounds.jsonl",
+        "timings.jsonl",
+        "names.json",
+        "summary.json",
+    }
     assert set(read_sums(whole)) == names
     for name, digest in read_sums(whole).items():
         assert hashlib.sha256((whole / name).read_bytes()).hexdigest() == digest
     if shutil.which("sha256sum"):
-        assert subprocess.run(["sha256sum", "--check", "--status", "SHA256SUMS"], cwd=whole).returncode == 0
+        assert (
+            subprocess.run(["sha256sum", "--check", "--status", "SHA256SUMS"], cwd=whole).returncode
+            == 0
+        )
 
 
-@pytest.mark.parametrize("text", ["", "0" * 64 + " config.yaml\n", "0" * 63 + "  config.yaml\n", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "0" * 64 + " config.yaml\n", "0" * 63 + "  config.yaml\n", "\xff"]
+)
 def test_damaged_checksums_are_refused(text, whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     (run / "SHA256SUMS").write_bytes(text.encode("latin1"))
@@ -252,7 +281,9 @@ def test_runs_without_checksums_are_used_as_before(whole, broken_off, tmp_path):
 # ---- full disks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.safetensors", "summary.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "checkpoint.safetensors", "summary.json", "config.yaml"]
+)
 def test_a_full_disk_names_the_file(name, tmp_path, monkeypatch):
     """The file system has no room left for one of the files."""
     real = os.fsync

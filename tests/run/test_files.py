@@ -53,7 +53,9 @@ with sole_writer(Path(sys.argv[1])):
 
 
 def test_a_killed_writer_leaves_the_directory_to_others(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout.readline() == "in\n"
         with pytest.raises(RunError, match="another process"), sole_writer(tmp_path):
             pytest.fail("two writers")
@@ -79,7 +81,9 @@ def test_the_content_is_durable_before_it_takes_the_place_of_the_old(tmp_path, m
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
+        monkeypatch.setattr(
+            os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1]
+        )
     write_atomically(tmp_path / "note", b"content")
     # The file, its new name, and the folder that holds the name.
     assert calls == ["fsync", "replace", "fsync"]
@@ -106,7 +110,9 @@ def test_tensors_and_their_note_come_back(tmp_path):
 def test_tensors_lie_in_memory_as_fresh_ones_do(tmp_path):
     """PyTorch aligns what it makes to 64 bytes; in the file tensors follow each other without gaps."""
     save_tensors(tmp_path / "file", {str(size): torch.arange(float(size)) for size in range(1, 20)})
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in load_tensors(tmp_path / "file")[0].values())
+    assert all(
+        tensor.data_ptr() % 64 == 0 for tensor in load_tensors(tmp_path / "file")[0].values()
+    )
 
 
 def test_the_order_of_names_does_not_change_the_bytes(tmp_path):
@@ -138,7 +144,10 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
         load_tensors(tmp_path / "foreign")
 
 
-ROWS = st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none()), max_size=5)
+ROWS = st.lists(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none()),
+    max_size=5,
+)
 
 
 @given(before=ROWS, after=ROWS, again=ROWS)
@@ -166,7 +175,9 @@ def test_a_journal_on_disk_goes_back_to_its_mark(tmp_path):
     reopened.rewind(mark)
     assert list(reopened) == [{"round": 1, "name": "naïve"}, {"round": 2}]
     reopened.append([{"round": 5}])
-    assert [json.loads(line)["round"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [1, 2, 5]
+    assert [
+        json.loads(line)["round"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()
+    ] == [1, 2, 5]
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -178,5 +189,7 @@ def test_a_journal_that_lost_rows_is_refused(missing, tmp_path):
         (tmp_path / "rows.jsonl").unlink()
     else:
         os.truncate(tmp_path / "rows.jsonl", mark - 1)
-    with pytest.raises(RunError, match=r"rows.jsonl is shorter than when the checkpoint was written"):
+    with pytest.raises(
+        RunError, match=r"rows.jsonl is shorter than when the checkpoint was written"
+    ):
         journal.rewind(mark)

@@ -30,16 +30,27 @@ def pictures():
     """Ten clients with images of shape (1, 8, 8), all of them with test samples."""
     data = images(shape=(1, 8, 8), sizes=[12] * 10)
     clients = np.repeat(np.arange(10), 12)
-    return Federation.from_arrays(data.x.float(), data.y, clients=clients, splits=(0.5, 0.25, 0.25), classes=4)
+    return Federation.from_arrays(
+        data.x.float(), data.y, clients=clients, splits=(0.5, 0.25, 0.25), classes=4
+    )
 
 
 def frozen_run(out=None, method="fedavg", model=PROMPTS, **options):
-    options = {"rounds": 3, "cohort": 4, "batch_size": 8, "optimizer": {"name": "sgd", "lr": 0.1}, **options}
+    options = {
+        "rounds": 3,
+        "cohort": 4,
+        "batch_size": 8,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        **options,
+    }
     return train(pictures(), method=method, model=model, out=out, seed=3, **options)
 
 
 def everything_in(directory):
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(directory).iterdir()}
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in Path(directory).iterdir()
+    }
 
 
 def config_of(directory):
@@ -52,7 +63,12 @@ def write_config(directory, config):
 
 @pytest.mark.parametrize(
     ("method", "own"),
-    [("fedavg", set()), ("local", MOVING), ("ditto", MOVING), ("fedper", {"head.weight", "head.bias"})],
+    [
+        ("fedavg", set()),
+        ("local", MOVING),
+        ("ditto", MOVING),
+        ("fedper", {"head.weight", "head.bias"}),
+    ],
 )
 def test_files_hold_nothing_that_is_frozen(method, own, tmp_path):
     frozen_run(tmp_path / "run", method, evaluation=Evaluation(select="best"))
@@ -77,7 +93,9 @@ def test_models_come_back_whole(tmp_path):
         assert torch.equal(one.stem(x), begun.stem(x))
         # Clients were evaluated with this very model.
         tokens = one.stem(x)
-        by_hand = one.head(begun.features.encoder(torch.cat([tokens, one.features.prompts.expand(7, -1, -1)], 1)))
+        by_hand = one.head(
+            begun.features.encoder(torch.cat([tokens, one.features.prompts.expand(7, -1, -1)], 1))
+        )
         torch.testing.assert_close(one(x), by_hand)
 
 
@@ -111,7 +129,8 @@ def test_other_frozen_weights_are_not_resumed(tmp_path):
         frozen_run(tmp_path / "run", model=custom(), on_round=stop_after(2))
     before = everything_in(tmp_path / "run")
     with pytest.raises(
-        InputError, match=r"holds another experiment: resolved.frozen is '\w{32}' there and '\w{32}' here"
+        InputError,
+        match=r"holds another experiment: resolved.frozen is '\w{32}' there and '\w{32}' here",
     ):
         frozen_run(tmp_path / "run", model=custom(seed=1), resume=True)
     assert everything_in(tmp_path / "run") == before
@@ -124,7 +143,9 @@ def test_other_frozen_weights_are_not_resumed(tmp_path):
 def test_other_frozen_weights_are_not_filled_with_a_run(tmp_path):
     frozen_run(tmp_path / "run", model=custom(), rounds=1)
     here, there = frozen_digest(custom(seed=1)), frozen_digest(custom())
-    with pytest.raises(InputError, match=f"frozen tensors .* differ .*: their hash is {here}, the run's {there}"):
+    with pytest.raises(
+        InputError, match=f"frozen tensors .* differ .*: their hash is {here}, the run's {there}"
+    ):
         load(tmp_path / "run", module=custom(seed=1))
 
 
@@ -144,7 +165,11 @@ def make_old(directory, module):
         if (directory / file).exists():
             tensors, note = load_tensors(directory / file)
             note.pop("version", None)
-            save_tensors(directory / file, {**{prefix + name: t for name, t in slots.items()}, **tensors}, note)
+            save_tensors(
+                directory / file,
+                {**{prefix + name: t for name, t in slots.items()}, **tensors},
+                note,
+            )
 
 
 def test_runs_of_the_release_before_are_loaded_with_the_frozen_tensors_they_hold(tmp_path):
@@ -165,7 +190,9 @@ def test_runs_of_the_release_before_are_not_resumed(finished, tmp_path):
             frozen_run(tmp_path / "run", model=custom(), on_round=stop_after(2))
     make_old(tmp_path / "run", custom())
     before = everything_in(tmp_path / "run")
-    with pytest.raises(RunError, match="checkpoint of version 1, and this release of Equipoise resumes version 2"):
+    with pytest.raises(
+        RunError, match="checkpoint of version 1, and this release of Equipoise resumes version 2"
+    ):
         frozen_run(tmp_path / "run", model=custom(), resume=True)
     assert everything_in(tmp_path / "run") == before
 
@@ -205,7 +232,9 @@ WEIGHTS = SHARED / "weights" / "vit-small-14"
 
 @pytest.mark.skipif(not WEIGHTS.exists(), reason=f"{WEIGHTS} is not here")
 def test_files_of_a_run_with_a_real_transformer_are_small(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed: equipoise[pretrained]")
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed: equipoise[pretrained]"
+    )
     draws = torch.Generator().manual_seed(0)
     x = torch.randint(256, (12, 3, 28, 28), generator=draws, dtype=torch.uint8)
     clients = Federation.from_arrays(x, torch.arange(12) % 3, clients=[0] * 6 + [1] * 6, classes=3)

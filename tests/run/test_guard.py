@@ -58,7 +58,11 @@ def test_without_a_guard_one_liar_spoils_the_model(attack):
 
 def test_lies_about_control_variates_do_not_pass_the_guard():
     def scaffold(guard, **options):
-        return accuracy(trained({"name": "scaffold", "guard": guard}, optimizer=Sgd(lr=0.3), rounds=8, **options))
+        return accuracy(
+            trained(
+                {"name": "scaffold", "guard": guard}, optimizer=Sgd(lr=0.3), rounds=8, **options
+            )
+        )
 
     lies, alone = lying(ATTACKS["x1e6"], uploads_only=True), scaffold(None, unseen=(LIAR,))
     assert scaffold("multikrum", engine=lies) >= alone - 0.02
@@ -72,11 +76,15 @@ def test_lies_about_control_variates_do_not_pass_the_guard():
 
 def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="equipoise")
-    trainer = trained("fedavg", engine=lying(ATTACKS["1e300"]), rounds=3, every=1, directory=tmp_path)
+    trainer = trained(
+        "fedavg", engine=lying(ATTACKS["1e300"]), rounds=3, every=1, directory=tmp_path
+    )
     reason = "answered with a number beyond 1e+12 in features.1.weight"
     assert [row["left_out"] for row in rows_of(tmp_path, "rounds")] == [{str(LIAR): reason}] * 3
     assert [row["cohort"] for row in rows_of(tmp_path, "rounds")] == [9] * 3
-    assert caplog.messages == [f"round {n} goes on without client {LIAR}: {reason}" for n in (1, 2, 3)]
+    assert caplog.messages == [
+        f"round {n} goes on without client {LIAR}: {reason}" for n in (1, 2, 3)
+    ]
     tensors, note = load_tensors(tmp_path / "checkpoint.safetensors")
     assert note["round"] == 3
     assert max(float(t.abs().max()) for t in tensors.values() if t.is_floating_point()) < 100
@@ -103,7 +111,10 @@ def test_one_such_number_is_enough(value):
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
 def test_a_bound_that_nobody_reaches_changes_no_byte(name, tmp_path):
     small_run(tmp_path / "without", method=name)
-    small_run(tmp_path / "with", method={"name": name, "guard": {"name": "norm", "bound": 1e9, "multiple": 1e9}})
+    small_run(
+        tmp_path / "with",
+        method={"name": name, "guard": {"name": "norm", "bound": 1e9, "multiple": 1e9}},
+    )
     without, guarded = promised(tmp_path / "without"), promised(tmp_path / "with")
     assert without.keys() == guarded.keys()
     for file in without:
@@ -141,9 +152,13 @@ def test_who_was_scaled_is_noted(tmp_path):
 
 def test_dropped_clients_remember_nothing_of_the_round():
     """So SCAFFOLD's c stays the mean of all c_k: neither side counts a round that the other does not."""
-    trainer = trained({"name": "scaffold", "guard": "multikrum"}, engine=lying(ATTACKS["flipped"]), rounds=3)
+    trainer = trained(
+        {"name": "scaffold", "guard": "multikrum"}, engine=lying(ATTACKS["flipped"]), rounds=3
+    )
     assert trainer.engine.remembering == [client for client in range(10) if client != LIAR]
-    first = {"control": {name: torch.zeros_like(tensor) for name, tensor in trainer.state.model.items()}}
+    first = {
+        "control": {name: torch.zeros_like(tensor) for name, tensor in trainer.state.model.items()}
+    }
     memory, _ = trainer.engine.memory.read(np.arange(10), first)
     for name, tensor in trainer.state.server["control"].items():
         torch.testing.assert_close(memory["control"][name].mean(0), tensor, rtol=1e-9, atol=1e-12)
@@ -186,17 +201,30 @@ def test_guards_are_parts_that_are_described_and_read_back():
     assert method.sees is Sees.UPDATES
     assert build("fedprox").sees is Sees.SUMS
     assert "guard" not in describe(build("fedprox"))
-    read = experiment_from({"data": "digits", "method": {"name": "fedavg", "guard": {"name": "norm", "bound": 2}}})
+    read = experiment_from(
+        {"data": "digits", "method": {"name": "fedavg", "guard": {"name": "norm", "bound": 2}}}
+    )
     assert read.method.guard.bound == 2
-    assert experiment_from({"data": "digits", "method": {"name": "fedavg", "guard": None}}).method.guard is None
+    assert (
+        experiment_from(
+            {"data": "digits", "method": {"name": "fedavg", "guard": None}}
+        ).method.guard
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ({"name": "fedavg", "guard": "nrom"}, "did you mean 'norm'"),
-        ({"name": "fedavg", "guard": "median"}, "unknown method.guard 'median'.*Valid: krum, multikrum, norm"),
-        ({"name": "fedavg", "guard": {"name": "norm", "bund": 1}}, "did you mean 'method.guard.bound'"),
+        (
+            {"name": "fedavg", "guard": "median"},
+            "unknown method.guard 'median'.*Valid: krum, multikrum, norm",
+        ),
+        (
+            {"name": "fedavg", "guard": {"name": "norm", "bund": 1}},
+            "did you mean 'method.guard.bound'",
+        ),
         ({"name": "local", "guard": "norm"}, "clients keep the whole model and send nothing"),
         ({"name": "norm"}, "unknown method 'norm'"),
     ],
@@ -207,12 +235,15 @@ def test_wrong_guards_are_refused(method, message):
 
 
 def test_too_few_clients_are_refused_before_training_or_stop_the_run(tmp_path):
-    with pytest.raises(InputError, match="the guard 'krum' needs 5 clients a round, but a cohort has 4"):
+    with pytest.raises(
+        InputError, match="the guard 'krum' needs 5 clients a round, but a cohort has 4"
+    ):
         small_run(None, method={"name": "fedavg", "guard": "krum"})
     # Of ten clients one is left out in every round.
     method = {"name": "fedavg", "guard": {"name": "multikrum", "f": 1, "m": 9}}
     with pytest.raises(
-        RunError, match="round 1: the guard 'multikrum' needs the updates of 10 clients, but 9 sent one"
+        RunError,
+        match="round 1: the guard 'multikrum' needs the updates of 10 clients, but 9 sent one",
     ):
         trained(method, engine=lying(ATTACKS["1e300"]))
     assert trained(method, engine=StackedEngine, rounds=1).state.round == 1

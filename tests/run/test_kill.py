@@ -99,8 +99,14 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
     ended = time.monotonic()
 
     rng = np.random.default_rng(0)
-    moments = {nothing: started - began, some_rounds: (ended - started) / ROUNDS, checkpoint_half_written: 0.0}
-    waits = rng.permutation([nothing] * 5 + [some_rounds] * (KILLS - 10) + [checkpoint_half_written] * 5)
+    moments = {
+        nothing: started - began,
+        some_rounds: (ended - started) / ROUNDS,
+        checkpoint_half_written: 0.0,
+    }
+    waits = rng.permutation(
+        [nothing] * 5 + [some_rounds] * (KILLS - 10) + [checkpoint_half_written] * 5
+    )
     directory = tmp_path / "killed"
     killed, half_written, lengths = 0, 0, []
     for wait in waits:
@@ -110,7 +116,11 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
         process.send_signal(signal.SIGKILL)
         killed += finish(process) == -signal.SIGKILL
         half_written += (directory / "checkpoint.safetensors.tmp").exists()
-        lengths.append((directory / "rounds.jsonl").stat().st_size if (directory / "rounds.jsonl").exists() else 0)
+        lengths.append(
+            (directory / "rounds.jsonl").stat().st_size
+            if (directory / "rounds.jsonl").exists()
+            else 0
+        )
     assert finish(start(directory, to_the_end=True)) == 0
 
     assert killed == KILLS, "the run ended before it was killed often enough"
@@ -125,11 +135,17 @@ def test_kills_of_many_runs_change_no_byte(kind, full, tmp_path):
     """Kill before and after every fsync, rename and truncation, and at random moments; see tests/run/killing.py."""
     command = [sys.executable, "-m", "tests.run.killing", kind, str(tmp_path), str(trials(full))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["different"] == [], done.stderr
     assert found["steps"] >= 40
     # A run may end before the moment of its kill.
-    assert found["trials"] == found["killed"] if kind == "steps" else found["killed"] >= found["trials"] * 0.6
+    assert (
+        found["trials"] == found["killed"]
+        if kind == "steps"
+        else found["killed"] >= found["trials"] * 0.6
+    )
     assert found["trials"] >= min(trials(full), 2 * found["steps"])

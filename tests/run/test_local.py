@@ -27,7 +27,9 @@ def test_losses_by_hand():
     """Two rounds of one gradient step on a linear model, in NumPy."""
     world = random_regression([12, 20, 9, 15], seed=4, splits=(0.5, 0.25, 0.25))
     training = {"rounds": 2, "batch_size": 100, "optimizer": {"name": "sgd", "lr": LR}}
-    run = train(world, model=linear(), machine=Machine(precision="float64"), evaluation=LOCAL, **training)
+    run = train(
+        world, model=linear(), machine=Machine(precision="float64"), evaluation=LOCAL, **training
+    )
     w, sizes, wanted = first_weights(), world.train.sizes, {}
     for number in (1, 2):
         trained = [local_step(world, client, w) for client in range(4)]
@@ -38,7 +40,9 @@ def test_losses_by_hand():
     found = {(row["round"], row["client"], row["split"]): row["loss"] for row in local_rows(run)}
     assert found == pytest.approx(wanted, rel=1e-10)
     for client, own in enumerate(trained):
-        assert run.local_model(client).head.weight.detach().numpy()[0] == pytest.approx(own, rel=1e-10)
+        assert run.local_model(client).head.weight.detach().numpy()[0] == pytest.approx(
+            own, rel=1e-10
+        )
     # The rest of a client's gap: its loss under the global model less that under its own.
     rows = [row for row in run.trainer.metrics if "gap" in row]
     assert len(rows) == 8
@@ -51,7 +55,9 @@ def test_losses_by_hand():
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_what_is_kept_is_what_was_evaluated(tmp_path, method, chunk):
     data = federation()
-    run = small_run(tmp_path / "run", method, evaluation=LOCAL, machine=Machine(device="cpu", chunk=chunk))
+    run = small_run(
+        tmp_path / "run", method, evaluation=LOCAL, machine=Machine(device="cpu", chunk=chunk)
+    )
     clients = run.trainer.local_models().clients
     last = [row for row in local_rows(run) if row["round"] == 7]
     assert {row["client"] for row in last} == set(clients)
@@ -68,8 +74,12 @@ def test_what_is_kept_is_what_was_evaluated(tmp_path, method, chunk):
     states = [run.local_model(client).state_dict() for client in clients]
     shared = [name for name in run.trainer.state.model if name.startswith("features.")]
     for name in shared:
-        mean = sum(share * state[name].double() for share, state in zip(shares, states, strict=True))
-        torch.testing.assert_close(mean.float(), run.trainer.state.model[name], rtol=1e-5, atol=1e-6)
+        mean = sum(
+            share * state[name].double() for share, state in zip(shares, states, strict=True)
+        )
+        torch.testing.assert_close(
+            mean.float(), run.trainer.state.model[name], rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_local_model_has_the_parts_the_client_keeps():
@@ -108,7 +118,9 @@ def test_nothing_else_changes(tmp_path, method):
     ours, theirs = promised(tmp_path / "with"), promised(tmp_path / "without")
     for name in ("model.safetensors", "personal.safetensors", "rounds.jsonl"):
         assert ours.get(name) == theirs.get(name)
-    assert [row for row in rows_of(tmp_path / "with") if row["model"] != "local"] == rows_of(tmp_path / "without")
+    assert [row for row in rows_of(tmp_path / "with") if row["model"] != "local"] == rows_of(
+        tmp_path / "without"
+    )
     results = json.loads(ours["summary.json"])["results"]
     del results["local"]
     assert results == json.loads(theirs["summary.json"])["results"]
@@ -126,13 +138,20 @@ def test_reports_and_evaluation_share_their_pass(monkeypatch, local, passes):
 
     evaluate = cohort_module.evaluate_stacked
     monkeypatch.setattr(cohort_module, "evaluate_stacked", counting)
-    small_run(None, "ga", training=Training(rounds=1), evaluation=Evaluation(local=local), machine=Machine(chunk=9))
+    small_run(
+        None,
+        "ga",
+        training=Training(rounds=1),
+        evaluation=Evaluation(local=local),
+        machine=Machine(chunk=9),
+    )
     assert len(looked) == passes
 
 
 def test_reports_of_some_samples_do_not_limit_evaluation():
     limited, whole = (
-        small_run(None, evaluation=LOCAL, training=Training(rounds=2, report_samples=limit)) for limit in (1, None)
+        small_run(None, evaluation=LOCAL, training=Training(rounds=2, report_samples=limit))
+        for limit in (1, None)
     )
     assert local_rows(limited) == local_rows(whole)
     assert limited.summary["results"]["global"]["seen"]["gap_variance"] != pytest.approx(
@@ -141,8 +160,12 @@ def test_reports_of_some_samples_do_not_limit_evaluation():
 
 
 def test_pooled_data_have_no_local_models():
-    assert set(small_run(None, "central", evaluation=Evaluation(local=True)).summary["results"]) == {"global"}
-    with pytest.raises(InputError, match="evaluation.keep_local needs clients that train; method 'central' pools"):
+    assert set(
+        small_run(None, "central", evaluation=Evaluation(local=True)).summary["results"]
+    ) == {"global"}
+    with pytest.raises(
+        InputError, match="evaluation.keep_local needs clients that train; method 'central' pools"
+    ):
         small_run(None, "central", evaluation=LOCAL)
 
 
@@ -157,7 +180,9 @@ def test_a_resumed_run_keeps_the_same_models(tmp_path, stopped):
     assert run.local_model(run.trainer.local_models().clients[0]).head.weight.shape == (3, 12)
 
 
-def test_a_run_that_ends_between_its_local_models_and_its_checkpoint_is_resumed(tmp_path, monkeypatch):
+def test_a_run_that_ends_between_its_local_models_and_its_checkpoint_is_resumed(
+    tmp_path, monkeypatch
+):
     small_run(tmp_path / "alone", evaluation=LOCAL)
     save = Trainer.save_checkpoint
 
@@ -185,12 +210,16 @@ def test_patience_ends_with_the_local_models_of_that_round():
 def test_refusals(tmp_path):
     run = small_run(tmp_path / "run", training=Training(rounds=1, cohort=2), evaluation=LOCAL)
     there = ", ".join(map(str, run.trainer.local_models().clients))
-    with pytest.raises(InputError, match=f"client 7 has no local model; .* trained in round 1: {there}"):
+    with pytest.raises(
+        InputError, match=f"client 7 has no local model; .* trained in round 1: {there}"
+    ):
         run.local_model(7)  # held out of training
     with pytest.raises(InputError, match="local models belong to clients; valid: client= one of"):
         load(tmp_path / "run", local=True)
     small_run(tmp_path / "none", training=Training(rounds=1))
-    with pytest.raises(InputError, match="has no local.safetensors; train with evaluation.keep_local: true"):
+    with pytest.raises(
+        InputError, match="has no local.safetensors; train with evaluation.keep_local: true"
+    ):
         load(tmp_path / "none", 0, local=True)
     with pytest.raises(InputError, match="the run has kept no local models"):
         small_run(None, training=Training(rounds=1)).local_model(0)

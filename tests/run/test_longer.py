@@ -50,7 +50,10 @@ def test_a_finished_run_is_made_longer(how, tmp_path):
     small_run(tmp_path / "whole", **how, rounds=6)
     small_run(tmp_path / "run", **how, rounds=3)
     run = small_run(tmp_path / "run", **how, rounds=6, resume=True)
-    assert run.summary["rounds"] == small_run(tmp_path / "whole", **how, rounds=6, resume=True).summary["rounds"]
+    assert (
+        run.summary["rounds"]
+        == small_run(tmp_path / "whole", **how, rounds=6, resume=True).summary["rounds"]
+    )
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
@@ -103,15 +106,23 @@ def test_an_evaluated_initial_model_is_trained(tmp_path):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"schedule": "cosine"}, "its schedule 'cosine' falls until the end of the run, because .*over is not set"),
+        (
+            {"schedule": "cosine"},
+            "its schedule 'cosine' falls until the end of the run, because .*over is not set",
+        ),
         ({"schedule": linear}, "its schedule 'linear' depends on the number of rounds"),
-        ({"method": {"name": "ga", "decay": True}}, "its method 'ga' has used the number of rounds"),
+        (
+            {"method": {"name": "ga", "decay": True}},
+            "its method 'ga' has used the number of rounds",
+        ),
     ],
 )
 def test_a_run_that_depends_on_its_length_is_refused(how, reason, tmp_path):
     small_run(tmp_path / "run", **how, rounds=2)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(InputError, match=f"the run in {tmp_path / 'run'} cannot be made longer: {reason}"):
+    with pytest.raises(
+        InputError, match=f"the run in {tmp_path / 'run'} cannot be made longer: {reason}"
+    ):
         small_run(tmp_path / "run", **how, rounds=4, resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
@@ -121,7 +132,13 @@ def test_warmup_comes_before_other_kinds():
     assert [exponential.factor(r, 9) for r in range(5)] == [0.5, 1.0, 1.0, 0.5, 0.25]
     steps = Schedule(kind="steps", at=(3,), factors=(0.1,), warmup=2)
     assert [steps.factor(r, 9) for r in range(4)] == [0.5, 1.0, 1.0, 0.1]
-    assert [Schedule(kind="linear", warmup=1).factor(r, 5) for r in range(5)] == [1.0, 1.0, 0.75, 0.5, 0.25]
+    assert [Schedule(kind="linear", warmup=1).factor(r, 5) for r in range(5)] == [
+        1.0,
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]
     assert [Schedule(kind="halving").factor(r, 5) for r in range(3)] == [1.0, 0.5, 0.25]
     until_the_end = Schedule(kind="cosine", warmup=2, floor=0.2)
     assert [until_the_end.factor(r, 6) for r in (0, 1, 2, 4)] == pytest.approx([0.5, 1.0, 1.0, 0.6])
@@ -132,10 +149,22 @@ def test_warmup_comes_before_other_kinds():
     [
         (lambda: Schedule(kind="haling"), "did you mean 'halving'"),
         (lambda: Schedule(warmup=-1), "schedule.warmup"),
-        (lambda: Schedule(kind="steps", over=3), "schedule.over=3 has a meaning for the kind 'cosine' only"),
-        (lambda: small_run(rounds=1, schedule=lambda round: 1.0), "a schedule needs the name of its function"),
-        (lambda: small_run(rounds=1, schedule=3), "schedule must be a Schedule or a function of the round"),
-        (lambda: register(stop_after), "schedule 'stop_after' takes number; valid: round, or round and rounds"),
+        (
+            lambda: Schedule(kind="steps", over=3),
+            "schedule.over=3 has a meaning for the kind 'cosine' only",
+        ),
+        (
+            lambda: small_run(rounds=1, schedule=lambda round: 1.0),
+            "a schedule needs the name of its function",
+        ),
+        (
+            lambda: small_run(rounds=1, schedule=3),
+            "schedule must be a Schedule or a function of the round",
+        ),
+        (
+            lambda: register(stop_after),
+            "schedule 'stop_after' takes number; valid: round, or round and rounds",
+        ),
     ],
 )
 def test_mistakes_are_named(make, message):

@@ -54,30 +54,46 @@ def outputs(model, split, client):
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_rows_of_all_models_have_the_metrics_of_their_clients(method):
-    evaluation = Evaluation(metrics=["accuracy", "f1_macro", "auroc", HIGHEST], local=True, keep_local=True)
-    run = small_run(None, method, training=SHORT, evaluation=evaluation, machine=Machine(precision="float64"))
-    kinds = {"global": run.model, "local": run.local_model} | ({"personal": run.model} if method == "ditto" else {})
+    evaluation = Evaluation(
+        metrics=["accuracy", "f1_macro", "auroc", HIGHEST], local=True, keep_local=True
+    )
+    run = small_run(
+        None, method, training=SHORT, evaluation=evaluation, machine=Machine(precision="float64")
+    )
+    kinds = {"global": run.model, "local": run.local_model} | (
+        {"personal": run.model} if method == "ditto" else {}
+    )
     rows = [row for row in run.trainer.metrics if row["round"] == 2]
     assert {row["model"] for row in rows} == set(kinds)
     for row in rows:
         model = kinds[row["model"]](*(() if row["model"] == "global" else (row["client"],)))
         output, y = outputs(model, row["split"], row["client"])
-        assert row["f1_macro"] == pytest.approx(f1_score(y, output.argmax(1), average="macro"), abs=1e-12)
+        assert row["f1_macro"] == pytest.approx(
+            f1_score(y, output.argmax(1), average="macro"), abs=1e-12
+        )
         assert row["highest_loss"] == pytest.approx(float(highest_loss(output, y)), rel=1e-9)
         if len(set(y.tolist())) < 2:
             assert row["left_out"] == {"auroc": "undefined"}
             assert "auroc" not in row
         else:
             p = output.softmax(1).numpy()
-            wanted = np.mean([roc_auc_score(y == label, p[:, label]) for label in y.unique().tolist()])
+            wanted = np.mean(
+                [roc_auc_score(y == label, p[:, label]) for label in y.unique().tolist()]
+            )
             assert row["auroc"] == pytest.approx(wanted, abs=1e-12)
             assert "left_out" not in row
     assert any("left_out" in row for row in rows)
 
 
 def test_summaries_have_every_spread_and_name_who_is_left_out():
-    run = small_run(None, training=SHORT, evaluation=Evaluation(metrics=["accuracy", "auroc", HIGHEST]))
-    rows = [row for row in run.trainer.metrics if (row["round"], row["split"], row["unseen"]) == (2, "test", False)]
+    run = small_run(
+        None, training=SHORT, evaluation=Evaluation(metrics=["accuracy", "auroc", HIGHEST])
+    )
+    rows = [
+        row
+        for row in run.trainer.metrics
+        if (row["round"], row["split"], row["unseen"]) == (2, "test", False)
+    ]
     part = run.summary["results"]["global"]["seen"]
     for name, higher in (("auroc", True), ("highest_loss", False), ("accuracy", True)):
         having = [row for row in rows if name in row]
@@ -91,20 +107,28 @@ def test_summaries_have_every_spread_and_name_who_is_left_out():
         found = part["metrics"][name]
         for spread in fairness.METRICS:
             if not spread.startswith("gap_"):
-                assert found[spread] == pytest.approx(getattr(wanted, spread), rel=1e-12), (name, spread)
+                assert found[spread] == pytest.approx(getattr(wanted, spread), rel=1e-12), (
+                    name,
+                    spread,
+                )
         assert found["clients"] == len(having)
         lost = {str(row["client"]): "undefined" for row in rows if name not in row}
         assert (found["left_out"], found["left_out_clients"]) == (len(lost), lost)
         assert found["worst_client_name"] == str(found["worst_client_id"])
     assert part["metrics"]["auroc"]["left_out"] > 0
     assert part["metrics"]["accuracy"]["mean"] == part["mean"]
-    assert run.summary["metrics"]["highest_loss"] == {"higher_is_better": False, "range": [0.0, None]}
+    assert run.summary["metrics"]["highest_loss"] == {
+        "higher_is_better": False,
+        "range": [0.0, None],
+    }
     json.loads(json.dumps(run.summary, allow_nan=False))
 
 
 def test_a_metric_that_no_client_has():
     nowhere = Metric(function=lambda output, y: None, name="nowhere", higher_is_better=True)
-    beyond = Metric(function=lambda output, y: 2.0, name="beyond", higher_is_better=True, range=(0, 1))
+    beyond = Metric(
+        function=lambda output, y: 2.0, name="beyond", higher_is_better=True, range=(0, 1)
+    )
     run = small_run(None, training=SHORT, evaluation=Evaluation(metrics=[nowhere, beyond]))
     part = run.summary["results"]["global"]["unseen"]["metrics"]
     assert part["nowhere"] == {"clients": 0, "left_out": 1, "left_out_clients": {"7": "undefined"}}
@@ -118,10 +142,15 @@ def test_metrics_change_nothing_else(tmp_path):
     assert ours.pop("rounds.jsonl") == theirs.pop("rounds.jsonl")
     assert ours["model.safetensors"] == theirs["model.safetensors"]
     added = ("auroc", "left_out")
-    rows = [{name: row[name] for name in row if name not in added} for row in rows_of(tmp_path / "with")]
+    rows = [
+        {name: row[name] for name in row if name not in added} for row in rows_of(tmp_path / "with")
+    ]
     assert rows == rows_of(tmp_path / "without")
     for name in ("metrics", "select_by"):
-        assert name not in yaml.safe_load((tmp_path / "without" / "config.yaml").read_text())["evaluation"]
+        assert (
+            name
+            not in yaml.safe_load((tmp_path / "without" / "config.yaml").read_text())["evaluation"]
+        )
     assert "metrics" not in json.loads((tmp_path / "without" / "summary.json").read_text())
 
 
@@ -131,7 +160,9 @@ def test_the_round_is_chosen_by_a_metric(by, best):
     evaluation = Evaluation(metrics=[HIGHEST], select="best", select_by=by)
     run = small_run(None, training=training, evaluation=evaluation)
     rows = [row for row in run.trainer.metrics if row["split"] == "val" and not row["unseen"]]
-    means = {n: np.mean([row[by or "loss"] for row in rows if row["round"] == n]) for n in range(1, 7)}
+    means = {
+        n: np.mean([row[by or "loss"] for row in rows if row["round"] == n]) for n in range(1, 7)
+    }
     assert run.summary["round"] == best(means, key=lambda n: means[n])
     assert run.summary.get("select_by") == by
 
@@ -151,8 +182,14 @@ def test_patience_follows_the_metric():
     ("evaluation", "message"),
     [
         ({"metrics": ["mae"]}, "'mae' is for regression, but the task is classification"),
-        ({"select": "best", "select_by": "auroc"}, "unknown metric 'auroc' in evaluation.select_by"),
-        ({"select_by": "loss"}, "evaluation.select_by needs evaluation.select 'best' or evaluation.patience"),
+        (
+            {"select": "best", "select_by": "auroc"},
+            "unknown metric 'auroc' in evaluation.select_by",
+        ),
+        (
+            {"select_by": "loss"},
+            "evaluation.select_by needs evaluation.select 'best' or evaluation.patience",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_training(evaluation, message):
@@ -163,18 +200,29 @@ def test_what_cannot_be_evaluated_is_refused_before_training(evaluation, message
 def test_a_round_cannot_be_chosen_by_what_nobody_has():
     nowhere = Metric(function=lambda output, y: None, name="nowhere", higher_is_better=True)
     with pytest.raises(InputError, match="no seen client holds a value of nowhere"):
-        small_run(None, evaluation=Evaluation(metrics=[nowhere], select="best", select_by="nowhere"))
+        small_run(
+            None, evaluation=Evaluation(metrics=[nowhere], select="best", select_by="nowhere")
+        )
 
 
 def test_a_resumed_run_is_the_same(tmp_path):
-    options = {"evaluation": Evaluation(metrics=["auroc", HIGHEST], select="best", select_by="highest_loss")}
+    options = {
+        "evaluation": Evaluation(
+            metrics=["auroc", HIGHEST], select="best", select_by="highest_loss"
+        )
+    }
     small_run(tmp_path / "whole", "ditto", **options)
     with pytest.raises(Stop):
         small_run(tmp_path / "part", "ditto", on_round=stop_after(3), **options)
     small_run(tmp_path / "part", "ditto", resume=True, **options)
     assert promised(tmp_path / "part") == promised(tmp_path / "whole")
     with pytest.raises(InputError, match="holds another experiment: evaluation.metrics is"):
-        small_run(tmp_path / "part", "ditto", resume=True, evaluation=Evaluation(metrics=["auroc"], select="best"))
+        small_run(
+            tmp_path / "part",
+            "ditto",
+            resume=True,
+            evaluation=Evaluation(metrics=["auroc"], select="best"),
+        )
 
 
 def test_metrics_of_a_file_of_ones_own(tmp_path):
@@ -194,9 +242,13 @@ def test_metrics_of_a_file_of_ones_own(tmp_path):
     again = load_experiment(tmp_path / "run" / "config.yaml")
     assert again.evaluation == experiment.evaluation
     with pytest.raises(
-        InputError, match="experiment.yaml: unknown metric 'overconfidense' in evaluation.metrics; did you"
+        InputError,
+        match="experiment.yaml: unknown metric 'overconfidense' in evaluation.metrics; did you",
     ):
-        experiment_from({**content, "imports": [], "evaluation": {"metrics": ["overconfidense"]}}, "experiment.yaml")
+        experiment_from(
+            {**content, "imports": [], "evaluation": {"metrics": ["overconfidense"]}},
+            "experiment.yaml",
+        )
 
 
 def test_what_a_task_of_ones_own_measures_is_not_replaced(monkeypatch):
@@ -206,7 +258,10 @@ def test_what_a_task_of_ones_own_measures_is_not_replaced(monkeypatch):
     class Ranked(Classification):
         def metrics(self, output, y):
             best = output.topk(2, dim=1).indices
-            return {**super().metrics(output, y), "top2": (best == y.unsqueeze(1)).any(1).to(output.dtype)}
+            return {
+                **super().metrics(output, y),
+                "top2": (best == y.unsqueeze(1)).any(1).to(output.dtype),
+            }
 
     data = replace(federation(), task="ranked")
     own = Metric(function=highest_loss, name="top2", higher_is_better=True)

@@ -63,7 +63,11 @@ def test_without_notes_only_partial_cohorts_are_written_down(tmp_path):
 
 def test_another_seed_has_other_keys(tmp_path):
     keys = [
-        {row["notes"]["key"] for row in small_run(method=NOTING, seed=seed, rounds=2).trainer.rounds} for seed in (3, 4)
+        {
+            row["notes"]["key"]
+            for row in small_run(method=NOTING, seed=seed, rounds=2).trainer.rounds
+        }
+        for seed in (3, 4)
     ]
     assert len(keys[0] | keys[1]) == 4
 
@@ -79,7 +83,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(name, tmp_pat
             small_run(tmp_path / "run", method=name, resume=True, on_round=stop_after(finished))
     small_run(tmp_path / "run", method=name, resume=True)
     assert promised(tmp_path / "run") == promised(tmp_path / "whole")
-    one, other = (load_tensors(tmp_path / run / "checkpoint.safetensors")[0] for run in ("run", "whole"))
+    one, other = (
+        load_tensors(tmp_path / run / "checkpoint.safetensors")[0] for run in ("run", "whole")
+    )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -90,7 +96,10 @@ def test_a_checkpoint_holds_facts_of_those_who_took_part(tmp_path):
     tensors, _ = load_tensors(tmp_path / "run" / "checkpoint.safetensors")
     data, clients = federation(), tensors["memory/clients"].tolist()
     assert len(clients) == 4
-    wanted = [np.bincount(data.y[torch.from_numpy(data.train.of(client))], minlength=3).tolist() for client in clients]
+    wanted = [
+        np.bincount(data.y[torch.from_numpy(data.train.of(client))], minlength=3).tolist()
+        for client in clients
+    ]
     assert tensors["memory/labels/counts"].tolist() == wanted
 
 
@@ -116,7 +125,9 @@ def test_a_part_is_drawn_from_the_seed_trained_and_loaded(tmp_path):
     run = small_run(tmp_path / "run", method="projected", rounds=2)
     before = run.trainer.engine.network.initial()
     torch.manual_seed(99)
-    again, other = (small_run(method="projected", rounds=1, seed=seed).trainer.engine.network for seed in (3, 4))
+    again, other = (
+        small_run(method="projected", rounds=1, seed=seed).trainer.engine.network for seed in (3, 4)
+    )
     assert torch.equal(before["projection.weight"], again.initial()["projection.weight"])
     assert not torch.equal(before["projection.weight"], other.initial()["projection.weight"])
     after = run.trainer.state.model
@@ -129,5 +140,9 @@ def test_a_part_is_drawn_from_the_seed_trained_and_loaded(tmp_path):
 
 
 def test_a_part_does_not_change_how_the_rest_of_the_model_begins():
-    with_part, without = (small_run(method=name, rounds=1).trainer.engine.network for name in ("projected", "fedavg"))
-    assert all(torch.equal(tensor, with_part.initial()[name]) for name, tensor in without.initial().items())
+    with_part, without = (
+        small_run(method=name, rounds=1).trainer.engine.network for name in ("projected", "fedavg")
+    )
+    assert all(
+        torch.equal(tensor, with_part.initial()[name]) for name, tensor in without.initial().items()
+    )

@@ -40,7 +40,9 @@ class SecondHead(LocalRule):
     keeps = "personal.head"
 
     def phases(self) -> Sequence[Phase]:
-        return Phase(move="features"), Phase(move="personal.head", loss=lambda client: client.personal().task_loss())
+        return Phase(move="features"), Phase(
+            move="personal.head", loss=lambda client: client.personal().task_loss()
+        )
 
     def adapt(self) -> Sequence[Phase]:
         return self.phases()[1:]
@@ -98,7 +100,9 @@ def test_who_keeps_nothing_adapts_from_the_global_model_by_plain_gradient_steps(
     )
     whole.state = trainer.state
     found = full(whole, 20)
-    indices = torch.from_numpy(federation.train.indices[federation.train.offsets[20] : federation.train.offsets[21]])
+    indices = torch.from_numpy(
+        federation.train.indices[federation.train.offsets[20] : federation.train.offsets[21]]
+    )
     x, y = federation.x[indices].double(), federation.y[indices]
     module = trainer.engine.network.blank().double().train()
     module.load_state_dict(trainer.state.model)
@@ -176,7 +180,9 @@ def test_fine_tuning_follows_any_method_and_starts_from_the_personal_model():
 
 
 def test_unlike_clients_do_better_with_models_of_their_own():
-    results = trained(None, rounds=10, cohort=1.0, fine_tune=FineTune(epochs=10)).summary()["results"]
+    results = trained(None, rounds=10, cohort=1.0, fine_tune=FineTune(epochs=10)).summary()[
+        "results"
+    ]
     assert results["personal"]["seen"]["mean"] > results["global"]["seen"]["mean"] + 0.03
 
 
@@ -185,7 +191,9 @@ def test_a_client_without_training_samples_keeps_the_global_model():
     train = federation.train
     empty = replace(
         federation,
-        train=type(train)(train.indices[: train.offsets[-2]], np.append(train.offsets[:-1], train.offsets[-2])),
+        train=type(train)(
+            train.indices[: train.offsets[-2]], np.append(train.offsets[:-1], train.offsets[-2])
+        ),
     )
     trainer = Trainer(
         empty,
@@ -210,13 +218,20 @@ def test_parts_that_clients_keep_leave_no_global_model_unless_they_are_averaged(
     weights = torch.from_numpy(sizes / sizes.sum())
     expected = sum(w * head for w, head in zip(weights, memory["kept/head.bias"], strict=True))
     torch.testing.assert_close(trainer.global_model["head.bias"], expected, rtol=0, atol=1e-12)
-    assert torch.equal(trainer.global_model["features.1.bias"], trainer.state.model["features.1.bias"])
+    assert torch.equal(
+        trainer.global_model["features.1.bias"], trainer.state.model["features.1.bias"]
+    )
     assert set(trainer.summary()["results"]["global"]) == {"seen", "unseen"}
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"epochs": 0}, "epochs"), ({"steps": True}, "steps"), ({"lr": 0.0}, "lr"), ({"lr": float("nan")}, "lr")],
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"steps": True}, "steps"),
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+    ],
 )
 def test_bad_fine_tuning_is_refused(settings, named):
     with pytest.raises(InputError, match=f"evaluation.fine_tune.{named}"):

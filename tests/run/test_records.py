@@ -34,7 +34,18 @@ def four_clients():
     )
 
 
-def row(client, accuracy, *, group="x", n=10, unseen=False, model="global", split="test", loss=1.0, **more):
+def row(
+    client,
+    accuracy,
+    *,
+    group="x",
+    n=10,
+    unseen=False,
+    model="global",
+    split="test",
+    loss=1.0,
+    **more,
+):
     return {
         "round": 3,
         "model": model,
@@ -50,8 +61,19 @@ def row(client, accuracy, *, group="x", n=10, unseen=False, model="global", spli
 
 
 def test_rows_hold_the_clients_with_samples_in_their_order():
-    measured = {"loss": np.array([0.5, np.nan, 0.25, 2.0]), "accuracy": np.array([1.0, np.nan, 0.0, 0.5])}
-    rows = client_rows(four_clients(), np.arange(4), measured, round_=3, model="global", split="test", gaps={2: 0.125})
+    measured = {
+        "loss": np.array([0.5, np.nan, 0.25, 2.0]),
+        "accuracy": np.array([1.0, np.nan, 0.0, 0.5]),
+    }
+    rows = client_rows(
+        four_clients(),
+        np.arange(4),
+        measured,
+        round_=3,
+        model="global",
+        split="test",
+        gaps={2: 0.125},
+    )
     assert rows == [
         row(0, 1.0, group="x", n=2, loss=0.5),
         row(2, 0.0, group="x", n=1, loss=0.25, gap=0.125),
@@ -61,7 +83,9 @@ def test_rows_hold_the_clients_with_samples_in_their_order():
 
 def test_rows_of_some_clients_take_their_values_by_position():
     measured = {"loss": np.array([7.0, 8.0])}
-    rows = client_rows(four_clients(), np.array([3, 0]), measured, round_=1, model="personal", split="test")
+    rows = client_rows(
+        four_clients(), np.array([3, 0]), measured, round_=1, model="personal", split="test"
+    )
     assert [(r["client"], r["n"], r["loss"]) for r in rows] == [(3, 3, 7.0), (0, 2, 8.0)]
 
 
@@ -81,21 +105,36 @@ def test_a_summary_worked_out_by_hand():
     assert seen["mean_samples"] == pytest.approx((5 + 30 + 2.5) / 50)
     assert seen["mean_groups"] == pytest.approx((0.75 + 0.25) / 2)
     assert (seen["worst_client"], seen["worst_client_id"]) == (0.25, 4)
-    assert (seen["worst_group"], seen["worst_group_name"], seen["best_group_name"]) == (0.25, "b", "a")
+    assert (seen["worst_group"], seen["worst_group_name"], seen["best_group_name"]) == (
+        0.25,
+        "b",
+        "a",
+    )
     assert seen["group_gap"] == pytest.approx(0.5)
     assert seen["groups"] == {"a": 0.75, "b": 0.25}
     assert seen["loss"] == pytest.approx(1.5)
     # Two clients have a gap, 0.1 and 0.5: they lie 0.2 from their mean.
     assert seen["gap_variance"] == pytest.approx(0.04)
     assert "worst_group_id" not in seen
-    assert (unseen["mean"], unseen["worst_client_id"], unseen["clients"], unseen["gap_variance"]) == (0.0, 5, 1, None)
+    assert (
+        unseen["mean"],
+        unseen["worst_client_id"],
+        unseen["clients"],
+        unseen["gap_variance"],
+    ) == (0.0, 5, 1, None)
     assert unseen["groups"] == {"b": 0.0}
 
 
 def test_a_summary_is_that_of_fairness_for_random_rows():
     rng = np.random.default_rng(0)
     rows = [
-        row(client, float(rng.random()), group="abcd"[client % 4], n=int(rng.integers(1, 50)), gap=float(rng.normal()))
+        row(
+            client,
+            float(rng.random()),
+            group="abcd"[client % 4],
+            n=int(rng.integers(1, 50)),
+            gap=float(rng.normal()),
+        )
         for client in range(37)
     ]
     found = summarize_rows(rows, TASK)["global"]["seen"]
@@ -110,7 +149,12 @@ def test_a_summary_is_that_of_fairness_for_random_rows():
 
 
 def test_global_and_personal_models_are_summarised_apart():
-    rows = [row(0, 0.5), row(1, 0.75), row(0, 0.25, model="personal"), row(1, 0.75, split="val", gap=1.0)]
+    rows = [
+        row(0, 0.5),
+        row(1, 0.75),
+        row(0, 0.25, model="personal"),
+        row(1, 0.75, split="val", gap=1.0),
+    ]
     result = summarize_rows(rows, TASK)
     assert result["global"]["seen"]["mean"] == 0.625
     assert result["personal"]["seen"]["mean"] == 0.25
@@ -129,7 +173,11 @@ def test_a_regression_is_judged_by_its_loss_and_the_worst_client_has_the_largest
     federation = Federation.from_arrays(x, y, clients=clients, task="regression")
     run = train(federation, model="logistic", rounds=3)
     assert run.summary["score"] == "loss"
-    losses = {r["client"]: r["loss"] for r in run.trainer.metrics if (r["round"], r["split"]) == (3, "test")}
+    losses = {
+        r["client"]: r["loss"]
+        for r in run.trainer.metrics
+        if (r["round"], r["split"]) == (3, "test")
+    }
     module = run.model()
     for client, loss in losses.items():
         held = torch.from_numpy(federation.test.of(client))
@@ -155,12 +203,17 @@ def test_clients_without_samples_are_counted_and_their_groups_stay():
     """Client 1, alone in group y, has no test samples; the last client is unseen."""
     rows = [row(0, 1.0, n=2), row(2, 0.5, n=1), row(3, 0.25, group="z", n=3, unseen=True)]
     auroc = Metric(function=lambda output, y: None, name="auroc", higher_is_better=True)
-    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients(), metrics=[auroc])["global"]
+    found = summarize_rows(
+        rows, tasks.build("classification"), federation=four_clients(), metrics=[auroc]
+    )["global"]
     assert (found["seen"]["clients"], found["seen"]["left_out"]) == (2, 1)
     assert found["seen"]["groups"] == {"x": 0.75, "y": None}
     assert (found["seen"]["mean_groups"], found["seen"]["worst_group_name"]) == (0.75, "x")
     named = {"0": "undefined", "2": "undefined", "1": "no samples"}
-    assert (found["seen"]["metrics"]["auroc"]["left_out"], found["seen"]["metrics"]["auroc"]["left_out_clients"]) == (
+    assert (
+        found["seen"]["metrics"]["auroc"]["left_out"],
+        found["seen"]["metrics"]["auroc"]["left_out_clients"],
+    ) == (
         3,
         named,
     )
@@ -170,27 +223,44 @@ def test_clients_without_samples_are_counted_and_their_groups_stay():
 
 
 def test_of_local_models_only_clients_that_took_part_are_counted():
-    rows = [row(0, 1.0, model="local"), row(2, 0.5, model="local"), row(1, 0.5, model="local", split="val", group="y")]
-    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    rows = [
+        row(0, 1.0, model="local"),
+        row(2, 0.5, model="local"),
+        row(1, 0.5, model="local", split="val", group="y"),
+    ]
+    found = summarize_rows(rows, tasks.build("classification"), federation=four_clients())["local"][
+        "seen"
+    ]
     assert found["left_out"] == 1
-    found = summarize_rows(rows[:2], tasks.build("classification"), federation=four_clients())["local"]["seen"]
+    found = summarize_rows(rows[:2], tasks.build("classification"), federation=four_clients())[
+        "local"
+    ]["seen"]
     assert found["left_out"] == 0
 
 
 def documented(begin, end):
     """The entries of the tables between two lines of docs/metrics.md."""
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    cells = [line.split("|")[1] for line in page.split(begin)[1].split(end)[0].splitlines() if line.startswith("| ")]
+    cells = [
+        line.split("|")[1]
+        for line in page.split(begin)[1].split(end)[0].splitlines()
+        if line.startswith("| ")
+    ]
     return {name for cell in cells for name in re.findall(r"`([a-z_.]+)`", cell)}
 
 
 def test_the_documentation_lists_what_runs_leave(tmp_path):
     evaluation = Evaluation(metrics=["auroc"], local=True, select="best", select_by="auroc")
-    run = small_run(tmp_path / "run", {"name": "scaffold", "guard": "norm"}, evaluation=evaluation, rounds=2)
+    run = small_run(
+        tmp_path / "run", {"name": "scaffold", "guard": "norm"}, evaluation=evaluation, rounds=2
+    )
     part = run.summary["results"]["global"]["seen"]
     of_part = documented("as far as there are some", "At its top")
     assert set(part) == set(fairness.METRICS) | of_part
-    assert set(part["metrics"]["auroc"]) - set(fairness.METRICS) == of_part - {"loss", "metrics"} | {"left_out_clients"}
+    assert set(part["metrics"]["auroc"]) - set(fairness.METRICS) == of_part - {
+        "loss",
+        "metrics",
+    } | {"left_out_clients"}
     top = documented("At its top", "A row of `metrics.jsonl`")
     assert set(run.summary) | {"bytes_overhead"} == top | {"results", "validation"}
     in_rows = {name for found in rows_of(tmp_path / "run") for name in found}

@@ -43,7 +43,9 @@ def test_the_same_seed_gives_the_same_bytes(method, undisturbed, tmp_path):
     small_run(tmp_path / "again", method=method)
     assert promised(tmp_path / "again") == wanted
     kept_on_request = {"local.safetensors"}
-    assert set(wanted) == set(PROMISED) - kept_on_request - (set() if method == "local" else {"personal.safetensors"})
+    assert set(wanted) == set(PROMISED) - kept_on_request - (
+        set() if method == "local" else {"personal.safetensors"}
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,7 +76,9 @@ def test_a_run_that_was_broken_off_goes_on_as_if_nothing_had_happened(
         small_run(tmp_path / "run", **how, on_round=stop_after(finished))
     assert not (tmp_path / "run" / "summary.json").exists()
     seen = []
-    small_run(tmp_path / "run", **how, resume=True, on_round=lambda progress: seen.append(progress.round))
+    small_run(
+        tmp_path / "run", **how, resume=True, on_round=lambda progress: seen.append(progress.round)
+    )
     # The rounds after the last checkpoint are repeated, those before it are not.
     assert seen == list(range(finished - finished % checkpoint_every + 1, TRAINING.rounds + 1))
     assert promised(tmp_path / "run") == promised(undisturbed(**how))
@@ -87,7 +91,12 @@ def test_resuming_keeps_the_best_round_and_the_patience(
     method, patience, since_best, checkpoint_every, undisturbed, tmp_path
 ):
     evaluation = Evaluation(select="best", patience=patience)
-    how = {"method": method, "checkpoint_every": checkpoint_every, "evaluation": evaluation, "rounds": 20}
+    how = {
+        "method": method,
+        "checkpoint_every": checkpoint_every,
+        "evaluation": evaluation,
+        "rounds": 20,
+    }
     whole = undisturbed(**how)
     summary = json.loads((whole / "summary.json").read_text())
     assert 3 <= summary["round"] == summary["rounds"] - patience < 20 - patience
@@ -108,13 +117,25 @@ def test_breaking_off_after_every_round_changes_nothing(undisturbed, tmp_path):
 
 def test_resuming_a_finished_run_changes_nothing_and_gives_its_summary(tmp_path):
     first = small_run(tmp_path / "run", "local", evaluation=Evaluation(select="best"))
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()}
+    before = {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in (tmp_path / "run").iterdir()
+    }
 
     def no_more(progress):
         raise AssertionError("a finished run trained again")
 
-    again = small_run(tmp_path / "run", "local", evaluation=Evaluation(select="best"), resume=True, on_round=no_more)
-    after = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()}
+    again = small_run(
+        tmp_path / "run",
+        "local",
+        evaluation=Evaluation(select="best"),
+        resume=True,
+        on_round=no_more,
+    )
+    after = {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in (tmp_path / "run").iterdir()
+    }
     assert after == before
     assert again.summary == first.summary
     one, other = first.model(4).state_dict(), again.model(4).state_dict()
@@ -148,7 +169,9 @@ def test_resuming_an_empty_or_missing_directory_starts_from_the_beginning(undist
         assert promised(tmp_path / name) == wanted
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "checkpoint.safetensors", "summary.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "checkpoint.safetensors", "summary.json", "model.safetensors"]
+)
 def test_leftovers_of_an_interrupted_write_do_not_matter(name, undisturbed, tmp_path):
     how = {"method": "scaffold"}
     with pytest.raises(Stop):
@@ -180,13 +203,19 @@ def test_a_checkpoint_holds_the_server_state_and_the_memories_of_those_who_took_
     tensors, note = load_tensors(tmp_path / "run" / "checkpoint.safetensors")
     assert note["round"] == 1
     assert len(tensors["memory/clients"]) == TRAINING.cohort
-    shapes = {name.removeprefix("model/"): tuple(t.shape) for name, t in tensors.items() if name.startswith("model/")}
+    shapes = {
+        name.removeprefix("model/"): tuple(t.shape)
+        for name, t in tensors.items()
+        if name.startswith("model/")
+    }
     for name, shape in shapes.items():
         assert tuple(tensors[f"memory/control/{name}"].shape) == (TRAINING.cohort, *shape)
         assert tuple(tensors[f"server/control/{name}"].shape) == shape
         # From c = 0 and c_k = 0, option II gives c⁺ = |S|/N · mean of c_k⁺, with N = 8 registered clients.
         wanted = tensors[f"memory/control/{name}"].double().mean(0) * (TRAINING.cohort / 8)
-        torch.testing.assert_close(tensors[f"server/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            tensors[f"server/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
@@ -211,13 +240,17 @@ def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
 
 
 def test_measuring_leaves_no_memory_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.run.trainer.fastest", lambda candidates, seconds: (seconds(2), 2)[1])
+    monkeypatch.setattr(
+        "equipoise.run.trainer.fastest", lambda candidates, seconds: (seconds(2), 2)[1]
+    )
     small_run(tmp_path / "measured", "scaffold", machine=Machine(chunk="measure"))
     small_run(tmp_path / "given", "scaffold", machine=Machine(chunk=2))
     assert promised(tmp_path / "measured") == promised(tmp_path / "given")
 
 
-def test_without_a_directory_a_run_gives_the_same_numbers_and_writes_nothing(undisturbed, tmp_path, monkeypatch):
+def test_without_a_directory_a_run_gives_the_same_numbers_and_writes_nothing(
+    undisturbed, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with_files = undisturbed(method="local")
     run = small_run(method="local")
@@ -246,7 +279,8 @@ def test_a_finished_run_without_its_checkpoint_is_left_as_it_is(tmp_path):
     (tmp_path / "run" / "checkpoint.safetensors").unlink()
     before = everything_in(tmp_path / "run")
     with pytest.raises(
-        RunError, match=r"is finished, but its checkpoint.safetensors is missing; its results are intact"
+        RunError,
+        match=r"is finished, but its checkpoint.safetensors is missing; its results are intact",
     ):
         small_run(tmp_path / "run", resume=True)
     assert everything_in(tmp_path / "run") == before
@@ -259,14 +293,21 @@ def test_an_unfinished_run_without_its_checkpoint_is_left_as_it_is(every, finish
         small_run(tmp_path / "run", checkpoint_every=every, on_round=stop_after(finished))
     (tmp_path / "run" / "checkpoint.safetensors").unlink()
     before = everything_in(tmp_path / "run")
-    with pytest.raises(RunError, match="has journals of past rounds but no checkpoint, so the run cannot be resumed"):
+    with pytest.raises(
+        RunError,
+        match="has journals of past rounds but no checkpoint, so the run cannot be resumed",
+    ):
         small_run(tmp_path / "run", checkpoint_every=every, resume=True)
     assert everything_in(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("half_a_row", [b"", b'{"round": 3, "coh'], ids=["whole rows", "half a row"])
+@pytest.mark.parametrize(
+    "half_a_row", [b"", b'{"round": 3, "coh'], ids=["whole rows", "half a row"]
+)
 @pytest.mark.parametrize("journal", ["rounds", "metrics"])
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(journal, half_a_row, undisturbed, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    journal, half_a_row, undisturbed, tmp_path
+):
     with pytest.raises(Stop):
         small_run(tmp_path / "run", checkpoint_every=5, on_round=stop_after(2))
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
@@ -296,7 +337,12 @@ class Activation(nn.Module):
 
 def module(width=8, dropout=0.1, activation=None, dtype=torch.float32, seed=7):
     torch.manual_seed(seed)
-    layers = nn.Linear(5, width), nn.BatchNorm1d(width), activation or nn.ReLU(), nn.Dropout(dropout)
+    layers = (
+        nn.Linear(5, width),
+        nn.BatchNorm1d(width),
+        activation or nn.ReLU(),
+        nn.Dropout(dropout),
+    )
     return Model(nn.Sequential(*layers), nn.Linear(width, 3)).to(dtype)
 
 
@@ -340,7 +386,9 @@ def test_the_address_of_a_function_is_no_part_of_a_module(tmp_path):
     one, other = (lambda x: F.relu(x) for _ in range(2))
     assert repr(one) != repr(other)
     with pytest.raises(Stop):
-        small_run(tmp_path / "run", model=module(activation=Activation(one)), on_round=stop_after(3))
+        small_run(
+            tmp_path / "run", model=module(activation=Activation(one)), on_round=stop_after(3)
+        )
     small_run(tmp_path / "run", model=module(activation=Activation(other)), resume=True)
 
 

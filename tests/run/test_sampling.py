@@ -52,7 +52,9 @@ def test_power_of_choice_takes_the_highest_losses_of_candidates_drawn_by_size():
 
 
 def test_what_candidates_are_asked_is_counted_in_the_round():
-    run = small_run(method={"name": "fedavg", "sampling": {"name": "powerofchoice", "candidates": 6}})
+    run = small_run(
+        method={"name": "fedavg", "sampling": {"name": "powerofchoice", "candidates": 6}}
+    )
     model = size_in_bytes(run.trainer.state.model)
     for row in run.trainer.rounds:
         assert row["bytes_down"] == (6 + 4) * model
@@ -102,14 +104,23 @@ class Wrong(Sampler):
 )
 def test_a_wrong_choice_is_refused_by_name(chosen):
     with pytest.raises(
-        InputError, match=r"^sampler 'wrong' chose \[.*\]; valid: 4 distinct ids of registered clients$"
+        InputError,
+        match=r"^sampler 'wrong' chose \[.*\]; valid: 4 distinct ids of registered clients$",
     ):
         small_run(method=build("fedavg", sampling=Wrong(chosen)))
 
 
 @pytest.mark.parametrize(
     "answer",
-    [None, 3, "clients", [0.0, 1.0, 2.0, 3.0], [True, False, True, True], [[0, 1], [2, 3]], ["0", "1", "2", "3"]],
+    [
+        None,
+        3,
+        "clients",
+        [0.0, 1.0, 2.0, 3.0],
+        [True, False, True, True],
+        [[0, 1], [2, 3]],
+        ["0", "1", "2", "3"],
+    ],
     ids=["nothing", "a number", "text", "floats", "a mask", "a table", "names"],
 )
 def test_an_answer_that_is_no_list_of_ids_is_refused(answer):
@@ -120,7 +131,9 @@ def test_an_answer_that_is_no_list_of_ids_is_refused(answer):
         def select(self, state, candidates, count):
             return answer
 
-    with pytest.raises(InputError, match=r"^sampler 'odd' chose .*; valid: 4 distinct ids of registered clients$"):
+    with pytest.raises(
+        InputError, match=r"^sampler 'odd' chose .*; valid: 4 distinct ids of registered clients$"
+    ):
         small_run(method=build("fedavg", sampling=Odd()))
 
 

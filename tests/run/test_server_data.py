@@ -30,20 +30,28 @@ HELD = {"val": clouds(30), "test": clouds(40)}
 
 
 def federation(**more):
-    return Federation.from_arrays(*CLIENTS, clients=np.arange(120) % 6, classes=3, server=HELD, **more)
+    return Federation.from_arrays(
+        *CLIENTS, clients=np.arange(120) % 6, classes=3, server=HELD, **more
+    )
 
 
 def test_the_server_evaluates_the_global_model_on_what_it_holds(tmp_path):
     held = federation()
-    run = small_run(tmp_path / "run", federation=held, evaluation=Evaluation(metrics=["f1_macro"]), rounds=3)
+    run = small_run(
+        tmp_path / "run", federation=held, evaluation=Evaluation(metrics=["f1_macro"]), rounds=3
+    )
     rows = rows_of(tmp_path / "run", "server")
-    assert [(row["round"], row["split"]) for row in rows] == [(r, s) for r in (1, 2, 3) for s in ("val", "test")]
+    assert [(row["round"], row["split"]) for row in rows] == [
+        (r, s) for r in (1, 2, 3) for s in ("val", "test")
+    ]
     for split in ("val", "test"):
         x, y = torch.from_numpy(HELD[split][0]).float(), torch.from_numpy(HELD[split][1])
         with torch.no_grad():
             output = run.model()(x).double()
         found = run.summary["server"][split]
-        assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(output, y)), rel=1e-5)
+        assert found["loss"] == pytest.approx(
+            float(torch.nn.functional.cross_entropy(output, y)), rel=1e-5
+        )
         assert found["accuracy"] == pytest.approx(float((output.argmax(1) == y).double().mean()))
         assert set(found) == {"loss", "accuracy", "f1_macro"}
     assert value_of(run.summary, "server.score") == run.summary["server"]["test"]["accuracy"]
@@ -62,7 +70,10 @@ def test_clients_are_not_changed_by_it(tmp_path):
 
 
 def test_a_run_is_resumed_and_made_longer_with_it(tmp_path):
-    how = {"federation": federation(), "evaluation": Evaluation(every=2, select="best", select_on="server")}
+    how = {
+        "federation": federation(),
+        "evaluation": Evaluation(every=2, select="best", select_on="server"),
+    }
     small_run(tmp_path / "whole", **how, rounds=7)
     with pytest.raises(Stop):
         small_run(tmp_path / "run", **how, rounds=5, on_round=stop_after(3))
@@ -81,7 +92,9 @@ def test_the_servers_validation_data_choose_the_round():
     rows = [row for row in run.trainer.server if row["split"] == "val"]
     best = max(rows, key=lambda row: (row["accuracy"], -row["round"]))
     assert run.summary["round"] == best["round"]
-    with pytest.raises(InputError, match="choosing a round needs validation data, but the server does not hold any"):
+    with pytest.raises(
+        InputError, match="choosing a round needs validation data, but the server does not hold any"
+    ):
         small_run(evaluation=Evaluation(select="best", select_on="server"), rounds=1)
     with pytest.raises(InputError, match="'servers'"):
         Evaluation(select_on="servers")
@@ -109,7 +122,10 @@ def test_official_test_samples_stay_with_the_server():
     ("server", "message"),
     [
         ({"train": (CLIENTS[0], CLIENTS[1])}, "'train'"),
-        ({"val": (np.zeros((3, 4)), np.zeros(3, int))}, r"server\['val'\] has samples of shape \(3, 4\)"),
+        (
+            {"val": (np.zeros((3, 4)), np.zeros(3, int))},
+            r"server\['val'\] has samples of shape \(3, 4\)",
+        ),
     ],
 )
 def test_mistakes_are_named(server, message):
@@ -121,27 +137,43 @@ def test_nobody_trains_on_what_the_server_holds():
     x, y = torch.zeros(6, 1), torch.tensor([0, 1, 0, 1, 0, 1])
     made = Federation.from_arrays(x, y, clients=[0] * 6)
     held = {"val": made.train.of(0)[:1]}
-    with pytest.raises(InputError, match="is in the train split of client 0 and held by the server as val"):
-        Federation(x, y, made.train, made.val, made.test, made.groups, made.group_names, made.unseen, server=held)
+    with pytest.raises(
+        InputError, match="is in the train split of client 0 and held by the server as val"
+    ):
+        Federation(
+            x,
+            y,
+            made.train,
+            made.val,
+            made.test,
+            made.groups,
+            made.group_names,
+            made.unseen,
+            server=held,
+        )
 
 
 def test_pooled_data_do_not_contain_it():
     held = federation()
-    assert not np.isin(held.pooled().train.indices, np.concatenate(list(held.server.values()))).any()
+    assert not np.isin(
+        held.pooled().train.indices, np.concatenate(list(held.server.values()))
+    ).any()
     run = small_run(federation=held, method=build("central"), rounds=1, cohort=1)
     assert set(run.summary["server"]) == {"val", "test"}
 
 
 def test_a_table_shows_it(tmp_path):
     base = {"data": {"name": "digits", "server_val": 0.1}, "training": {"rounds": 1}}
-    study = study_from({"base": base, "methods": ["fedavg"], "metrics": ["mean", "val.server.score"]})
+    study = study_from(
+        {"base": base, "methods": ["fedavg"], "metrics": ["mean", "val.server.score"]}
+    )
     results = study.run(tmp_path)
     row = next(row for row in results.plain()["results"] if row["metric"] == "val.server.score")
     summary = json.loads((tmp_path / "base/fedavg/seed0/summary.json").read_text())
     assert row["mean"] == summary["server"]["val"]["accuracy"]
-    assert study_from({"base": base, "methods": ["fedavg"], "split": "val", "metrics": ["server.score"]}).run(
-        tmp_path
-    ).plain()["results"][0]["mean"] == pytest.approx(row["mean"])
+    assert study_from(
+        {"base": base, "methods": ["fedavg"], "split": "val", "metrics": ["server.score"]}
+    ).run(tmp_path).plain()["results"][0]["mean"] == pytest.approx(row["mean"])
 
 
 def test_on_flower_the_server_reads_its_own_samples(tmp_path):
@@ -151,7 +183,9 @@ def test_on_flower_the_server_reads_its_own_samples(tmp_path):
         "evaluation: {select: best, select_on: server}\nflower: {clients: 22}\n"
     )
     alone = load_experiment(file).run()
-    run, _ = run_on_loop(file, [{"partition-id": client, "memory": str(tmp_path / "memory")} for client in range(22)])
+    run, _ = run_on_loop(
+        file, [{"partition-id": client, "memory": str(tmp_path / "memory")} for client in range(22)]
+    )
     assert run.summary["server"]["val"] == pytest.approx(alone.summary["server"]["val"], rel=1e-9)
 
 
@@ -169,6 +203,11 @@ def test_a_recipe_may_return_a_federation(monkeypatch):
         .experiment.run()
     )
     assert run.summary["rounds"] == 1
-    for option, value in {"splits": (0.5, 0.2, 0.3), "unseen": 1, "partition": "iid", "server_val": 0.1}.items():
+    for option, value in {
+        "splits": (0.5, 0.2, 0.3),
+        "unseen": 1,
+        "partition": "iid",
+        "server_val": 0.1,
+    }.items():
         with pytest.raises(InputError, match=f"data.{option}=.* has no meaning for data 'ready'"):
             data.load("ready", **{option: value})

@@ -26,7 +26,9 @@ def first(tmp_path_factory):
 
 
 def same(found, wanted):
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
 
 
 def test_a_run_begins_with_the_model_of_another(first):
@@ -40,26 +42,35 @@ def test_a_run_begins_with_the_model_of_another(first):
 def test_a_file_is_a_start_too(first, tmp_path):
     wanted = equipoise.load(first).state_dict()
     save_file(wanted, tmp_path / "model.safetensors")
-    assert same(small_run(rounds=0, start=tmp_path / "model.safetensors").model().state_dict(), wanted)
+    assert same(
+        small_run(rounds=0, start=tmp_path / "model.safetensors").model().state_dict(), wanted
+    )
 
 
 def test_parts_are_taken_and_the_others_drawn(first):
     wanted, cold = equipoise.load(first).state_dict(), small_run(rounds=0).model().state_dict()
-    found = small_run(rounds=0, start={"path": str(first), "parts": "features"}).model().state_dict()
+    found = (
+        small_run(rounds=0, start={"path": str(first), "parts": "features"}).model().state_dict()
+    )
     for name, tensor in found.items():
         assert torch.equal(tensor, (wanted if name.startswith("features") else cold)[name])
 
 
 def test_other_classes_need_a_head_of_their_own(first):
     more = {"federation": federation(), "model": {**MODEL, "hidden": [12, 12]}, "rounds": 0}
-    with pytest.raises(InputError, match=r"start: features.* is missing in .*name the parts to take"):
+    with pytest.raises(
+        InputError, match=r"start: features.* is missing in .*name the parts to take"
+    ):
         small_run(**more, start=first)
 
 
 def test_training_goes_on_from_the_start(first):
     """One round from the start is the fourth round of the run, with the random numbers of a first one."""
     warm, cold = small_run(rounds=1, start=first), small_run(rounds=1)
-    assert warm.summary["results"]["global"]["seen"]["loss"] < cold.summary["results"]["global"]["seen"]["loss"]
+    assert (
+        warm.summary["results"]["global"]["seen"]["loss"]
+        < cold.summary["results"]["global"]["seen"]["loss"]
+    )
 
 
 def test_a_run_with_a_start_is_resumed_and_another_start_refused(first, tmp_path):
@@ -73,7 +84,9 @@ def test_a_run_with_a_start_is_resumed_and_another_start_refused(first, tmp_path
     with pytest.raises(InputError, match="holds another experiment: start is"):
         small_run(tmp_path / "run", method="scaffold", resume=True)
     tensors, _ = load_tensors(first / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, tmp_path / "start.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in tensors.items()}, tmp_path / "start.safetensors"
+    )
     with pytest.raises(InputError, match="holds another experiment: resolved.start is"):
         small_run(tmp_path / "run", **how, resume=True)
 
@@ -82,7 +95,9 @@ def test_an_experiment_names_a_start():
     made = experiment_from({"data": "digits", "start": "runs/first"})
     assert made.plain()["start"] == {"path": "runs/first", "parts": "all"}
     assert experiment_from(made.plain()).start == made.start
-    listed = experiment_from({"data": "digits", "start": {"path": "a.safetensors", "parts": ["features"]}})
+    listed = experiment_from(
+        {"data": "digits", "start": {"path": "a.safetensors", "parts": ["features"]}}
+    )
     assert experiment_from(listed.plain()).start == listed.start
 
 
@@ -110,7 +125,11 @@ def test_an_unfinished_run_is_no_start(first, tmp_path):
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "fedbabu"])
 def test_a_warm_start_is_the_same_on_flower(method, tmp_path):
     write_silos(tmp_path / "silos")
-    path = write_experiment(tmp_path, method="fedavg", training={"rounds": 1, "optimizer": {"lr": 0.5}})
+    path = write_experiment(
+        tmp_path, method="fedavg", training={"rounds": 1, "optimizer": {"lr": 0.5}}
+    )
     load_experiment(path).run(tmp_path / "first")
-    path = write_experiment(tmp_path, method=method, training={"rounds": 2}, start=str(tmp_path / "first"))
+    path = write_experiment(
+        tmp_path, method=method, training={"rounds": 2}, start=str(tmp_path / "first")
+    )
     compare(path, tmp_path)

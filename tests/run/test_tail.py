@@ -60,7 +60,10 @@ def test_each_client_is_averaged_and_then_clients_are_summarised(run, model, spl
 def test_clients_held_out_of_training_are_averaged_too(run):
     values = means_by_hand(rows_of(run.directory), unseen=True)
     unseen = run.summary["results"]["global"]["unseen"]
-    assert (unseen["clients"], unseen["mean"]) == (1, pytest.approx(next(iter(values.values())), rel=1e-12))
+    assert (unseen["clients"], unseen["mean"]) == (
+        1,
+        pytest.approx(next(iter(values.values())), rel=1e-12),
+    )
 
 
 def test_gaps_are_those_of_the_rounds_in_which_a_client_trained(run):
@@ -80,21 +83,29 @@ def test_the_selected_round_and_the_mean_over_rounds_are_beside(run):
     spreads, means = [], []
     for number in ROUNDS:
         chosen = [
-            r for r in rows if (r["round"], r["model"], r["split"], r["unseen"]) == (number, "global", "test", False)
+            r
+            for r in rows
+            if (r["round"], r["model"], r["split"], r["unseen"])
+            == (number, "global", "test", False)
         ]
         values = [row["accuracy"] for row in chosen]
         spreads.append(statistics.pstdev(values))
         means.append(sum(values) / len(values))
-    assert tail["selected"]["results"]["global"]["seen"]["sigma_clients"] == pytest.approx(spreads[-1], rel=1e-9)
+    assert tail["selected"]["results"]["global"]["seen"]["sigma_clients"] == pytest.approx(
+        spreads[-1], rel=1e-9
+    )
     each = tail["each"]["results"]["global"]["seen"]
     assert each["sigma_clients"] == pytest.approx(sum(spreads) / 3, rel=1e-9)
     # The mean over clients is the same by both definitions; the spread over clients is not.
     assert each["mean"] == pytest.approx(sum(means) / 3, rel=1e-12)
-    assert each["mean"] == pytest.approx(run.summary["results"]["global"]["seen"]["mean"], rel=1e-12)
+    assert each["mean"] == pytest.approx(
+        run.summary["results"]["global"]["seen"]["mean"], rel=1e-12
+    )
     assert run.summary["results"]["global"]["seen"]["sigma_clients"] < each["sigma_clients"]
     for prefix, part in (("selected.", tail["selected"]), ("each.", tail["each"])):
         assert (
-            value_of(run.summary, f"{prefix}global.sigma_clients") == part["results"]["global"]["seen"]["sigma_clients"]
+            value_of(run.summary, f"{prefix}global.sigma_clients")
+            == part["results"]["global"]["seen"]["sigma_clients"]
         )
         val = part["validation"]["global"]["seen"]
         assert value_of(run.summary, f"val.{prefix}global.auroc") == val["metrics"]["auroc"]["mean"]
@@ -153,19 +164,40 @@ def test_what_cannot_be_averaged_is_refused(settings, message):
 def test_a_metric_that_some_rounds_lack_is_averaged_over_the_others():
     same = {"model": "global", "split": "test", "client": 0, "group": "a", "unseen": False, "n": 4}
     first = {"round": 1, **same, "loss": 2.0, "auroc": 0.6}
-    second = {"round": 2, **same, "loss": 1.0, "left_out": {"auroc": "one class", "ece": "undefined"}}
+    second = {
+        "round": 2,
+        **same,
+        "loss": 1.0,
+        "left_out": {"auroc": "one class", "ece": "undefined"},
+    }
     (row,) = average_rows([first, second])
-    assert (row["loss"], row["auroc"], row["round"], row["left_out"]) == (1.5, 0.6, 2, {"ece": "undefined"})
+    assert (row["loss"], row["auroc"], row["round"], row["left_out"]) == (
+        1.5,
+        0.6,
+        2,
+        {"ece": "undefined"},
+    )
 
 
 # ---- studies and reports ---------------------------------------------------------------------------------------------
 
-BASE = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "training": {"rounds": 3}, "evaluation": {"last": 2}}
+BASE = {
+    "data": "digits",
+    "model": {"name": "mlp", "hidden": [8]},
+    "training": {"rounds": 3},
+    "evaluation": {"last": 2},
+}
 
 
 def test_tables_and_tuning_use_the_averages(tmp_path):
     tilted = {"name": "term", "t": 1, "grid": {"t": [1, 30]}}
-    metrics = ["mean", "sigma_clients", "selected.sigma_clients", "each.sigma_clients", "val.sigma_clients"]
+    metrics = [
+        "mean",
+        "sigma_clients",
+        "selected.sigma_clients",
+        "each.sigma_clients",
+        "val.sigma_clients",
+    ]
     mapping = {"base": BASE, "methods": ["fedavg", tilted], "metrics": metrics, "seeds": [0]}
     results = study_from(mapping).run(tmp_path / "study")
     summary = json.loads((tmp_path / "study/base/fedavg/seed0/summary.json").read_text())
@@ -198,9 +230,14 @@ def test_tables_and_tuning_use_the_averages(tmp_path):
 def test_reports_show_the_averaged_clients(run):
     record = read_run(run.directory)
     part = Part("personal", "seen", "test")
-    assert record.values(part) == pytest.approx(means_by_hand(rows_of(run.directory), model="personal"))
+    assert record.values(part) == pytest.approx(
+        means_by_hand(rows_of(run.directory), model="personal")
+    )
     page = Page(write_report([run.directory]).read_text(encoding="utf-8"))
-    assert "Mean over the last 3 evaluated rounds (4 to 7) of 7: the mean of each client, then summarised." in page.text
+    assert (
+        "Mean over the last 3 evaluated rounds (4 to 7) of 7: the mean of each client, then summarised."
+        in page.text
+    )
     shown = page.table("All metrics of the accuracy of clients")["sigma_clients"]
     expected = run.summary["results"]["personal"]["seen"]["sigma_clients"]
     assert shown["personal models, seen clients, test data"] == f"{expected:.3f}"
@@ -208,7 +245,12 @@ def test_reports_show_the_averaged_clients(run):
 
 def test_an_unfinished_run_is_reported_by_the_same_rule(tmp_path):
     with pytest.raises(Stop):
-        small_run(tmp_path, training=TRAINING, evaluation=Evaluation(every=2, last=3), on_round=stop_after(5))
+        small_run(
+            tmp_path,
+            training=TRAINING,
+            evaluation=Evaluation(every=2, last=3),
+            on_round=stop_after(5),
+        )
     record = read_run(tmp_path)
     assert record.summary["tail"]["rounds"] == [2, 4]
     found = {}
@@ -216,10 +258,13 @@ def test_an_unfinished_run_is_reported_by_the_same_rule(tmp_path):
         if (row["split"], row["unseen"]) == ("test", False):
             found.setdefault(row["client"], []).append(row["accuracy"])
     values = [sum(own) / len(own) for own in found.values()]
-    assert record.parts[Part("global", "seen", "test")]["mean"] == pytest.approx(sum(values) / len(values))
+    assert record.parts[Part("global", "seen", "test")]["mean"] == pytest.approx(
+        sum(values) / len(values)
+    )
     page = Page(write_report([tmp_path]).read_text(encoding="utf-8"))
     assert (
-        "(2 to 4) of 7: the mean of each client, then summarised. The run is unfinished (5 of 7 rounds)." in page.text
+        "(2 to 4) of 7: the mean of each client, then summarised. The run is unfinished (5 of 7 rounds)."
+        in page.text
     )
 
 

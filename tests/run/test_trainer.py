@@ -25,7 +25,16 @@ from equipoise.optimizers import Schedule, Sgd, optimizer_named
 from equipoise.random import fold
 from equipoise.run.files import load_tensors
 from tests.engine.plain_loop import train_client
-from tests.run.small import MODEL, TRAINING, Stop, federation, measure, rows_of, small_run, stop_after
+from tests.run.small import (
+    MODEL,
+    TRAINING,
+    Stop,
+    federation,
+    measure,
+    rows_of,
+    small_run,
+    stop_after,
+)
 
 EXACT = Machine(precision="float64")
 NO_DROPOUT = {"name": "mlp", "hidden": [12]}
@@ -34,7 +43,8 @@ NO_DROPOUT = {"name": "mlp", "hidden": [12]}
 def double(data):
     """Return a federation of the same data in float64."""
     return Federation(
-        **{name: getattr(data, name) for name in data.__dataclass_fields__ if name != "x"}, x=data.x.double()
+        **{name: getattr(data, name) for name in data.__dataclass_fields__ if name != "x"},
+        x=data.x.double(),
     )
 
 
@@ -44,7 +54,10 @@ def final_rows(run, **wanted):
 
 
 def distance(found, wanted):
-    return max(float((found[n].double() - wanted[n].double()).norm() / wanted[n].double().norm()) for n in wanted)
+    return max(
+        float((found[n].double() - wanted[n].double()).norm() / wanted[n].double().norm())
+        for n in wanted
+    )
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -52,7 +65,12 @@ def distance(found, wanted):
 
 @pytest.mark.parametrize(
     ("method", "models"),
-    [("fedavg", {"global"}), ("local", {"personal"}), ("central", {"global"}), ("scaffold", {"global"})],
+    [
+        ("fedavg", {"global"}),
+        ("local", {"personal"}),
+        ("central", {"global"}),
+        ("scaffold", {"global"}),
+    ],
 )
 def test_every_evaluated_client_has_one_row_a_round_a_model_and_a_split(method, models):
     run = small_run(None, method, evaluation=Evaluation(every=3))
@@ -109,7 +127,10 @@ def test_the_gap_is_global_minus_local_validation_loss():
             batch_size=8,
             epochs=2,
         )
-        gap = measure(after.model(), data, "val", client)[0] - measure(local.eval(), data, "val", client)[0]
+        gap = (
+            measure(after.model(), data, "val", client)[0]
+            - measure(local.eval(), data, "val", client)[0]
+        )
         assert row["gap"] == pytest.approx(gap, rel=1e-9, abs=1e-12)
     gaps = np.array([row["gap"] for row in with_gap])
     assert after.summary["results"]["global"]["seen"]["gap_variance"] == pytest.approx(
@@ -125,11 +146,21 @@ def test_methods_without_a_local_and_a_global_model_have_no_gap(method):
 def with_holes():
     """Four clients, of which client 1 has no test and client 2 no validation samples; client 3 is unseen."""
     data = federation()
-    pieces = {name: [data.split(name).of(client) for client in (1, 3, 4, 6)] for name in ("train", "val", "test")}
+    pieces = {
+        name: [data.split(name).of(client) for client in (1, 3, 4, 6)]
+        for name in ("train", "val", "test")
+    }
     pieces["test"][1] = pieces["val"][2] = np.empty(0, np.int64)
     splits = {name: Split.from_lists(lists) for name, lists in pieces.items()}
     unseen = np.array([False, False, False, True])
-    return Federation(data.x, data.y, **splits, groups=np.array([0, 0, 1, 1]), group_names=("a", "b"), unseen=unseen)
+    return Federation(
+        data.x,
+        data.y,
+        **splits,
+        groups=np.array([0, 0, 1, 1]),
+        group_names=("a", "b"),
+        unseen=unseen,
+    )
 
 
 def test_the_client_served_worst_is_named(tmp_path):
@@ -140,7 +171,10 @@ def test_the_client_served_worst_is_named(tmp_path):
     run = train(data, model="logistic", rounds=5, out=tmp_path / "run")
     seen = run.summary["results"]["global"]["seen"]
     assert (seen["worst_client"], seen["worst_client_name"]) == (0.0, "west")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["results"]["global"]["seen"] == seen
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["results"]["global"]["seen"]
+        == seen
+    )
 
 
 @pytest.mark.parametrize(("method", "model"), [("fedavg", "global"), ("local", "personal")])
@@ -152,7 +186,11 @@ def test_clients_without_samples_in_a_split_are_left_out_of_it(method, model):
         assert ["gap" in row for row in final_rows(run, split="val")] == [True, True, False]
     scores = [row["accuracy"] for row in final_rows(run, split="test", unseen=False)]
     seen = run.summary["results"][model]["seen"]
-    assert (seen["clients"], seen["mean"], seen["left_out"]) == (2, pytest.approx(sum(scores) / 2), 1)
+    assert (seen["clients"], seen["mean"], seen["left_out"]) == (
+        2,
+        pytest.approx(sum(scores) / 2),
+        1,
+    )
     assert len(seen["groups"]) == len({run.trainer.federation.groups[k] for k in range(3)})
     apart = run.summary["results"][model]["unseen"]
     assert (apart["clients"], apart["worst_client_id"]) == (1, 3)
@@ -162,13 +200,21 @@ def test_clients_without_samples_in_a_split_are_left_out_of_it(method, model):
 def test_a_federation_without_test_samples_trains_and_reports_on_validation_data():
     data = federation()
     nothing = Split.from_lists([[] for _ in range(data.clients)])
-    bare = Federation(**{**{name: getattr(data, name) for name in data.__dataclass_fields__}, "test": nothing})
+    bare = Federation(
+        **{**{name: getattr(data, name) for name in data.__dataclass_fields__}, "test": nothing}
+    )
     seen = []
     run = small_run(None, federation=bare, rounds=2, on_round=seen.append)
     assert {row["split"] for row in run.trainer.metrics} == {"val"}
     assert run.summary["results"] == {}
-    last = [row["accuracy"] for row in run.trainer.metrics if row["round"] == 2 and not row["unseen"]]
-    assert seen[-1].mean == run.summary["validation"]["global"]["seen"]["mean"] == pytest.approx(np.mean(last))
+    last = [
+        row["accuracy"] for row in run.trainer.metrics if row["round"] == 2 and not row["unseen"]
+    ]
+    assert (
+        seen[-1].mean
+        == run.summary["validation"]["global"]["seen"]["mean"]
+        == pytest.approx(np.mean(last))
+    )
 
 
 def test_evaluation_can_be_left_out_altogether(tmp_path):
@@ -177,7 +223,10 @@ def test_evaluation_can_be_left_out_altogether(tmp_path):
     assert run.summary["results"] == {}
     assert len(rows_of(tmp_path / "run", "rounds")) == TRAINING.rounds
     evaluated = small_run()
-    assert all(torch.equal(t, evaluated.model().state_dict()[n]) for n, t in run.model().state_dict().items())
+    assert all(
+        torch.equal(t, evaluated.model().state_dict()[n])
+        for n, t in run.model().state_dict().items()
+    )
 
 
 def test_rounds_tell_who_took_part_and_what_was_moved(tmp_path):
@@ -199,7 +248,15 @@ def test_progress_shows_the_latest_evaluation():
     run = small_run(None, evaluation=Evaluation(every=3), on_round=seen.append)
     assert [progress.round for progress in seen] == list(range(1, 8))
     assert {progress.rounds for progress in seen} == {7}
-    assert [progress.mean is None for progress in seen] == [True, True, False, False, False, False, False]
+    assert [progress.mean is None for progress in seen] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     scores = {
         number: np.array(
             [
@@ -214,7 +271,9 @@ def test_progress_shows_the_latest_evaluation():
         assert progress.mean == pytest.approx(scores[number].mean())
         assert progress.worst == scores[number].min()
         assert progress.sigma == pytest.approx(scores[number].std())
-    assert [progress.train_loss for progress in seen] == [row["train_loss"] for row in run.trainer.rounds]
+    assert [progress.train_loss for progress in seen] == [
+        row["train_loss"] for row in run.trainer.rounds
+    ]
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
@@ -223,8 +282,13 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
     x = data.x.clone()
     victim = 6
     x[torch.from_numpy(data.test.of(victim))] = 3e38
-    spoiled = Federation(**{**{name: getattr(data, name) for name in data.__dataclass_fields__}, "x": x})
-    with pytest.raises(RunError, match=r"round 1: the test loss of the global model of client 6 \(6\) is not finite"):
+    spoiled = Federation(
+        **{**{name: getattr(data, name) for name in data.__dataclass_fields__}, "x": x}
+    )
+    with pytest.raises(
+        RunError,
+        match=r"round 1: the test loss of the global model of client 6 \(6\) is not finite",
+    ):
         small_run(tmp_path / "run", federation=spoiled, model="logistic", optimizer=Sgd(lr=50.0))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -242,18 +306,28 @@ class Masked(nn.Module):
 
     def forward(self, x):
         z = self.linear(x)
-        return torch.softmax(z + self.mask if hasattr(self, "mask") else z.masked_fill(self.hidden, -torch.inf), 1)
+        return torch.softmax(
+            z + self.mask if hasattr(self, "mask") else z.masked_fill(self.hidden, -torch.inf), 1
+        )
 
 
 # FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD takes differences of all it sends, AFL a mean over rounds.
 @pytest.mark.parametrize(
     "method",
-    ["fedavg", {"name": "fedmgda", "epsilon": 1.0}, {"name": "afl", "ascent": 5.0}, "scaffold", "ditto", "qffl"],
+    [
+        "fedavg",
+        {"name": "fedmgda", "epsilon": 1.0},
+        {"name": "afl", "ascent": 5.0},
+        "scaffold",
+        "ditto",
+        "qffl",
+    ],
 )
 def test_a_mask_of_minus_infinity_is_no_failure_and_stays_what_it_is(method):
     how = {"method": method, "machine": EXACT, "rounds": 4, "cohort": 8}
     with_mask, without = (
-        small_run(None, model=Model(Masked(buffer=buffer), nn.Linear(7, 3)), **how) for buffer in (True, False)
+        small_run(None, model=Model(Masked(buffer=buffer), nn.Linear(7, 3)), **how)
+        for buffer in (True, False)
     )
     found, wanted = with_mask.trainer.global_model, without.trainer.global_model
     assert found["features.mask"].tolist() == [0, -math.inf, 0, 0, -math.inf, 0, 0]
@@ -276,7 +350,8 @@ def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
     """The only step of the round takes the temperature, whose gradient is far above one, out of the range of float32."""
     model = Model(Masked(buffer=True), Scaled())
     with pytest.raises(
-        RunError, match=r"round 1: the model of client \d \(\d\) is not finite; a smaller learning rate"
+        RunError,
+        match=r"round 1: the model of client \d \(\d\) is not finite; a smaller learning rate",
     ):
         small_run(None, model=model, optimizer=Sgd(lr=3e38), steps=1)
 
@@ -285,9 +360,12 @@ def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("method", "every", "patience"), [("fedavg", 1, 3), ("fedavg", 2, 2), ("local", 1, 2), ("fedavg", 1, None)]
+    ("method", "every", "patience"),
+    [("fedavg", 1, 3), ("fedavg", 2, 2), ("local", 1, 2), ("fedavg", 1, None)],
 )
-def test_the_round_that_counts_has_the_lowest_mean_validation_loss(method, every, patience, tmp_path):
+def test_the_round_that_counts_has_the_lowest_mean_validation_loss(
+    method, every, patience, tmp_path
+):
     evaluation = Evaluation(every=every, select="best", patience=patience)
     rounds = 20 if patience else 12
     run = small_run(tmp_path / "run", method, evaluation=evaluation, rounds=rounds)
@@ -322,7 +400,9 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(method, every
     assert in_memory.summary == run.summary
     client = 0 if method == "local" else None
     given = in_memory.model(client).state_dict()
-    assert all(torch.equal(tensor, given[name]) for name, tensor in run.model(client).state_dict().items())
+    assert all(
+        torch.equal(tensor, given[name]) for name, tensor in run.model(client).state_dict().items()
+    )
 
 
 def test_the_last_round_counts_unless_asked_otherwise(tmp_path):
@@ -363,11 +443,15 @@ def test_the_schedule_scales_the_second_update_by_its_factor(schedule, factor, t
     for name in first:
         assert torch.equal(same_first[name], first[name])
         moved = constant[name] - first[name]
-        torch.testing.assert_close(scheduled[name] - first[name], factor * moved, rtol=1e-9, atol=1e-15)
+        torch.testing.assert_close(
+            scheduled[name] - first[name], factor * moved, rtol=1e-9, atol=1e-15
+        )
         assert moved.norm() > 0
 
 
-@pytest.mark.parametrize("model", [{"name": "mlp"}, {"name": "cnn2", "channels": [4, 8], "hidden": 16}])
+@pytest.mark.parametrize(
+    "model", [{"name": "mlp"}, {"name": "cnn2", "channels": [4, 8], "hidden": 16}]
+)
 def test_bfloat16_stays_near_float32(model):
     data = load_data("digits")
     how = {"model": model, "rounds": 2, "cohort": 8, "batch_size": 10, "optimizer": Sgd(lr=0.05)}
@@ -379,7 +463,9 @@ def test_bfloat16_stays_near_float32(model):
         assert all(tensor.dtype == torch.float32 for tensor in ends[precision].values())
         assert all(math.isfinite(row["loss"]) for row in run.trainer.metrics)
     moved = math.sqrt(sum(float((ends["float32"][n] - start[n]).square().sum()) for n in start))
-    apart = math.sqrt(sum(float((ends["float32"][n] - ends["bfloat16"][n]).square().sum()) for n in start))
+    apart = math.sqrt(
+        sum(float((ends["float32"][n] - ends["bfloat16"][n]).square().sum()) for n in start)
+    )
     # Eight bits of mantissa: the way differs by about a percent, and does differ.
     assert 1e-5 < apart / moved < 0.05
 
@@ -391,19 +477,27 @@ def pictures():
     sizes = [9, 4, 14, 6, 11]
     x = torch.from_numpy(rng.normal(size=(sum(sizes), 1, 6, 6)))
     y = torch.from_numpy(rng.integers(0, 3, sum(sizes)))
-    return Federation.from_arrays(x, y, clients=np.repeat(np.arange(5), sizes), splits=(0.6, 0.2, 0.2), classes=3)
+    return Federation.from_arrays(
+        x, y, clients=np.repeat(np.arange(5), sizes), splits=(0.6, 0.2, 0.2), classes=3
+    )
 
 
 @pytest.mark.parametrize("augment", [(Flip(),), (Crop(padding=1),), (Flip(), Crop(padding=2))])
-def test_augmentation_changes_training_is_repeatable_and_does_not_depend_on_the_chunk(augment, pictures):
+def test_augmentation_changes_training_is_repeatable_and_does_not_depend_on_the_chunk(
+    augment, pictures
+):
     def end(chunk, seed=2, **options):
         machine = Machine(precision="float64", chunk=chunk)
-        settings = Training(rounds=2, batch_size=4, optimizer=optimizer_named("sgd", lr=0.1, momentum=0.9))
+        settings = Training(
+            rounds=2, batch_size=4, optimizer=optimizer_named("sgd", lr=0.1, momentum=0.9)
+        )
         run = train(pictures, model=MODEL, training=settings, machine=machine, seed=seed, **options)
         return run.model().state_dict()
 
     changed = end(5, augment=augment)
-    assert all(torch.equal(tensor, changed[name]) for name, tensor in end(5, augment=augment).items())
+    assert all(
+        torch.equal(tensor, changed[name]) for name, tensor in end(5, augment=augment).items()
+    )
     assert distance(end(5), changed) > 1e-4
     for chunk in (1, 2):
         assert distance(end(chunk, augment=augment), changed) <= 1e-9
@@ -411,9 +505,13 @@ def test_augmentation_changes_training_is_repeatable_and_does_not_depend_on_the_
 
 def test_flipping_pictures_that_are_their_own_mirror_image_changes_nothing(pictures):
     even = (pictures.x + pictures.x.flip(-1)) / 2
-    mirrored = Federation(**{**{n: getattr(pictures, n) for n in pictures.__dataclass_fields__}, "x": even})
+    mirrored = Federation(
+        **{**{n: getattr(pictures, n) for n in pictures.__dataclass_fields__}, "x": even}
+    )
     how = {"model": "mlp", "machine": EXACT, "rounds": 2, "seed": 0}
-    plain, flipped = (train(mirrored, **how, augment=augment).model().state_dict() for augment in ((), (Flip(),)))
+    plain, flipped = (
+        train(mirrored, **how, augment=augment).model().state_dict() for augment in ((), (Flip(),))
+    )
     assert all(torch.equal(plain[name], flipped[name]) for name in plain)
 
 
@@ -448,5 +546,7 @@ class Forgetful(FedAvg):
 
 
 def test_an_aggregation_that_gives_no_state_back_is_named():
-    with pytest.raises(InputError, match="aggregation 'fedavg': combine must return a State, got NoneType"):
+    with pytest.raises(
+        InputError, match="aggregation 'fedavg': combine must return a State, got NoneType"
+    ):
         small_run(None, build_method("fedavg", aggregation=Forgetful()))

@@ -33,11 +33,23 @@ def test_the_initial_model_is_evaluated_on_every_client(tmp_path):
     for row in rows:
         loss, accuracy = measure(module, federation(), row["split"], row["client"])
         assert row["round"] == 0
-        assert (row["loss"], row["accuracy"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(accuracy))
-    assert (run.summary["rounds"], run.summary["round"], run.summary["bytes_up"], run.summary["bytes_down"]) == (0,) * 4
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoint.safetensors"} <= {
-        path.name for path in (tmp_path / "run").iterdir()
-    }
+        assert (row["loss"], row["accuracy"]) == (
+            pytest.approx(loss, rel=1e-5),
+            pytest.approx(accuracy),
+        )
+    assert (
+        run.summary["rounds"],
+        run.summary["round"],
+        run.summary["bytes_up"],
+        run.summary["bytes_down"],
+    ) == (0,) * 4
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "checkpoint.safetensors",
+    } <= {path.name for path in (tmp_path / "run").iterdir()}
     for name, tensor in load(tmp_path / "run").state_dict().items():
         assert torch.equal(tensor, module.state_dict()[name])
 
@@ -83,7 +95,9 @@ def test_no_chunk_size_is_measured():
 def pictures(**options):
     draws = torch.Generator().manual_seed(0)
     x = torch.rand(24, 3, 16, 16, generator=draws)
-    return Federation.from_arrays(x, torch.arange(24) % 3, clients=[0, 1, 2] * 8, classes=3, **options)
+    return Federation.from_arrays(
+        x, torch.arange(24) % 3, clients=[0, 1, 2] * 8, classes=3, **options
+    )
 
 
 def test_zero_shot_clip_is_a_run_like_any_other(tmp_path, monkeypatch):
@@ -100,20 +114,35 @@ def test_zero_shot_clip_is_a_run_like_any_other(tmp_path, monkeypatch):
     module = load(tmp_path / "run")
     for row in rows_of(tmp_path / "run"):
         loss, accuracy = measure(module, data, row["split"], row["client"])
-        assert (row["loss"], row["accuracy"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(accuracy))
+        assert (row["loss"], row["accuracy"]) == (
+            pytest.approx(loss, rel=1e-5),
+            pytest.approx(accuracy),
+        )
     torch.testing.assert_close(run.model()(data.x), module(data.x))
-    again = train(data, model={"name": "clip", "source": source}, rounds=0, out=tmp_path / "run", resume=True)
+    again = train(
+        data, model={"name": "clip", "source": source}, rounds=0, out=tmp_path / "run", resume=True
+    )
     assert again.summary == run.summary
 
 
 def test_other_names_of_classes_are_another_experiment(tmp_path):
     train(pictures(class_names=["a", "b", "c"]), model=SMALL, rounds=0, out=tmp_path / "run")
     with pytest.raises(InputError, match="holds another experiment: model.class_names"):
-        train(pictures(class_names=["a", "b", "d"]), model=SMALL, rounds=0, out=tmp_path / "run", resume=True)
+        train(
+            pictures(class_names=["a", "b", "d"]),
+            model=SMALL,
+            rounds=0,
+            out=tmp_path / "run",
+            resume=True,
+        )
 
 
 def test_the_option_comes_before_the_data():
-    run = train(pictures(class_names=["a", "b", "c"]), model={**SMALL, "class_names": ["x", "y", "z"]}, rounds=0)
+    run = train(
+        pictures(class_names=["a", "b", "c"]),
+        model={**SMALL, "class_names": ["x", "y", "z"]},
+        rounds=0,
+    )
     assert run.config["model"]["class_names"] == ["x", "y", "z"]
 
 
@@ -124,7 +153,9 @@ def test_from_an_experiment(tmp_path):
     assert (summary["rounds"], len(rows_of(tmp_path / "run"))) == (0, 44)
 
 
-@pytest.mark.parametrize("model", [SMALL, Model(nn.Flatten(), nn.Linear(768, 3).requires_grad_(False))])
+@pytest.mark.parametrize(
+    "model", [SMALL, Model(nn.Flatten(), nn.Linear(768, 3).requires_grad_(False))]
+)
 def test_a_model_without_trained_parameters_cannot_be_trained(model):
     for method, options in (
         ("fedavg", {"rounds": 2}),
@@ -133,9 +164,13 @@ def test_a_model_without_trained_parameters_cannot_be_trained(model):
         ("fedavg", {"rounds": 0, "evaluation": Evaluation(fine_tune=FineTune())}),
     ):
         got = f"got {options['rounds']} rounds of '{method}'"
-        with pytest.raises(InputError, match=f"no parameter that can be trained, .* training.rounds of 0 .* {got}"):
+        with pytest.raises(
+            InputError, match=f"no parameter that can be trained, .* training.rounds of 0 .* {got}"
+        ):
             train(pictures(), model=model, method=method, **options)
-    assert train(pictures(), model=model, rounds=0).summary["results"]["global"]["seen"]["mean"] >= 0
+    assert (
+        train(pictures(), model=model, rounds=0).summary["results"]["global"]["seen"]["mean"] >= 0
+    )
 
 
 def test_fewer_rounds_than_none_are_refused():

@@ -12,7 +12,9 @@ from equipoise.cli import main
 def snapshot(directory):
     """Return inode, time of change and content of all files."""
     files = [path for path in directory.rglob("*") if path.is_file()]
-    return {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    return {
+        path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files
+    }
 
 
 def compare(monkeypatch, capsys, *arguments):

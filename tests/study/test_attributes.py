@@ -19,19 +19,36 @@ def base(tmp_path_factory):
     root = tmp_path_factory.mktemp("adult")
     write_adult(root, train=500, test=300)
     data = {"name": "adult", "root": str(root), "splits": [0.7, 0.3, 0.0]}
-    return {"data": data, "model": "logistic", "training": {"rounds": 2}, "evaluation": {"min_cell": 1}}
+    return {
+        "data": data,
+        "model": "logistic",
+        "training": {"rounds": 2},
+        "evaluation": {"min_cell": 1},
+    }
 
 
 def test_columns_are_looked_up_in_summaries(base, tmp_path):
-    columns = ["mean", PARITY, f"val.global.{PARITY}", "attributes.race.worst", "attributes.age.worst"]
-    results = study_from({"base": base, "methods": ["fedavg", "ditto"], "metrics": columns}).run(tmp_path / "study")
+    columns = [
+        "mean",
+        PARITY,
+        f"val.global.{PARITY}",
+        "attributes.race.worst",
+        "attributes.age.worst",
+    ]
+    results = study_from({"base": base, "methods": ["fedavg", "ditto"], "metrics": columns}).run(
+        tmp_path / "study"
+    )
     for method, model in (("fedavg", "global"), ("ditto", "personal")):
-        (path,) = [path for path in (tmp_path / "study").rglob("summary.json") if method in str(path)]
+        (path,) = [
+            path for path in (tmp_path / "study").rglob("summary.json") if method in str(path)
+        ]
         summary = json.loads(path.read_text())
         found = summary["results"][model]["seen"]["attributes"]
         assert value_of(summary, PARITY) == found["sex"]["demographic_parity_difference"]
         assert value_of(summary, "attributes.race.worst") == found["race"]["worst"]
-        of_validation = summary["validation"]["global"]["seen"]["attributes"]["sex"]["demographic_parity_difference"]
+        of_validation = summary["validation"]["global"]["seen"]["attributes"]["sex"][
+            "demographic_parity_difference"
+        ]
         assert value_of(summary, f"val.global.{PARITY}") == of_validation
         # The data have no such attribute.
         assert value_of(summary, "attributes.age.worst") is None
@@ -47,10 +64,14 @@ def test_each_figure_has_its_direction():
 def test_a_study_may_be_tuned_by_a_figure(base, tmp_path):
     grid = {"name": "fedprox", "grid": {"mu": [0.01, 30.0]}, "set": {"training.epochs": 3}}
     study = study_from(
-        {"base": base, "methods": ["fedavg", grid], "tuning": {"by": PARITY, "tolerance": 1.0}}, tune=True
+        {"base": base, "methods": ["fedavg", grid], "tuning": {"by": PARITY, "tolerance": 1.0}},
+        tune=True,
     )
     results = study.run(tmp_path / "runs")
-    values = {mu: value_of(results.summaries[study.jobs[place].path], PARITY) for place, mu in ((1, 0.01), (2, 30.0))}
+    values = {
+        mu: value_of(results.summaries[study.jobs[place].path], PARITY)
+        for place, mu in ((1, 0.01), (2, 30.0))
+    }
     assert values[0.01] != values[30.0]
     assert results.chosen("base") == {"fedprox": {"mu": min(values, key=values.__getitem__)}}
 

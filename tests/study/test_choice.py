@@ -51,40 +51,62 @@ def tuned(tmp_path_factory):
 
 def bytes_of(directory):
     """What a study promises byte for byte: the files of its runs, its results and its choice."""
-    runs = {path.parent.relative_to(directory): promised(path.parent) for path in directory.rglob("summary.json")}
+    runs = {
+        path.parent.relative_to(directory): promised(path.parent)
+        for path in directory.rglob("summary.json")
+    }
     return runs, {name: (directory / name).read_bytes() for name in ("results.json", "chosen.yaml")}
 
 
 def test_the_choice_says_how_it_was_made(tuned):
     measured = {
-        mu: json.loads((tuned / f"base/fedprox mu={mu}/seed0/summary.json").read_text())["validation"]["global"]["seen"]
+        mu: json.loads((tuned / f"base/fedprox mu={mu}/seed0/summary.json").read_text())[
+            "validation"
+        ]["global"]["seen"]
         for mu in (0.3, 3.0)
     }
-    reference = json.loads((tuned / "base/fedavg/seed0/summary.json").read_text())["validation"]["global"]["seen"]
+    reference = json.loads((tuned / "base/fedavg/seed0/summary.json").read_text())["validation"][
+        "global"
+    ]["seen"]
     best = min(measured, key=lambda mu: measured[mu]["sigma_clients"])
     choice = read_choices(tuned)["base"]["fedprox"]
     assert choice.values == {"mu": best}
-    assert (choice.by, choice.split, choice.seed, choice.tolerance) == ("sigma_clients", "val", 0, 1.0)
+    assert (choice.by, choice.split, choice.seed, choice.tolerance) == (
+        "sigma_clients",
+        "val",
+        0,
+        1.0,
+    )
     assert (choice.among, choice.within_tolerance) == (2, 2)
     assert choice.value == measured[best]["sigma_clients"]
     assert (choice.mean, choice.reference) == (measured[best]["mean"], reference["mean"])
     assert read_choices(tuned / "chosen.yaml")["base"]["qffl"].among == 1
-    assert json.loads((tuned / "results.json").read_text())["tuning"]["base"]["fedprox"]["values"] == {"mu": best}
+    assert json.loads((tuned / "results.json").read_text())["tuning"]["base"]["fedprox"][
+        "values"
+    ] == {"mu": best}
 
 
 def test_the_study_runs_what_was_chosen_and_reuses_what_it_can(tuned, tmp_path):
     study = study_from(STUDY, chosen=read_choices(tuned))
     (mu,) = {job.experiment.method.local.mu for job in study.jobs if job.method == "fedprox"}
     assert {"mu": mu} == read_choices(tuned)["base"]["fedprox"].values
-    assert {job.experiment.method.aggregation.q for job in study.jobs if job.method == "qffl"} == {2.0}
+    assert {job.experiment.method.aggregation.q for job in study.jobs if job.method == "qffl"} == {
+        2.0
+    }
     # The values of the file need no directory of their own.
     folder = "fedprox" if mu == 0.3 else "fedprox mu=3.0"
     paths = {job.path.as_posix() for job in study.jobs if job.seed == 0}
     assert paths == {"base/fedavg/seed0", f"base/{folder}/seed0", "base/qffl q=2/seed0"}
     told = []
-    results = study.run(tmp_path / "out", watch=lambda job, said: told.append((job.path.as_posix(), said)), reuse=tuned)
+    results = study.run(
+        tmp_path / "out",
+        watch=lambda job, said: told.append((job.path.as_posix(), said)),
+        reuse=tuned,
+    )
     assert {path for path, said in told if said == "copied from tuning"} == paths
-    assert {path for path, said in told if said == "done"} == {path.replace("seed0", "seed1") for path in paths}
+    assert {path for path, said in told if said == "done"} == {
+        path.replace("seed0", "seed1") for path in paths
+    }
     assert results.study.methods == ("fedavg", "fedprox", "qffl")
     assert len(results.values("base", "qffl", "mean")) == 2
     # Copied runs are what the study would have made itself.
@@ -97,7 +119,9 @@ def test_runs_from_before_tuning_stay_and_unchanged_ones_are_reused(tuned, tmp_p
     study_from(STUDY).run(tmp_path)
     before = snapshot(tmp_path / "base")
     told = []
-    study_from(STUDY, chosen=read_choices(tuned)).run(tmp_path, watch=lambda job, said: told.append((job.method, said)))
+    study_from(STUDY, chosen=read_choices(tuned)).run(
+        tmp_path, watch=lambda job, said: told.append((job.method, said))
+    )
     assert {said for method, said in told if method == "fedavg"} == {"already there"}
     assert {said for method, said in told if method == "qffl"} == {"begun", "done"}
     after = snapshot(tmp_path / "base")
@@ -107,7 +131,8 @@ def test_runs_from_before_tuning_stay_and_unchanged_ones_are_reused(tuned, tmp_p
 def test_another_grid_is_refused(tuned):
     changed = {**STUDY, "methods": ["fedavg", {"name": "qffl", "grid": {"q": [3]}}]}
     with pytest.raises(
-        InputError, match="s.yaml: tuning has chosen 'qffl q=2' for base, which the grid .* does not have"
+        InputError,
+        match="s.yaml: tuning has chosen 'qffl q=2' for base, which the grid .* does not have",
     ):
         study_from(changed, "s.yaml", chosen=read_choices(tuned))
     # Methods that are not in the study any more do not matter.
@@ -119,7 +144,9 @@ def test_tuning_a_part_keeps_the_other_choices(tuned, tmp_path):
     study_from(STUDY, tune=True, methods=["qffl"]).run(out)
     assert list(read_choices(out)["base"]) == ["qffl"]
     study_from(STUDY, tune=True, methods=["fedprox"]).run(out)
-    assert read_choices(out) == {"base": dict(sorted(read_choices(tuned)["base"].items(), reverse=True))}
+    assert read_choices(out) == {
+        "base": dict(sorted(read_choices(tuned)["base"].items(), reverse=True))
+    }
 
 
 def test_a_damaged_file_is_named(tmp_path):
@@ -135,13 +162,19 @@ def test_ties_and_the_tolerance():
         "the limit itself is good enough, and the first of equals wins"
     )
     assert tuning.best(equal, reference=0.875) == "second"
-    assert tuning.best(equal, reference=2.0) == "second", "nothing is good enough: the first of the best means"
+    assert tuning.best(equal, reference=2.0) == "second", (
+        "nothing is good enough: the first of the best means"
+    )
     assert tuning.similar(equal, reference=2.0) == []
 
 
 def test_folds_share_a_choice(tmp_path):
     folds = {
-        "base": {**BASE, "data": {"name": "digits", "leave_out": ["plain", "rotated"]}, "training": {"rounds": 1}},
+        "base": {
+            **BASE,
+            "data": {"name": "digits", "leave_out": ["plain", "rotated"]},
+            "training": {"rounds": 1},
+        },
         "methods": ["fedavg", {"name": "qffl", "grid": {"q": [2]}}],
     }
     study_from(folds, tune=True).run(tmp_path / "tuning")
@@ -167,7 +200,9 @@ def test_compare_runs_what_tune_chose(tmp_path, monkeypatch, capsys):
     # The study remembers what it was run with.
     Path("runs/s-tuning/chosen.yaml").rename("elsewhere.yaml")
     assert compare(monkeypatch, capsys, "s.yaml", "--no-report")[2].count("already there") == 3
-    assert compare(monkeypatch, capsys, "s.yaml", "--no-report", "--chosen", "elsewhere.yaml")[0] == 0
+    assert (
+        compare(monkeypatch, capsys, "s.yaml", "--no-report", "--chosen", "elsewhere.yaml")[0] == 0
+    )
     code, stdout, _ = compare(monkeypatch, capsys, "s.yaml", "--no-report", "--untuned")
     assert (code, "chosen" in stdout) == (0, False)
     assert Path("runs/s/base/qffl/seed0/summary.json").exists()
@@ -181,7 +216,12 @@ def test_compare_runs_what_tune_chose(tmp_path, monkeypatch, capsys):
 
 
 def test_seeds_methods_and_settings_are_added_to_a_finished_study(tmp_path):
-    small = {"base": BASE, "methods": ["fedavg"], "seeds": [0], "settings": {"even": {"data.imbalance": 1}}}
+    small = {
+        "base": BASE,
+        "methods": ["fedavg"],
+        "seeds": [0],
+        "settings": {"even": {"data.imbalance": 1}},
+    }
     study_from(small).run(tmp_path)
     before = snapshot(tmp_path / "even")
     larger = {
@@ -191,13 +231,17 @@ def test_seeds_methods_and_settings_are_added_to_a_finished_study(tmp_path):
         "settings": {"uneven": {"data.imbalance": 9}, **small["settings"]},
     }
     told = []
-    study_from(larger).run(tmp_path, watch=lambda job, said: told.append((job.path.as_posix(), said)))
+    study_from(larger).run(
+        tmp_path, watch=lambda job, said: told.append((job.path.as_posix(), said))
+    )
     assert [path for path, said in told if said == "already there"] == ["even/fedavg/seed0"]
     assert sum(said == "done" for _, said in told) == 7
     after = snapshot(tmp_path / "even")
     assert {path: after[path] for path in before} == before
     study_from(larger).run(tmp_path / "at once")
-    assert (tmp_path / "results.json").read_bytes() == (tmp_path / "at once" / "results.json").read_bytes()
+    assert (tmp_path / "results.json").read_bytes() == (
+        tmp_path / "at once" / "results.json"
+    ).read_bytes()
 
 
 # ---- being killed ----------------------------------------------------------------------------------------------------
@@ -242,7 +286,9 @@ def test_a_copy_that_was_broken_off_is_made_again(tuned, tmp_path):
 
 @pytest.mark.slow
 def test_a_tuned_study_whose_process_is_killed_is_the_same(tmp_path):
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "base": {**BASE, "training": {"rounds": 8}}}))
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump({**STUDY, "base": {**BASE, "training": {"rounds": 8}}})
+    )
 
     def start(folder, *options):
         folder.mkdir(exist_ok=True)
@@ -254,8 +300,13 @@ def test_a_tuned_study_whose_process_is_killed_is_the_same(tmp_path):
             "../s.yaml",
             "--no-report",
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.Popen([*command, *options], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        return subprocess.Popen(
+            [*command, *options], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+        )
 
     def to_the_end(folder, *options):
         with start(tmp_path / folder, *options) as process:

@@ -47,13 +47,17 @@ def test_metrics_are_those_of_summaries(metric, higher):
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("metric", ["mean", "sigma_clients", "worst10", "mean_groups", "groups.NAME"])
+@pytest.mark.parametrize(
+    "metric", ["mean", "sigma_clients", "worst10", "mean_groups", "groups.NAME"]
+)
 def test_an_interval_holds_the_value_and_is_the_same_again(metric):
     values, group = scores(), "g1" if metric == "groups.NAME" else ""
     low, high = resampled_interval(values, GROUPS, metric, group=group)
     ids = [int(name[1:]) for name in GROUPS]
     own = [
-        per_group(row, ids, ["g0", "g1", "g2"])["g1"] if group else getattr(summarize(row, ids), metric)
+        per_group(row, ids, ["g0", "g1", "g2"])["g1"]
+        if group
+        else getattr(summarize(row, ids), metric)
         for row in values
     ]
     assert low < np.mean(own) < high
@@ -64,7 +68,9 @@ def test_seeds_are_drawn_together():
     """A client keeps its values of all seeds, so repeating a seed changes nothing."""
     values = scores(seeds=1)
     once = resampled_interval(values, GROUPS, "sigma_clients")
-    assert resampled_interval(np.repeat(values, 3, axis=0), GROUPS, "sigma_clients") == pytest.approx(once, abs=1e-12)
+    assert resampled_interval(
+        np.repeat(values, 3, axis=0), GROUPS, "sigma_clients"
+    ) == pytest.approx(once, abs=1e-12)
 
 
 def test_where_there_is_none():
@@ -102,14 +108,22 @@ def rows(values, groups, *, split="test", model="global", unseen=False):
 
 
 def test_runs_are_read_by_model_split_and_clients():
-    summary = {"score": "accuracy", "results": {"global": {"seen": {"mean": 0.5}}}, "validation": {}}
+    summary = {
+        "score": "accuracy",
+        "results": {"global": {"seen": {"mean": 0.5}}},
+        "validation": {},
+    }
     summary["validation"] = summary["results"]
     values = scores()
     runs = [(summary, [*rows(own, GROUPS), *rows(1 - own, GROUPS, split="val")]) for own in values]
     assert interval(runs, "mean", split="test") == resampled_interval(values, GROUPS, "mean")
-    assert interval(runs, "val.mean", split="test") == resampled_interval(1 - values, GROUPS, "mean")
+    assert interval(runs, "val.mean", split="test") == resampled_interval(
+        1 - values, GROUPS, "mean"
+    )
     assert interval(runs, "mean", split="val") == resampled_interval(1 - values, GROUPS, "mean")
-    assert interval(runs, "groups.g2", split="test") == resampled_interval(values, GROUPS, "groups.NAME", group="g2")
+    assert interval(runs, "groups.g2", split="test") == resampled_interval(
+        values, GROUPS, "groups.NAME", group="g2"
+    )
     assert interval(runs, "unseen.mean", split="test") is None
     assert interval(runs, "bytes_up", split="test") is None
     other = [runs[0], (summary, rows(values[1], GROUPS[::-1]))]

@@ -23,7 +23,9 @@ STUDY = {
     "baseline": "fedavg",
 }
 # One row for each method, one column for each seed.
-MEANS = np.array([[0.80, 0.81, 0.79, 0.80, 0.82], [0.81, 0.80, 0.80, 0.81, 0.82], [0.60, 0.62, 0.59, 0.61, 0.60]])
+MEANS = np.array(
+    [[0.80, 0.81, 0.79, 0.80, 0.82], [0.81, 0.80, 0.80, 0.81, 0.82], [0.60, 0.62, 0.59, 0.61, 0.60]]
+)
 SIGMAS = np.array([[0.2, 0.3, 0.1, 0.2, 0.3], [0.1, 0.2, 0.2, 0.1, 0.2], [0.3, 0.1, 0.2, 0.2, 0.2]])
 
 
@@ -50,8 +52,9 @@ def test_best_second_and_worse_are_marked():
         "| fedprox | **0.808 ± 0.008** | **0.160 ± 0.055** |",
         "| ditto_1 | 0.604 ± 0.011 † | <u>0.200 ± 0.071</u> |",
     ]
-    assert "† worse than the best: p < 0.05, two-sided paired t-test over seeds, Holm correction over all pairs" in (
-        results.markdown()
+    assert (
+        "† worse than the best: p < 0.05, two-sided paired t-test over seeds, Holm correction over all pairs"
+        in (results.markdown())
     )
 
 
@@ -67,9 +70,9 @@ def test_p_values_are_in_csv_and_json():
     for method, p in expected.items():
         assert float(of_mean[method]["p"]) == pytest.approx(p, rel=1e-9)
     plain = json.loads(json.dumps(results.plain()))
-    assert next(row["p"] for row in plain["results"] if row["method"] == "ditto_1") == pytest.approx(
-        expected["ditto_1"]
-    )
+    assert next(
+        row["p"] for row in plain["results"] if row["method"] == "ditto_1"
+    ) == pytest.approx(expected["ditto_1"])
     assert plain["statistics"]["level"] == LEVEL
 
 
@@ -108,7 +111,11 @@ def test_intervals_are_read_from_the_runs(tmp_path):
         found[job.path] = json.loads((directory / "summary.json").read_text())
     results = Results(study, found, {}, tmp_path)
     low, high = results.interval("base", "fedavg", "mean")
-    values = [found[job.path]["results"]["global"]["seen"]["mean"] for job in study.jobs if job.method == "fedavg"]
+    values = [
+        found[job.path]["results"]["global"]["seen"]["mean"]
+        for job in study.jobs
+        if job.method == "fedavg"
+    ]
     assert low < np.mean(values) < high
     # The clients of a run have a spread of about 0.2 around a group mean; that of 24 means is about 0.04.
     assert 0.05 < high - low < 0.25

@@ -53,7 +53,10 @@ def test_every_two_groups_are_left_out_once_for_cross_validation():
             {"tuning": {"selection": ["oracel"]}},
             "unknown value 'oracel' in tuning of s.yaml: selection; did you mean 'oracle'",
         ),
-        ({"tuning": {"selection": "oracle"}}, "tuning of s.yaml: selection must be a list of different names"),
+        (
+            {"tuning": {"selection": "oracle"}},
+            "tuning of s.yaml: selection must be a list of different names",
+        ),
         (
             {"base": {**STUDY["base"], "data": {**DATA, "leave_out": GROUPS[:2]}}},
             "tuning of s.yaml: leave-one-domain-out needs three left-out groups or more in setting 'base', got plain, rotated",
@@ -72,7 +75,11 @@ def made_up(study, validation, tested):
         groups = tested[job.setting, job.method]
         summaries[job.path] = {
             "score": "accuracy",
-            "results": {"global": {"seen": {"mean": validation.get((job.setting, job.method), 0.0), "groups": {}}}},
+            "results": {
+                "global": {
+                    "seen": {"mean": validation.get((job.setting, job.method), 0.0), "groups": {}}
+                }
+            },
             "tested": {"global": {"unseen": {"mean": 0.0, "groups": groups}}},
         }
     return Results(study, summaries, {})
@@ -81,7 +88,9 @@ def made_up(study, validation, tested):
 def test_each_rule_chooses_by_its_own_numbers():
     study = study_from(STUDY, tune=True)
     weak, strong = "fedprox mu=0.1", "fedprox mu=1"
-    validation = {(group, label): score for group in GROUPS for label, score in ((weak, 0.9), (strong, 0.8))}
+    validation = {
+        (group, label): score for group in GROUPS for label, score in ((weak, 0.9), (strong, 0.8))
+    }
     tested = {(job.setting, job.method): {} for job in study.jobs}
     # Left out alone: the weak one is better on plain, the strong one on the others.
     alone = {"plain": (0.5, 0.4), "rotated": (0.3, 0.6), "textured": (0.2, 0.7)}
@@ -102,14 +111,19 @@ def test_each_rule_chooses_by_its_own_numbers():
     results = made_up(study, validation, tested)
     found = results.selected("base")
     assert list(found) == list(RULES)
-    chosen = {rule: [one.values["mu"] for one in by_method["fedprox"]] for rule, by_method in found.items()}
+    chosen = {
+        rule: [one.values["mu"] for one in by_method["fedprox"]]
+        for rule, by_method in found.items()
+    }
     assert chosen == {
         "training-domain": [0.1, 0.1, 0.1],
         # For plain: (0.1 + 0.2) / 2 against (0.5 + 0.3) / 2; for rotated (0.6 + 0.4) / 2 against (0.1 + 0.3) / 2.
         "leave-one-domain-out": [1, 0.1, 0.1],
         "oracle": [0.1, 1, 1],
     }
-    values = {rule: [one.tested for one in by_method["fedprox"]] for rule, by_method in found.items()}
+    values = {
+        rule: [one.tested for one in by_method["fedprox"]] for rule, by_method in found.items()
+    }
     assert values == {
         "training-domain": [0.5, 0.3, 0.2],
         "leave-one-domain-out": [0.4, 0.3, 0.2],
@@ -122,8 +136,14 @@ def test_each_rule_chooses_by_its_own_numbers():
     assert f"**{title}**" in results.markdown()
     assert "chosen by test data" in results.markdown()
     # A fold whose run is missing leaves a gap, and the mean over folds is not shown.
-    partial = {path: own for path, own in results.summaries.items() if path != Path(f"textured/{weak}/seed5")}
-    partial = {path: own for path, own in partial.items() if path != Path(f"textured/{strong}/seed5")}
+    partial = {
+        path: own
+        for path, own in results.summaries.items()
+        if path != Path(f"textured/{weak}/seed5")
+    }
+    partial = {
+        path: own for path, own in partial.items() if path != Path(f"textured/{strong}/seed5")
+    }
     assert Results(study, partial, {}).selection_table("base")[2][1] == ["fedprox", "–", "–", "–"]
 
 
@@ -135,7 +155,9 @@ def test_rules_on_runs(tmp_path):
         variants = [one["method"]] if not one["values"] else [f"fedprox mu={mu}" for mu in (0.1, 1)]
         scores = {}
         for label in variants:
-            summary = json.loads((tmp_path / one["group"] / label / "seed5/summary.json").read_text())
+            summary = json.loads(
+                (tmp_path / one["group"] / label / "seed5/summary.json").read_text()
+            )
             tested = summary["results"]["global"]["unseen"]["groups"][one["group"]]
             scores[label] = {
                 "training-domain": summary["validation"]["global"]["seen"]["mean"],

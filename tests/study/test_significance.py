@@ -56,7 +56,8 @@ def test_the_others_are_tested_against_the_best_as_part_of_all_pairs(higher):
 
 def test_equal_means_share_a_place():
     ranking = rank_methods(
-        {"a": {0: 0.5}, "b": {0: 0.7}, "c": {0: 0.7}, "d": {0: 0.5}, "e": {0: 0.1}}, higher_is_better=True
+        {"a": {0: 0.5}, "b": {0: 0.7}, "c": {0: 0.7}, "d": {0: 0.5}, "e": {0: 0.1}},
+        higher_is_better=True,
     )
     assert (ranking.best, ranking.second, ranking.p) == (("b", "c"), ("a", "d"), None)
     # A mark on all of them would say nothing.
@@ -66,12 +67,16 @@ def test_equal_means_share_a_place():
 
 
 def test_methods_that_lack_seeds_are_not_ranked():
-    ranking = rank_methods({"a": {0: 0.9}, "b": {0: 0.5, 1: 0.6}, "c": {0: 0.4, 1: 0.5}}, higher_is_better=True)
+    ranking = rank_methods(
+        {"a": {0: 0.9}, "b": {0: 0.5, 1: 0.6}, "c": {0: 0.4, 1: 0.5}}, higher_is_better=True
+    )
     assert (ranking.best, ranking.second) == (("b",), ("c",))
 
 
 def test_below_five_seeds_nothing_is_claimed():
-    far_apart = np.array([[0.0], [10.0]]) + np.random.default_rng(0).normal(scale=0.01, size=(2, LEAST_SEEDS))
+    far_apart = np.array([[0.0], [10.0]]) + np.random.default_rng(0).normal(
+        scale=0.01, size=(2, LEAST_SEEDS)
+    )
     assert rank_methods(by_seed(far_apart), higher_is_better=True).worse == ("method 0",)
     few = rank_methods(by_seed(far_apart[:, 1:]), higher_is_better=True)
     assert (few.best, few.p, few.worse) == (("method 1",), None, ())
@@ -86,7 +91,9 @@ def test_false_claims_are_about_as_rare_as_the_level_says(methods, seeds):
     random, trials, claims = np.random.default_rng(1), 1500, 0
     for _ in range(trials):
         # What seeds have in common is no reason for a claim, nor are different spreads.
-        values = random.normal(size=seeds) + random.normal(size=(methods, seeds)) * random.uniform(1, 2, (methods, 1))
+        values = random.normal(size=seeds) + random.normal(size=(methods, seeds)) * random.uniform(
+            1, 2, (methods, 1)
+        )
         claims += bool(rank_methods(by_seed(values), higher_is_better=True).worse)
     # Within three standard errors above; Holm's correction is conservative with correlated tests.
     assert 0.4 * LEVEL < claims / trials < LEVEL + 3 * (LEVEL * (1 - LEVEL) / trials) ** 0.5
@@ -95,7 +102,11 @@ def test_false_claims_are_about_as_rare_as_the_level_says(methods, seeds):
 def test_true_differences_are_found():
     random, found = np.random.default_rng(2), 0
     for _ in range(200):
-        values = random.normal(size=5) + random.normal(scale=0.2, size=(3, 5)) + np.array([[1.5], [0.0], [1.4]])
+        values = (
+            random.normal(size=5)
+            + random.normal(scale=0.2, size=(3, 5))
+            + np.array([[1.5], [0.0], [1.4]])
+        )
         found += rank_methods(by_seed(values), higher_is_better=True).worse == ("method 1",)
     assert found > 150
 
@@ -103,6 +114,11 @@ def test_true_differences_are_found():
 def test_a_baseline_that_was_named_is_one_comparison_for_each_other_method():
     random = np.random.default_rng(3)
     values = random.normal(size=(3, 5))
-    found = against(*(by_seed(values)["method 0"], {k: v for k, v in by_seed(values).items() if k != "method 0"}))
+    found = against(
+        *(
+            by_seed(values)["method 0"],
+            {k: v for k, v in by_seed(values).items() if k != "method 0"},
+        )
+    )
     raw = [stats.ttest_rel(values[other], values[0]).pvalue for other in (1, 2)]
     assert list(found.values()) == pytest.approx(holm(raw), rel=1e-9)

@@ -30,7 +30,9 @@ def test_loss_and_score_are_those_of_pytorch_and_scikit_learn():
     y, output = targets(), outputs()
     y[0], output[0] = 0, -1.0  # neither has nor is predicted any class
     measured = TASK.metrics(output, torch.from_numpy(y).double())
-    wanted = F.binary_cross_entropy_with_logits(output, torch.from_numpy(y).double(), reduction="none").mean(1)
+    wanted = F.binary_cross_entropy_with_logits(
+        output, torch.from_numpy(y).double(), reduction="none"
+    ).mean(1)
     torch.testing.assert_close(measured["loss"], wanted)
     predicted = (output > 0).numpy()
     assert measured["f1"].mean().item() == pytest.approx(

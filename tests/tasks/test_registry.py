@@ -53,7 +53,11 @@ def registry(monkeypatch):
 
 def test_the_tasks_there_are():
     # Examples of documentation may have registered others.
-    own = [task for task in map(tasks.build, tasks.names()) if type(task).__module__.startswith("equipoise.tasks.")]
+    own = [
+        task
+        for task in map(tasks.build, tasks.names())
+        if type(task).__module__.startswith("equipoise.tasks.")
+    ]
     about = {task.name: (task.score, task.higher_is_better) for task in own}
     assert about == {
         "classification": ("accuracy", True),
@@ -61,7 +65,9 @@ def test_the_tasks_there_are():
         "segmentation": ("dice", True),
         "multilabel": ("f1", True),
     }
-    with pytest.raises(InputError, match="unknown task 'segmentaton'; did you mean 'segmentation'?"):
+    with pytest.raises(
+        InputError, match="unknown task 'segmentaton'; did you mean 'segmentation'?"
+    ):
         tasks.build("segmentaton")
 
 
@@ -94,7 +100,9 @@ def test_a_task_in_a_file_of_an_experiment(tmp_path):
         assert row["close"] == pytest.approx(float((error < 0.5).float().mean()), rel=1e-6)
     # The worst client is the one with the lowest score.
     val = finished(tmp_path / "run", "val")["results"]["global"]["seen"]
-    assert val["worst_client"] == min(r["close"] for r in rows if (r["round"], r["split"]) == (3, "val"))
+    assert val["worst_client"] == min(
+        r["close"] for r in rows if (r["round"], r["split"]) == (3, "val")
+    )
     resumed = load_experiment(tmp_path / "run" / "config.yaml").run(tmp_path / "run", resume=True)
     assert resumed.summary == run.summary
 
@@ -118,10 +126,18 @@ class Scoreless(Task):
 @pytest.mark.parametrize(
     ("name", "what", "message"),
     [
-        ("lossless", Lossless, "Lossless, registered as 'lossless', is a task without a method 'loss'"),
+        (
+            "lossless",
+            Lossless,
+            "Lossless, registered as 'lossless', is a task without a method 'loss'",
+        ),
         ("scoreless", Scoreless, "has the score 'f1' but no method 'metrics' that returns it"),
         ("number", float, "is no task; valid: a class derived from Task"),
-        ("regression", type("Other", (Scoreless,), {"score": "loss"}), "'regression' of a task is taken by Regression"),
+        (
+            "regression",
+            type("Other", (Scoreless,), {"score": "loss"}),
+            "'regression' of a task is taken by Regression",
+        ),
     ],
 )
 def test_what_cannot_be_registered(name, what, message):
@@ -137,12 +153,20 @@ def test_registering_again_is_no_conflict():
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        (lambda self, output, y: {"loss": output[:, 0]}, "the metrics of task 'wrong' are loss, without f1"),
-        (lambda self, output, y: {"loss": output[:, 0], "f1": output.mean()}, r"f1 of task 'wrong' has shape \(\)"),
+        (
+            lambda self, output, y: {"loss": output[:, 0]},
+            "the metrics of task 'wrong' are loss, without f1",
+        ),
+        (
+            lambda self, output, y: {"loss": output[:, 0], "f1": output.mean()},
+            r"f1 of task 'wrong' has shape \(\)",
+        ),
     ],
 )
 def test_metrics_are_checked_before_training(metrics, message):
     tasks.register("wrong")(type("Wrong", (Scoreless,), {"metrics": metrics}))
-    federation = Federation.from_arrays(torch.zeros(9, 2), torch.zeros(9), clients=[0] * 9, task="wrong")
+    federation = Federation.from_arrays(
+        torch.zeros(9, 2), torch.zeros(9), clients=[0] * 9, task="wrong"
+    )
     with pytest.raises(InputError, match=message):
         train(federation, model="logistic", rounds=1)

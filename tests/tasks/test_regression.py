@@ -19,7 +19,11 @@ REGRESSION = tasks.build("regression")
     ("output", "y", "wanted"),
     [
         # Squared errors by hand, averaged over the targets of a sample.
-        ([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [[1.0, 0.0], [0.0, 4.0], [6.0, 7.0]], [2.0, 4.5, 1.0]),
+        (
+            [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
+            [[1.0, 0.0], [0.0, 4.0], [6.0, 7.0]],
+            [2.0, 4.5, 1.0],
+        ),
         ([[1.0], [3.0]], [0.0, 1.0], [1.0, 4.0]),
         ([1.0, 3.0], [[0.0], [1.0]], [1.0, 4.0]),
         ([1.0, 3.0], [0.0, 1.0], [1.0, 4.0]),
@@ -34,12 +38,17 @@ def test_a_last_dimension_of_one_does_not_matter(output, y, wanted):
 
 @pytest.mark.parametrize(
     ("output", "y"),
-    [((2, 3), (3, 2)), ((1, 3), (3,)), ((1, 3), (3, 1)), ((6,), (3, 2)), ((3, 2), (6,)), ((3, 1, 2), (3, 2))],
+    [
+        ((2, 3), (3, 2)),
+        ((1, 3), (3,)),
+        ((1, 3), (3, 1)),
+        ((6,), (3, 2)),
+        ((3, 2), (6,)),
+        ((3, 1, 2), (3, 2)),
+    ],
 )
 def test_other_shapes_are_refused_also_when_stacked(output, y):
-    message = (
-        rf"numbers of shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
-    )
+    message = rf"numbers of shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
     with pytest.raises(InputError, match=message):
         REGRESSION.loss(torch.zeros(output), torch.zeros(y))
     with pytest.raises(InputError, match=message):

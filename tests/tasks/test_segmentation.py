@@ -54,7 +54,9 @@ def test_loss_and_score_equal_a_slow_loop(classes):
     measured = SEGMENTATION.metrics(output, y)
     assert set(measured) == {"loss", "dice"}
     for sample in range(6):
-        assert measured["loss"][sample] == pytest.approx(loss_of(y[sample], output[sample].numpy(), classes), rel=1e-12)
+        assert measured["loss"][sample] == pytest.approx(
+            loss_of(y[sample], output[sample].numpy(), classes), rel=1e-12
+        )
         wanted = dice_of(y[sample], output[sample].argmax(0), classes)
         assert measured["dice"][sample] == pytest.approx(wanted, rel=1e-12)
     stacked = vmap(SEGMENTATION.metrics)(output.view(2, 3, classes, 4, 5), y.view(2, 3, 4, 5))
@@ -80,7 +82,9 @@ def test_classes_that_are_absent_do_not_count():
     # Class 1 is half found: 2 * 1 / (2 + 1). Class 2 is nowhere, class 3 is predicted but not there.
     half, wrong = torch.tensor([[[0, 1], [0, 0]]]), torch.tensor([[[0, 1], [3, 0]]])
     assert float(SEGMENTATION.metrics(certain(half, 4), mask)["dice"]) == pytest.approx(2 / 3)
-    assert float(SEGMENTATION.metrics(certain(wrong, 4), mask)["dice"]) == pytest.approx((2 / 3 + 0) / 2)
+    assert float(SEGMENTATION.metrics(certain(wrong, 4), mask)["dice"]) == pytest.approx(
+        (2 / 3 + 0) / 2
+    )
 
 
 def test_a_gradient_of_empty_masks_is_finite_and_lowers_false_positives():
@@ -90,7 +94,9 @@ def test_a_gradient_of_empty_masks_is_finite_and_lowers_false_positives():
 
 
 def masks(y, shape=(1, 4, 6), **options):
-    return Federation.from_arrays(torch.zeros(len(y), *shape), y, clients=[0] * len(y), task="segmentation", **options)
+    return Federation.from_arrays(
+        torch.zeros(len(y), *shape), y, clients=[0] * len(y), task="segmentation", **options
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32, torch.uint8])
@@ -114,10 +120,26 @@ def test_many_classes_are_held_as_they_are():
 @pytest.mark.parametrize(
     ("y", "options", "message"),
     [
-        (torch.zeros(5, 4), {}, r"must be masks of whole numbers of shape \[N, height, width\], not torch.uint8"),
-        (torch.full((5, 4, 6), 0.5), {}, "sample 0 has label 0.5 in y; labels must be whole numbers"),
-        (torch.zeros(5, 6, 4), {}, r"masks of shape \(6, 4\) do not fit samples of shape \(1, 4, 6\)"),
-        (torch.zeros(5, 4, 6), {"shape": (24,)}, r"masks of shape \(4, 6\) do not fit samples of shape \(24,\)"),
+        (
+            torch.zeros(5, 4),
+            {},
+            r"must be masks of whole numbers of shape \[N, height, width\], not torch.uint8",
+        ),
+        (
+            torch.full((5, 4, 6), 0.5),
+            {},
+            "sample 0 has label 0.5 in y; labels must be whole numbers",
+        ),
+        (
+            torch.zeros(5, 6, 4),
+            {},
+            r"masks of shape \(6, 4\) do not fit samples of shape \(1, 4, 6\)",
+        ),
+        (
+            torch.zeros(5, 4, 6),
+            {"shape": (24,)},
+            r"masks of shape \(4, 6\) do not fit samples of shape \(24,\)",
+        ),
         (
             torch.tensor([0, 1, 4]).view(3, 1, 1).expand(3, 4, 6),
             {"classes": 3},
@@ -132,27 +154,37 @@ def test_wrong_masks_are_refused(y, options, message):
 
 
 def test_labels_are_not_counted_and_not_divided_by(tmp_path):
-    source = Source(x=torch.zeros(20, 1, 4, 4), y=torch.zeros(20, 4, 4, dtype=torch.uint8), task="segmentation")
+    source = Source(
+        x=torch.zeros(20, 1, 4, 4), y=torch.zeros(20, 4, 4, dtype=torch.uint8), task="segmentation"
+    )
     with pytest.raises(
-        InputError, match="dirichlet partition needs one label a sample, but source .* is a segmentation"
+        InputError,
+        match="dirichlet partition needs one label a sample, but source .* is a segmentation",
     ):
         federate(source, Dirichlet(2, beta=1.0))
     federation = load("ellipses", images=5, size=8)
-    with pytest.raises(InputError, match="federation 'ellipses' is a segmentation: it has no labels to count"):
+    with pytest.raises(
+        InputError, match="federation 'ellipses' is a segmentation: it has no labels to count"
+    ):
         federation.label_counts()
     assert "labels" not in federation.describe()[0]
     assert draw(federation, tmp_path / "sizes.png").exists()
-    with pytest.raises(InputError, match="fedcrc compares class probabilities, but the task .* is segmentation"):
+    with pytest.raises(
+        InputError, match="fedcrc compares class probabilities, but the task .* is segmentation"
+    ):
         train(federation, method="fedcrc", model={"name": "unet", "width": 2, "depth": 1}, rounds=1)
 
 
 def test_a_model_for_classes_of_samples_is_refused():
     federation = load("ellipses", images=5, size=8)
-    with pytest.raises(InputError, match=r"shape \(2,\), but the federation has 2 classes for each pixel"):
+    with pytest.raises(
+        InputError, match=r"shape \(2,\), but the federation has 2 classes for each pixel"
+    ):
         train(federation, model="logistic", rounds=1)
     smaller = Model(nn.Conv2d(1, 2, 3), nn.Identity())
     with pytest.raises(
-        InputError, match=r"shape \(2, 6, 6\), but the federation has 2 classes for each pixel of masks"
+        InputError,
+        match=r"shape \(2, 6, 6\), but the federation has 2 classes for each pixel of masks",
     ):
         train(federation, model=smaller, rounds=1)
 
@@ -189,7 +221,8 @@ def test_an_augmentation_must_say_whether_it_moves_pixels():
     federation = load("ellipses", images=5, size=8)
     how = {"model": {"name": "unet", "width": 2, "depth": 1}, "rounds": 1}
     with pytest.raises(
-        InputError, match="Sharpened does not say whether it moves pixels, which decides whether the targets"
+        InputError,
+        match="Sharpened does not say whether it moves pixels, which decides whether the targets",
     ):
         train(federation, augment=(Sharpened(),), **how)
 
@@ -198,7 +231,13 @@ def test_an_augmentation_must_say_whether_it_moves_pixels():
 def trained():
     """Federated averaging over four sites with different intensities."""
     federation = load("ellipses", images=40, size=24)
-    how = {"rounds": 3, "batch_size": 5, "epochs": 2, "optimizer": Adam(lr=0.01), "evaluation": Evaluation(every=3)}
+    how = {
+        "rounds": 3,
+        "batch_size": 5,
+        "epochs": 2,
+        "optimizer": Adam(lr=0.01),
+        "evaluation": Evaluation(every=3),
+    }
     return federation, train(federation, model={"name": "unet", "width": 8, "depth": 2}, **how)
 
 
@@ -213,7 +252,10 @@ def test_ellipses_are_found_at_every_site(trained):
     mine = federation.test.of(1)
     with torch.no_grad():
         predicted = model(federation.x[mine]).argmax(1)
-    scores = [dice_of(federation.y[sample], found, 2) for sample, found in zip(mine, predicted, strict=True)]
+    scores = [
+        dice_of(federation.y[sample], found, 2)
+        for sample, found in zip(mine, predicted, strict=True)
+    ]
     assert results["groups"]["site 1"] == pytest.approx(np.mean(scores), rel=1e-6)
 
 

@@ -27,7 +27,11 @@ def file_store(monkeypatch):
 
 
 def tracked(folder, **sections):
-    return {**BASE, "tracking": {"name": "mlflow", "uri": str(folder / "mlruns"), "experiment": "digits"}, **sections}
+    return {
+        **BASE,
+        "tracking": {"name": "mlflow", "uri": str(folder / "mlruns"), "experiment": "digits"},
+        **sections,
+    }
 
 
 def client(folder):
@@ -42,14 +46,21 @@ def runs(folder):
 
 
 def history(folder, run, name):
-    return [(value.step, value.value) for value in client(folder).get_metric_history(run.info.run_id, name)]
+    return [
+        (value.step, value.value)
+        for value in client(folder).get_metric_history(run.info.run_id, name)
+    ]
 
 
 def check(folder, run, directory):
     losses = [(row["round"], row["train_loss"]) for row in rows_of(directory, "rounds")]
     assert history(folder, run, "round/train_loss") == losses
     for number, value in history(folder, run, "test/global/seen/groups/rotated"):
-        rows = [r for r in rows_of(directory) if (r["round"], r["model"], r["split"]) == (number, "global", "test")]
+        rows = [
+            r
+            for r in rows_of(directory)
+            if (r["round"], r["model"], r["split"]) == (number, "global", "test")
+        ]
         own = [row["accuracy"] for row in rows if row["group"] == "rotated"]
         assert value == pytest.approx(sum(own) / len(own), rel=1e-12)
 
@@ -68,7 +79,9 @@ def test_parameters_values_and_summary_are_read_back(tmp_path):
         "data": "digits",
         "seed": "4",
     }
-    summary = json.loads(Path(client(tmp_path).download_artifacts(run.info.run_id, "summary.json")).read_text())
+    summary = json.loads(
+        Path(client(tmp_path).download_artifacts(run.info.run_id, "summary.json")).read_text()
+    )
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
 
 

@@ -10,7 +10,12 @@ from tests.run.small import Stop, rows_of, stop_after
 
 pytest.importorskip("tensorboard")
 
-EXPERIMENT = {"data": "digits", "model": "logistic", "training": {"rounds": 3}, "tracking": "tensorboard"}
+EXPERIMENT = {
+    "data": "digits",
+    "model": "logistic",
+    "training": {"rounds": 3},
+    "tracking": "tensorboard",
+}
 
 
 def read(directory):
@@ -21,7 +26,9 @@ def read(directory):
     events.Reload()
     found = {}
     for name in set(events.Tags()["tensors"]) - {"config/text_summary"}:
-        found[name] = {event.step: event.tensor_proto.double_val[0] for event in events.Tensors(name)}
+        found[name] = {
+            event.step: event.tensor_proto.double_val[0] for event in events.Tensors(name)
+        }
         assert len(found[name]) == len(events.Tensors(name))
     (text,) = events.Tensors("config/text_summary")
     assert "rounds: " in text.tensor_proto.string_val[0].decode()
@@ -31,14 +38,24 @@ def read(directory):
 def check(found, directory):
     """Compare all values of a run with its journals."""
     rounds = {row["round"]: row for row in rows_of(directory, "rounds")}
-    assert found["round/train_loss"] == pytest.approx({n: row["train_loss"] for n, row in rounds.items()}, rel=1e-12)
+    assert found["round/train_loss"] == pytest.approx(
+        {n: row["train_loss"] for n, row in rounds.items()}, rel=1e-12
+    )
     assert found["round/bytes_up"] == {n: row["bytes_up"] for n, row in rounds.items()}
     for number in rounds:
-        rows = [r for r in rows_of(directory) if (r["round"], r["model"], r["split"]) == (number, "global", "test")]
+        rows = [
+            r
+            for r in rows_of(directory)
+            if (r["round"], r["model"], r["split"]) == (number, "global", "test")
+        ]
         values = [row["accuracy"] for row in rows]
-        assert found["test/global/seen/mean"][number] == pytest.approx(sum(values) / len(values), rel=1e-12)
+        assert found["test/global/seen/mean"][number] == pytest.approx(
+            sum(values) / len(values), rel=1e-12
+        )
         own = [row["accuracy"] for row in rows if row["group"] == "rotated"]
-        assert found["test/global/seen/groups/rotated"][number] == pytest.approx(sum(own) / len(own), rel=1e-12)
+        assert found["test/global/seen/groups/rotated"][number] == pytest.approx(
+            sum(own) / len(own), rel=1e-12
+        )
 
 
 def test_values_are_read_back(tmp_path):

@@ -50,17 +50,29 @@ def test_a_tracker_may_be_named_alone_or_in_a_list():
     assert made.tracking == ({"name": "tensorboard"},)
     both = [{"name": "mlflow", "uri": "runs", "experiment": "adult"}, "tensorboard"]
     made = experiment_from({"data": "digits", "tracking": both})
-    assert made.tracking == ({"name": "mlflow", "uri": "runs", "experiment": "adult"}, {"name": "tensorboard"})
+    assert made.tracking == (
+        {"name": "mlflow", "uri": "runs", "experiment": "adult"},
+        {"name": "tensorboard"},
+    )
     assert experiment_from({"data": "digits"}).tracking == ()
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("tensorbord", "unknown tracker 'tensorbord' in tracking of a.yaml; did you mean 'tensorboard'"),
-        ({"name": "mlflow", "url": "x"}, "unknown key 'tracking.url' in a.yaml; did you mean 'tracking.uri'"),
+        (
+            "tensorbord",
+            "unknown tracker 'tensorbord' in tracking of a.yaml; did you mean 'tensorboard'",
+        ),
+        (
+            {"name": "mlflow", "url": "x"},
+            "unknown key 'tracking.url' in a.yaml; did you mean 'tracking.uri'",
+        ),
         ({"name": "mlflow", "uri": 3}, "a.yaml: tracking.uri must be text or null, got 3"),
-        ([3], "a.yaml: tracking must be a name or a mapping with a name, got 3; valid names: tensorboard, mlflow"),
+        (
+            [3],
+            "a.yaml: tracking must be a name or a mapping with a name, got 3; valid names: tensorboard, mlflow",
+        ),
     ],
 )
 def test_mistakes_are_named(given, message):
@@ -75,7 +87,10 @@ def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
         packages = ("package_that_nobody_has",)
 
     made = experiment_from({"data": "digits", "training": SHORT, "tracking": "Elsewhere"})
-    with pytest.raises(InputError, match=r"tracking: Elsewhere needs package_that_nobody_has: pip install 'equipoise"):
+    with pytest.raises(
+        InputError,
+        match=r"tracking: Elsewhere needs package_that_nobody_has: pip install 'equipoise",
+    ):
         made.run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -101,7 +116,10 @@ def test_values_have_names_for_every_table():
     seen = names.results["personal"]["seen"]
     assert names.found["test/personal/seen/mean"] == seen["mean"]
     assert names.found["test/personal/seen/groups/all"] == seen["groups"]["all"]
-    assert names.found["test/personal/seen/metrics/auroc/worst_group"] == seen["metrics"]["auroc"]["worst_group"]
+    assert (
+        names.found["test/personal/seen/metrics/auroc/worst_group"]
+        == seen["metrics"]["auroc"]["worst_group"]
+    )
     sex = seen["attributes"]["sex"]
     name = "test/personal/seen/attributes/sex/"
     assert names.found[f"{name}demographic_parity_ratio"] == sex["demographic_parity_ratio"]
@@ -114,7 +132,9 @@ def test_values_have_names_for_every_table():
 def test_names_with_other_characters_stay_apart():
     class Of:
         def results(self, split):
-            return {"global": {"seen": {"groups": {"a(b": 1.0, "a)b": 2.0}, "worst_group_name": "a(b"}}}
+            return {
+                "global": {"seen": {"groups": {"a(b": 1.0, "a)b": 2.0}, "worst_group_name": "a(b"}}
+            }
 
     found = tracking.scores(Of())
     assert found == {
@@ -126,12 +146,19 @@ def test_names_with_other_characters_stay_apart():
 
 def test_a_tracker_of_ones_own_follows_runs_and_studies(tmp_path):
     own, file = noted(tmp_path, "noted_runs"), tmp_path / "values.txt"
-    base = {"data": "digits", "imports": own, "training": SHORT, "tracking": {"name": "Noted", "file": str(file)}}
+    base = {
+        "data": "digits",
+        "imports": own,
+        "training": SHORT,
+        "tracking": {"name": "Noted", "file": str(file)},
+    }
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(base))
     run = load_experiment(path).run(tmp_path / "run")
     losses = [row["train_loss"] for row in run.trainer.rounds]
-    assert file.read_text().splitlines() == [f"fedavg 0 {n} {loss:.6f}" for n, loss in enumerate(losses, start=1)]
+    assert file.read_text().splitlines() == [
+        f"fedavg 0 {n} {loss:.6f}" for n, loss in enumerate(losses, start=1)
+    ]
     file.unlink()
     study = {"base": base, "methods": ["fedavg", "fedprox"], "seeds": [0, 1]}
     study_from(study).run(tmp_path / "study")
@@ -139,19 +166,23 @@ def test_a_tracker_of_ones_own_follows_runs_and_studies(tmp_path):
     assert told == {(m, s, r) for m in ("fedavg", "fedprox") for s in "01" for r in "12"}
     # A finished study is not told again, also with another tracker.
     file.unlink()
-    study_from({**study, "base": {**base, "tracking": {"name": "Noted", "file": "other", "values": True}}}).run(
-        tmp_path / "study"
-    )
+    study_from(
+        {**study, "base": {**base, "tracking": {"name": "Noted", "file": "other", "values": True}}}
+    ).run(tmp_path / "study")
     assert not file.exists()
 
 
 def test_a_run_may_be_resumed_with_another_tracker(tmp_path):
     own, file = noted(tmp_path, "noted_resumed"), tmp_path / "values.txt"
     base = {"data": "digits", "imports": own, "training": SHORT}
-    experiment_from({**base, "tracking": {"name": "Noted", "file": str(file)}}).run(tmp_path / "run")
+    experiment_from({**base, "tracking": {"name": "Noted", "file": str(file)}}).run(
+        tmp_path / "run"
+    )
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["tracking"] == [{"name": "Noted", "file": str(file)}]
     (tmp_path / "run" / "summary.json").unlink()
     experiment_from(base).run(tmp_path / "run", resume=True)
     # The file that a run leaves behind names its tracker, so that resuming it is tracked, too.
-    assert load_experiment(tmp_path / "run" / "config.yaml").tracking == ({"name": "Noted", "file": str(file)},)
+    assert load_experiment(tmp_path / "run" / "config.yaml").tracking == (
+        {"name": "Noted", "file": str(file)},
+    )

@@ -55,7 +55,9 @@ class Partition(Protocol):
         ...
 
 
-def inside_groups(source: Source, clients: int, min_samples: int, seed: int, divide: Divide) -> Assignment:
+def inside_groups(
+    source: Source, clients: int, min_samples: int, seed: int, divide: Divide
+) -> Assignment:
     """Divide the samples of each group among clients of that group.
 
     Parameters
@@ -121,7 +123,9 @@ def apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
     [5, 3, 2]
     """
     if count(clients, "clients") < len(weights):
-        raise InputError(f"clients={clients} is fewer than the {len(weights)} groups, which need one client each")
+        raise InputError(
+            f"clients={clients} is fewer than the {len(weights)} groups, which need one client each"
+        )
     counts = np.ones(len(weights), np.int64)
     averages = [(-weight / 2, group) for group, weight in enumerate(weights.tolist())]
     heapq.heapify(averages)
@@ -155,7 +159,9 @@ def fill_up(clients: list[Ints], least: int) -> list[Ints]:
     sizes = [len(mine) for mine in clients]
     largest = [(-size, client) for client, size in enumerate(sizes) if size > least]
     heapq.heapify(largest)
-    gains: dict[int, list[np.int64]] = {client: [] for client, size in enumerate(sizes) if size < least}
+    gains: dict[int, list[np.int64]] = {
+        client: [] for client, size in enumerate(sizes) if size < least
+    }
     for client, gained in gains.items():
         while sizes[client] + len(gained) < least:
             donor = largest[0][1]
@@ -240,7 +246,9 @@ def members_by_group(source: Source) -> list[Ints]:
     members = [np.flatnonzero(group_of == group) for group in range(len(names))]
     for name, samples in zip(names, members, strict=True):
         if not samples.size:
-            raise InputError(f"group {name!r} of source {source.name!r} has no samples; leave it out of group_names")
+            raise InputError(
+                f"group {name!r} of source {source.name!r} has no samples; leave it out of group_names"
+            )
     return members
 
 

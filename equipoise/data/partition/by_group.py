@@ -80,7 +80,9 @@ class ByGroup:
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
         if source.groups is None:
-            raise InputError(f"source {source.name!r} has no groups, so it cannot be partitioned by group")
+            raise InputError(
+                f"source {source.name!r} has no groups, so it cannot be partitioned by group"
+            )
         ratio = self._ratio(len(source.group_names))
         falling = self._order(source)
         names = [source.group_names[group] for group in falling]
@@ -97,10 +99,15 @@ class ByGroup:
             held = np.split(mixed, cuts(shares / shares.sum(), len(mixed)))
             if self.largest is not None:
                 sizes = (shares / shares.sum() * len(mixed) + 1e-9).astype(np.int64)
-                held = [mixed[end - size : end] for end, size in zip(np.cumsum(sizes), sizes, strict=True)]
+                held = [
+                    mixed[end - size : end]
+                    for end, size in zip(np.cumsum(sizes), sizes, strict=True)
+                ]
             clients += fill_up(held, self.min_samples)
         groups = np.repeat(falling, counts).tolist()
-        called = tuple(f"{name} {j + 1}" for name, n in zip(names, counts, strict=True) for j in range(n))
+        called = tuple(
+            f"{name} {j + 1}" for name, n in zip(names, counts, strict=True) for j in range(n)
+        )
         return Assignment(clients, groups, source.group_names, called)
 
     def _order(self, source: Source) -> list[int]:
@@ -124,7 +131,9 @@ class ByGroup:
         """Return how many samples of each group are used."""
         if not flag(self.truncate, "truncate"):
             if self.largest is not None:
-                raise InputError(f"largest={self.largest} leaves samples out, and truncate=False forbids it")
+                raise InputError(
+                    f"largest={self.largest} leaves samples out, and truncate=False forbids it"
+                )
             return sizes
         if self.largest is None:
             return _falling_sizes(sizes, ratio)
@@ -133,15 +142,21 @@ class ByGroup:
             kept.append(int(kept[-1] / ratio + 1e-9))
         for name, size, wanted in zip(names, sizes, kept, strict=True):
             if size < wanted:
-                raise InputError(f"group {name!r} has {size} samples, but largest={self.largest} needs {wanted} of it")
+                raise InputError(
+                    f"group {name!r} has {size} samples, but largest={self.largest} needs {wanted} of it"
+                )
         return kept
 
     def _ratio(self, groups: int) -> float:
         if real(self.imbalance, "imbalance", least=1) > 1 and groups == 1:
-            raise InputError(f"imbalance={self.imbalance} needs two or more groups; the source has one")
+            raise InputError(
+                f"imbalance={self.imbalance} needs two or more groups; the source has one"
+            )
         if self.ratio is not None:
             if self.imbalance == 1:
-                raise InputError(f"ratio={self.ratio} makes no sense with imbalance=1, which means equal groups")
+                raise InputError(
+                    f"ratio={self.ratio} makes no sense with imbalance=1, which means equal groups"
+                )
             return real(self.ratio, "ratio", least=1)
         return float(self.imbalance ** (1 / max(1, groups - 1)))
 
@@ -149,16 +164,24 @@ class ByGroup:
         falling = ratio ** np.arange(len(names) - 1, -1, -1.0)
         if self.clients_per_group is not None:
             if self.clients is not None:
-                raise InputError("give clients or clients_per_group to the group partition, not both")
+                raise InputError(
+                    "give clients or clients_per_group to the group partition, not both"
+                )
             if len(self.clients_per_group) != len(falling):
                 raise InputError(
                     f"clients_per_group={list(self.clients_per_group)} must name one number for each of the "
                     f"{len(falling)} groups {', '.join(names)}"
                 )
-            return [count(clients, "each of clients_per_group") for clients in self.clients_per_group]
+            return [
+                count(clients, "each of clients_per_group") for clients in self.clients_per_group
+            ]
         if self.clients is not None:
             return apportion(self.clients, falling)
-        return [2] * len(falling) if self.imbalance == 1 else [round(weight) for weight in falling.tolist()]
+        return (
+            [2] * len(falling)
+            if self.imbalance == 1
+            else [round(weight) for weight in falling.tolist()]
+        )
 
 
 def _falling_sizes(sizes: list[int], ratio: float) -> list[int]:

@@ -16,7 +16,11 @@ from equipoise.errors import InputError
 # How many classes are digits, capital and lowercase letters, in the order of the labels.
 _KINDS = (10, 26, 26)
 # Clients, images a client, and which of digits (0), capital (1) and lowercase letters (2) they are: GIFAIR, table 3.
-_THREE_GROUPS = {"capital": (60, 800, (0, 1)), "lowercase": (100, 1000, (0, 2)), "mixed": (40, 600, (0, 1, 2))}
+_THREE_GROUPS = {
+    "capital": (60, 800, (0, 1)),
+    "lowercase": (100, 1000, (0, 2)),
+    "mixed": (40, 600, (0, 1, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -55,21 +59,32 @@ class Skewed:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
         labels, total = _labels_without_groups(source, "skewed"), source.classes or 0
         if count(self.classes, "classes") > total:
-            raise InputError(f"classes={self.classes} a client is more than the {total} of source {source.name!r}")
-        classes_of = (np.arange(count(self.clients, "clients"))[:, None] + np.arange(self.classes)) % total
+            raise InputError(
+                f"classes={self.classes} a client is more than the {total} of source {source.name!r}"
+            )
+        classes_of = (
+            np.arange(count(self.clients, "clients"))[:, None] + np.arange(self.classes)
+        ) % total
         holders = np.bincount(classes_of.flatten(), minlength=total)
         available = np.bincount(labels, minlength=total)
 
         def fits(scale: float) -> bool:
             return bool((holders * round(self.images * scale) <= available).all())
 
-        _check_scale(self.scale, fits, least=1 / count(self.images, "images"), where=f"source {source.name!r}")
+        _check_scale(
+            self.scale,
+            fits,
+            least=1 / count(self.images, "images"),
+            where=f"source {source.name!r}",
+        )
         draws, size = generator(seed, "partition"), round(self.images * self.scale)
         mixed = [draws.permutation(np.flatnonzero(labels == label)) for label in range(total)]
         given = np.zeros(total, np.int64)
         held = []
         for mine in classes_of:
-            held.append(np.concatenate([mixed[label][given[label] : given[label] + size] for label in mine]))
+            held.append(
+                np.concatenate([mixed[label][given[label] : given[label] + size] for label in mine])
+            )
             given[mine] += size
         return Assignment(held, [0] * len(held), ("all",))
 
@@ -131,7 +146,9 @@ class ThreeGroups:
         held: list[Ints] = []
         groups: list[int] = []
         for group, (clients, _, _) in enumerate(_THREE_GROUPS.values()):
-            held += np.split(draws.permutation(np.concatenate([pool[group] for pool in pools])), clients)
+            held += np.split(
+                draws.permutation(np.concatenate([pool[group] for pool in pools])), clients
+            )
             groups += [group] * clients
         return Assignment(held, groups, tuple(_THREE_GROUPS))
 
@@ -150,7 +167,9 @@ def _check_scale(scale: float, fits: Callable[[float], bool], *, least: float, w
     if real(scale, "scale") < least:
         raise InputError(f"scale={scale} leaves clients too few images; valid: from {least:g} on")
     if not fits(scale):
-        smaller = [candidate / 1000 for candidate in range(1, int(scale * 1000)) if fits(candidate / 1000)]
+        smaller = [
+            candidate / 1000 for candidate in range(1, int(scale * 1000)) if fits(candidate / 1000)
+        ]
         usable = [candidate for candidate in smaller if candidate >= least]
         hint = f"the largest that fits is scale={max(usable)}" if usable else "no scale fits"
         raise InputError(f"{where} has too few images for scale={scale}; {hint}")

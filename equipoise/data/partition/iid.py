@@ -35,7 +35,9 @@ class Iid:
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``; the same seed always gives the same answer."""
 
-        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+        def divide(
+            samples: Ints, first: int, clients: int, draws: np.random.Generator
+        ) -> list[Ints]:
             return np.array_split(draws.permutation(samples), clients)
 
         return inside_groups(source, self.clients, self.min_samples, seed, divide)

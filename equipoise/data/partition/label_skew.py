@@ -57,9 +57,14 @@ class Dirichlet:
         beta, labels = real(self.beta, "beta"), labels_of(source, "dirichlet")
 
         def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
-            return (draws.permutation(samples[labels[samples] == label]) for label in np.unique(labels[samples]))
+            return (
+                draws.permutation(samples[labels[samples] == label])
+                for label in np.unique(labels[samples])
+            )
 
-        def share_classes(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+        def share_classes(
+            samples: Ints, first: int, clients: int, draws: np.random.Generator
+        ) -> list[Ints]:
             pieces: list[list[Ints]] = [[] for _ in range(clients)]
             for of_class in by_class(samples, draws):
                 shares = draws.dirichlet(np.full(clients, beta))
@@ -68,14 +73,18 @@ class Dirichlet:
             mixed = [draws.permutation(np.concatenate(piece)) for piece in pieces]
             return fill_up(mixed, self.min_samples)
 
-        def fill_clients(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+        def fill_clients(
+            samples: Ints, first: int, clients: int, draws: np.random.Generator
+        ) -> list[Ints]:
             classes = list(by_class(samples, draws))
             left = np.array([len(of_class) for of_class in classes])
             held = []
             for size in [len(part) for part in np.array_split(samples, clients)]:
                 taken = _take(draws.dirichlet(np.full(len(classes), beta)), size, left, draws)
                 parts = zip(classes, left, taken, strict=True)
-                mine = np.concatenate([of_class[rest - some : rest] for of_class, rest, some in parts])
+                mine = np.concatenate(
+                    [of_class[rest - some : rest] for of_class, rest, some in parts]
+                )
                 held.append(draws.permutation(mine))
                 left -= taken
             return held
@@ -115,9 +124,13 @@ class ClassesPerClient:
         labels = labels_of(source, "classes")
         total = source.classes or 0
         if count(self.classes, "classes") > total:
-            raise InputError(f"classes={self.classes} a client is more than the {total} of source {source.name!r}")
+            raise InputError(
+                f"classes={self.classes} a client is more than the {total} of source {source.name!r}"
+            )
 
-        def divide(samples: Ints, first: int, clients: int, draws: np.random.Generator) -> list[Ints]:
+        def divide(
+            samples: Ints, first: int, clients: int, draws: np.random.Generator
+        ) -> list[Ints]:
             pieces: list[list[Ints]] = [[] for _ in range(clients)]
             for label in np.unique(labels[samples]):
                 holders = [k for k in range(clients) if (label - first - k) % total < self.classes]
@@ -127,7 +140,9 @@ class ClassesPerClient:
                         f"classes a client do not cover all {total}; ask for more clients or more classes a client"
                     )
                 of_class = draws.permutation(samples[labels[samples] == label])
-                for client, piece in zip(holders, np.array_split(of_class, len(holders)), strict=True):
+                for client, piece in zip(
+                    holders, np.array_split(of_class, len(holders)), strict=True
+                ):
                     pieces[client].append(piece)
             held = [np.concatenate([np.empty(0, np.int64), *piece]) for piece in pieces]
             for client, mine in enumerate(held, start=first):

@@ -37,7 +37,9 @@ class Natural:
             raise InputError(
                 f"source {source.name!r} does not know which client a sample came from; partition it another way"
             )
-        names, first, holder, sizes = np.unique(source.ids, return_index=True, return_inverse=True, return_counts=True)
+        names, first, holder, sizes = np.unique(
+            source.ids, return_index=True, return_inverse=True, return_counts=True
+        )
         held = np.split(np.argsort(holder, kind="stable"), np.cumsum(sizes)[:-1])
         kept = np.flatnonzero(sizes >= count(self.min_samples, "min_samples"))
         if not kept.size:
@@ -50,7 +52,9 @@ class Natural:
         for client in kept:
             if len(found := np.unique(group_of[held[client]])) > 1:
                 both = " and ".join(group_names[group] for group in found[:2])
-                raise InputError(f"client {names[client]} of source {source.name!r} has samples in groups {both}")
+                raise InputError(
+                    f"client {names[client]} of source {source.name!r} has samples in groups {both}"
+                )
         return Assignment(
             [held[client] for client in kept],
             group_of[first[kept]].tolist(),

@@ -37,7 +37,9 @@ def test_skewed_is_scaled_and_drawn_by_its_seed():
 
 def test_skewed_with_other_numbers():
     labels = np.repeat(np.arange(4), 10)
-    clients = Skewed(clients=3, classes=2, images=3).assign(labelled(labels, classes=4), seed=0).clients
+    clients = (
+        Skewed(clients=3, classes=2, images=3).assign(labelled(labels, classes=4), seed=0).clients
+    )
     assert [sorted(labels[samples].tolist()) for samples in clients] == [
         [0, 0, 0, 1, 1, 1],
         [1, 1, 1, 2, 2, 2],
@@ -49,7 +51,10 @@ def test_skewed_with_other_numbers():
     ("partition", "message"),
     [
         # 50 clients hold each class: 6 images each are 300, 7 are 350; 0.064 still rounds to 6.
-        (Skewed(), "'custom' has too few images for scale=1.0; the largest that fits is scale=0.065"),
+        (
+            Skewed(),
+            "'custom' has too few images for scale=1.0; the largest that fits is scale=0.065",
+        ),
         (Skewed(0.07), "the largest that fits is scale=0.065"),
         (Skewed(0.001), "scale=0.001 leaves clients too few images; valid: from 0.01 on"),
         (Skewed(0), "scale must be a finite number above 0, got 0"),
@@ -65,13 +70,17 @@ def test_what_cannot_be_met_is_refused(partition, message):
 
 @pytest.mark.parametrize("partition", [Skewed(0.01), ThreeGroups(0.01)])
 def test_sources_with_groups_are_refused(partition):
-    with pytest.raises(InputError, match="is for sources without groups, but source 'digits' has plain, blurred"):
+    with pytest.raises(
+        InputError, match="is for sources without groups, but source 'digits' has plain, blurred"
+    ):
         load("digits", partition=partition)
 
 
 def test_three_groups_by_hand():
     # 3,600 digits, 2,400 capital and 1,200 lowercase letters: their shares are easy to work out.
-    labels = np.concatenate([np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26])
+    labels = np.concatenate(
+        [np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26]
+    )
     assignment = ThreeGroups(0.01).assign(labelled(labels), seed=0)
     assert assignment.group_names == ("capital", "lowercase", "mixed")
     assert np.bincount(assignment.groups).tolist() == [60, 100, 40]
@@ -92,8 +101,12 @@ def test_three_groups_by_hand():
 def test_three_groups_name_the_largest_scale():
     # Digits run out first. 24, 30 and 18 images a client take 1440/6000 + 3000/4800 + 720/7200 = 0.965 of them;
     # scale=0.031 means 25, 31 and 19 and would take 1500/6000 + 3100/4800 + 760/7200 = 1.001.
-    labels = np.concatenate([np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26])
-    with pytest.raises(InputError, match="too few images for scale=0.2; the largest that fits is scale=0.03$"):
+    labels = np.concatenate(
+        [np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26]
+    )
+    with pytest.raises(
+        InputError, match="too few images for scale=0.2; the largest that fits is scale=0.03$"
+    ):
         ThreeGroups(0.2).assign(labelled(labels), seed=0)
     ThreeGroups(0.03).assign(labelled(labels), seed=0)
     with pytest.raises(InputError, match="valid: from 0.005 on"):

@@ -24,7 +24,11 @@ def grouped(*sizes: int, classes: int = 10) -> Source:
     groups = np.repeat(np.arange(len(sizes)), sizes)
     samples = sum(sizes)
     return Source(
-        x=torch.zeros(samples, 1), y=torch.arange(samples) % classes, classes=classes, groups=groups, group_names=names
+        x=torch.zeros(samples, 1),
+        y=torch.arange(samples) % classes,
+        classes=classes,
+        groups=groups,
+        group_names=names,
     )
 
 
@@ -77,8 +81,16 @@ def test_iid_shares_are_equal() -> None:
 
 
 def test_clients_follow_the_groups_sizes() -> None:
-    assert [len(group) for group in sizes_by_group(Iid(10).assign(grouped(100, 60, 40), 0))] == [5, 3, 2]
-    assert [len(group) for group in sizes_by_group(Iid(4).assign(grouped(1000, 5, 5), 0))] == [2, 1, 1]
+    assert [len(group) for group in sizes_by_group(Iid(10).assign(grouped(100, 60, 40), 0))] == [
+        5,
+        3,
+        2,
+    ]
+    assert [len(group) for group in sizes_by_group(Iid(4).assign(grouped(1000, 5, 5), 0))] == [
+        2,
+        1,
+        1,
+    ]
 
 
 def test_min_samples_is_met_where_proportions_rounded_up_would_not() -> None:
@@ -95,7 +107,9 @@ def test_dirichlet_matches_its_definition() -> None:
         for samples in Dirichlet(clients, beta, min_samples=1).assign(source, seed).clients:
             shares.append(float((source.y[samples] == 0).sum()) / of_class)
     assert np.mean(shares) == pytest.approx(1 / clients)
-    assert np.var(shares) == pytest.approx((clients - 1) / (clients**2 * (clients * beta + 1)), rel=0.1)
+    assert np.var(shares) == pytest.approx(
+        (clients - 1) / (clients**2 * (clients * beta + 1)), rel=0.1
+    )
 
 
 def test_large_beta_approaches_iid() -> None:
@@ -123,7 +137,9 @@ def test_equal_clients_draw_their_own_proportions() -> None:
     To that a finite client adds the noise of drawing, E[q (1 - q)]/n.
     """
     classes, beta, size = 4, 0.5, 250
-    source = plain(8 * size, classes=classes)  # two clients hold no more than there is of a single class
+    source = plain(
+        8 * size, classes=classes
+    )  # two clients hold no more than there is of a single class
     shares = []
     for seed in range(300):
         for samples in Dirichlet(8, beta, equal=True).assign(source, seed).clients[:2]:
@@ -198,7 +214,9 @@ def test_classes_per_client_by_hand() -> None:
         (4, 10, None, [10, 5, 2, 1]),
     ],
 )
-def test_clients_per_group_as_published(groups: int, imbalance: float, ratio: float | None, counts: list[int]) -> None:
+def test_clients_per_group_as_published(
+    groups: int, imbalance: float, ratio: float | None, counts: list[int]
+) -> None:
     """The numbers of clients in FedGCR's digit, DomainNet and PACS settings."""
     assignment = ByGroup(imbalance, ratio=ratio).assign(grouped(*[4000] * groups), 0)
     assert [len(group) for group in sizes_by_group(assignment)] == counts
@@ -220,7 +238,14 @@ DOMAINS_10 = [
     [73, 118],
     [120],
 ]
-DOMAINS_5 = [[115, 161, 225, 316, 442], [126, 177, 248, 348], [147, 206, 289], [191, 267], [327], [234]]
+DOMAINS_5 = [
+    [115, 161, 225, 316, 442],
+    [126, 177, 248, 348],
+    [147, 206, 289],
+    [191, 267],
+    [327],
+    [234],
+]
 PACS_10 = [[14, 18, 24, 31, 40, 52, 68, 88, 113, 146], [12, 22, 40, 72, 128], [11, 115], [58]]
 PACS_5 = [[45, 68, 102, 153, 229], [42, 95, 213], [34, 172], [121]]
 
@@ -271,8 +296,15 @@ def test_another_order_of_groups() -> None:
 
 
 def test_equal_groups_hold_one_to_three() -> None:
-    assert sizes_by_group(ByGroup(1).assign(grouped(100, 200, 80), 0)) == [[20, 60], [20, 60], [20, 60]]
-    assert sizes_by_group(ByGroup(1, truncate=False).assign(grouped(100, 200), 0)) == [[25, 75], [50, 150]]
+    assert sizes_by_group(ByGroup(1).assign(grouped(100, 200, 80), 0)) == [
+        [20, 60],
+        [20, 60],
+        [20, 60],
+    ]
+    assert sizes_by_group(ByGroup(1, truncate=False).assign(grouped(100, 200), 0)) == [
+        [25, 75],
+        [50, 150],
+    ]
     three = sizes_by_group(ByGroup(1, clients_per_group=(3, 1)).assign(grouped(1000, 1000), 0))
     assert three[0][2] / three[0][0] == pytest.approx(3, rel=0.02)
     assert three[1] == [1000]
@@ -343,18 +375,42 @@ MIXED = Source(
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
         (ClassesPerClient(5, 0), plain(), "classes must be a whole number of at least 1, got 0"),
         (ClassesPerClient(5, 2), plain(), "none of clients 0 to 4 would hold class 6"),
-        (ClassesPerClient(10, 1), LOPSIDED, "client 1 would hold 1 samples of its 1 classes, fewer than min_samples=3"),
+        (
+            ClassesPerClient(10, 1),
+            LOPSIDED,
+            "client 1 would hold 1 samples of its 1 classes, fewer than min_samples=3",
+        ),
         (ByGroup(5), plain(), "no groups"),
         (ByGroup(0.5), grouped(50, 50), "imbalance must be a finite number of at least 1, got 0.5"),
         (ByGroup(5), grouped(50), "two or more groups"),
-        (ByGroup(5, ratio=0.5), grouped(50, 50), "ratio must be a finite number of at least 1, got 0.5"),
+        (
+            ByGroup(5, ratio=0.5),
+            grouped(50, 50),
+            "ratio must be a finite number of at least 1, got 0.5",
+        ),
         (ByGroup(1, ratio=1.5), grouped(50, 50), "makes no sense with imbalance=1"),
-        (ByGroup(5, largest=0), grouped(50, 50), "largest must be a whole number of at least 1, got 0"),
-        (ByGroup(2, largest=60), grouped(50, 50), "group 'a' has 50 samples, but largest=60 needs 60 of it"),
-        (ByGroup(2, largest=50), grouped(50, 20), "group 'b' has 20 samples, but largest=50 needs 25 of it"),
+        (
+            ByGroup(5, largest=0),
+            grouped(50, 50),
+            "largest must be a whole number of at least 1, got 0",
+        ),
+        (
+            ByGroup(2, largest=60),
+            grouped(50, 50),
+            "group 'a' has 50 samples, but largest=60 needs 60 of it",
+        ),
+        (
+            ByGroup(2, largest=50),
+            grouped(50, 20),
+            "group 'b' has 20 samples, but largest=50 needs 25 of it",
+        ),
         (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "truncate=False forbids it"),
         (ByGroup(2, within="rato"), grouped(50, 50), "did you mean 'ratio'"),
-        (ByGroup(2, order=("a", "c")), grouped(50, 50), r"order=\['a', 'c'\] must name each of the groups a, b once"),
+        (
+            ByGroup(2, order=("a", "c")),
+            grouped(50, 50),
+            r"order=\['a', 'c'\] must name each of the groups a, b once",
+        ),
         (ByGroup(5, clients=1), grouped(50, 50), "fewer than the 2 groups"),
         (ByGroup(5, clients=4, clients_per_group=(2, 2)), grouped(50, 50), "not both"),
         (ByGroup(5, clients_per_group=(2,)), grouped(50, 50), "each of the 2 groups a, b"),
@@ -396,7 +452,10 @@ def test_source_refuses(changes: dict[str, Any], message: str) -> None:
 
 def test_empty_group_is_refused() -> None:
     source = Source(
-        x=torch.zeros(4, 1), y=torch.zeros(4).long(), groups=np.array([0, 0, 2, 2]), group_names=("a", "b", "c")
+        x=torch.zeros(4, 1),
+        y=torch.zeros(4).long(),
+        groups=np.array([0, 0, 2, 2]),
+        group_names=("a", "b", "c"),
     )
     with pytest.raises(InputError, match="group 'b' of source 'custom' has no samples"):
         Iid(3, min_samples=1).assign(source, 0)
