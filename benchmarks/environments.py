@@ -59,7 +59,8 @@ def interpreter(peer: Peer, choices: Choices) -> Path:
     peer : Peer
         Who is to run.
     choices : Choices
-        A directory given for the peer goes before everything else; with an import path given, this Python is used.
+        A directory given for the peer goes before everything else; with an import path given, this
+        Python is used.
 
     Returns
     -------
@@ -75,7 +76,8 @@ def interpreter(peer: Peer, choices: Choices) -> Path:
         python = choices.envs[peer.name] / "bin" / "python"
         if not python.exists():
             raise InputError(
-                f"no Python at {str(python)!r}, from --env {peer.name}=…; give a virtual environment"
+                f"no Python at {str(python)!r}, from --env {peer.name}=…; give a virtual "
+                "environment"
             )
         return python
     if peer.requirements is None or peer.name in choices.pythonpaths:
@@ -107,7 +109,8 @@ def _made(peer: Peer, requirements: Path) -> Path:
         return python
     print(f"installing {peer.name} into {directory} …", file=sys.stderr, flush=True)
     venv.create(directory, with_pip=True, clear=True)
-    # One retry: where the extra index of CPU builds cannot be reached, pip tries it again for every package.
+    # One retry: where the extra index of CPU builds cannot be reached, pip tries it again for every
+    # package.
     pip = [
         str(python),
         "-m",
@@ -123,7 +126,8 @@ def _made(peer: Peer, requirements: Path) -> Path:
     if installation.returncode != 0:
         print(installation.stdout, file=sys.stderr)
         raise RunError(
-            f"could not install {requirements.name} for peer {peer.name!r}; give --env {peer.name}=DIR instead"
+            f"could not install {requirements.name} for peer {peer.name!r}; give --env "
+            f"{peer.name}=DIR instead"
         )
     stamp.write_text(wanted)
     return python

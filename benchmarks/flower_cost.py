@@ -1,8 +1,9 @@
 """What a round on Flower costs besides training and waiting: our own packing and combining, and the bytes.
 
-The server's half is the real one, over a grid in this process whose clients send back what they receive. Messages are
-taken apart into Flower's objects and put together again, as on a network; that time, and the clients', is counted as
-Flower's. What is left of a round is ours. Seconds are those of one core, so that neighbours on the machine do not count.
+The server's half is the real one, over a grid in this process whose clients send back what they
+receive. Messages are taken apart into Flower's objects and put together again, as on a network;
+that time, and the clients', is counted as Flower's. What is left of a round is ours. Seconds are
+those of one core, so that neighbours on the machine do not count.
 
     python -m benchmarks.flower_cost --json docs/results/flower_cost.json
 """

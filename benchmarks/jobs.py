@@ -15,8 +15,9 @@ from equipoise.models import build
 _COMMON: dict[str, Any] = {"classes": 10, "samples": 50, "batch": 10, "epochs": 1, "seed": 0}
 _IMAGE = (3, 32, 32)
 
-# ``rounds``: warm-up and timed, by device; ``exact``: rounds of the exactness pass. ``tolerance``: how far a result may
-# be from the bare loop's, over the way that one has come; it allows for rounding, which training amplifies.
+# ``rounds``: warm-up and timed, by device; ``exact``: rounds of the exactness pass. ``tolerance``:
+# how far a result may be from the bare loop's, over the way that one has come; it allows for
+# rounding, which training amplifies.
 _JOBS: dict[str, dict[str, Any]] = {
     "small": {
         "about": "MLP 64-64-10, 100 clients, all in the cohort",
@@ -48,7 +49,8 @@ _JOBS: dict[str, dict[str, Any]] = {
     },
     "big": {
         "about": "ResNet-18 with BatchNorm, 100 clients, cohort of 10",
-        # At 0.1 the loss explodes and rounding with it: two runs of the bare loop end in different places.
+        # At 0.1 the loss explodes and rounding with it: two runs of the bare loop end in different
+        # places.
         "fields": {
             "model": "resnet18",
             "options": {"norm": "batch"},

@@ -1,24 +1,27 @@
 """Measure what frozen models, questions and repeated looks at z cost: ``python -m benchmarks.large_models --help``.
 
-Every measurement runs in a process of its own, which reports its peak memory and its time. Ratios compare measurements of the
-same call. Measurements:
+Every measurement runs in a process of its own, which reports its peak memory and its time. Ratios
+compare measurements of the same call. Measurements:
 
 ``step``
-    One local step of stacked clients on a frozen ViT with prompts, against the same clients one by one and against one
-    ordinary batch of a plain PyTorch loop (CPU; memory and CPU time).
+    One local step of stacked clients on a frozen ViT with prompts, against the same clients one by
+    one and against one ordinary batch of a plain PyTorch loop (CPU; memory and CPU time).
 ``prompts``
-    Images a second of the whole engine with a frozen ViT and prompts, tokens encoded before, against a plain loop that runs
-    the transformer twice an image, as FedGCR does without a cache (GPU; float32, TF32, backbone in bfloat16).
+    Images a second of the whole engine with a frozen ViT and prompts, tokens encoded before,
+    against a plain loop that runs the transformer twice an image, as FedGCR does without a cache
+    (GPU; float32, TF32, backbone in bfloat16).
 ``fedgcr``
-    Images a second of a whole run of FedGCR, 22 clients, 50 rounds, recording and all reports included, against a plain loop
-    over clients that encodes nothing before (GPU; float32, TF32, backbone in bfloat16).
+    Images a second of a whole run of FedGCR, 22 clients, 50 rounds, recording and all reports
+    included, against a plain loop over clients that encodes nothing before (GPU; float32, TF32,
+    backbone in bfloat16).
 ``question``
     Peak memory of a question about clients of 100 to 4,000 images (ResNet-18, 64 px).
 ``looks``
-    The time of a loss that looks at z three times, against FedAvg's, round by round in turns (cnn2).
+    The time of a loss that looks at z three times, against FedAvg's, round by round in turns
+    (cnn2).
 ``resnet``
-    Images a second of the whole engine with a ResNet-50 that is trained as a whole, three clients, in bfloat16, against a
-    plain loop over the clients (GPU).
+    Images a second of the whole engine with a ResNet-50 that is trained as a whole, three clients,
+    in bfloat16, against a plain loop over the clients (GPU).
 ``padding``
     The time of clients with 8 samples and batch size 32, against batch size 8.
 """
@@ -119,7 +122,7 @@ def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[fl
     return [statistics.median(taken) for taken in seconds]
 
 
-# ---- measurements, each in a process of its own -----------------------------------------------------------------------
+# ---- measurements, each in a process of its own --------------------------------------------------
 
 
 def step(

@@ -1,7 +1,9 @@
-"""Does a round cost more when a million clients are registered? The same cohort size, among a million and among a thousand.
+"""Does a round cost more when a million clients are registered?
 
-Run ``python -m benchmarks.million``. It prints the median time of a round in both federations, measured in turns, their
-ratio, and the peak resident memory of the process that holds the million.
+The same cohort size, among a million and among a thousand.
+
+Run ``python -m benchmarks.million``. It prints the median time of a round in both federations,
+measured in turns, their ratio, and the peak resident memory of the process that holds the million.
 """
 
 from __future__ import annotations

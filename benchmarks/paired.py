@@ -1,8 +1,8 @@
 """The bare loop and Equipoise, round by round in turns: a ratio that a machine's changing moods cannot spoil.
 
-``python -m benchmarks.paired --job pfl --rounds 6``. Both peers train in one process, one thread each; after every round a
-peer hands over to the other, so that both see the same neighbours, clocks and caches. Reported is the median over rounds of
-the bare loop's seconds over Equipoise's.
+``python -m benchmarks.paired --job pfl --rounds 6``. Both peers train in one process, one thread
+each; after every round a peer hands over to the other, so that both see the same neighbours, clocks
+and caches. Reported is the median over rounds of the bare loop's seconds over Equipoise's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def main() -> None:
     for plain, ours in pairs:
         print(f"bare {plain:.3f} s, equipoise {ours:.3f} s: {plain / ours:.2f}")
     print(
-        f"{job.name}: equipoise is {statistics.median(ratios):.2f} times as fast (median of {len(ratios)} pairs)"
+        f"{job.name}: equipoise is {statistics.median(ratios):.2f} times as fast (median of "
+        f"{len(ratios)} pairs)"
     )
 
 

@@ -28,7 +28,8 @@ MIB = 2**20
 class Pass:
     """One training from the initial weights: ``warmup`` rounds that do not count, then ``rounds`` that do.
 
-    A pass that is timed needs one warm-up round at least: a round is timed from the end of the one before.
+    A pass that is timed needs one warm-up round at least: a round is timed from the end of the one
+    before.
     """
 
     name: str
@@ -42,8 +43,9 @@ class Pass:
 class Job:
     """A federation, a model and the local training every peer must carry out.
 
-    The directory written by ``write`` holds ``job.json`` (these fields), ``initial.pt`` (the initial weights) and
-    ``data.pt`` (``x`` of shape ``[clients, samples, *shape]`` and ``y`` of shape ``[clients, samples]``).
+    The directory written by ``write`` holds ``job.json`` (these fields), ``initial.pt`` (the
+    initial weights) and ``data.pt`` (``x`` of shape ``[clients, samples, *shape]`` and ``y`` of
+    shape ``[clients, samples]``).
 
     Examples
     --------
@@ -148,7 +150,8 @@ class Clock:
             torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
         if len(self._ends) == self._stage.warmup + self._stage.rounds:
-            # Asked inside the round loop: a peer's worker processes are gone once its training returns.
+            # Asked inside the round loop: a peer's worker processes are gone once its training
+            # returns.
             self.peak = peak_memory(self._device)
 
     @property
@@ -196,7 +199,8 @@ def _descends(pid: int, parents: dict[int, int]) -> bool:
 def float32_error(device: torch.device) -> dict[str, float]:
     """Measure how far a product and a convolution are from float64: about 1e-7, or 3e-4 when TF32 is on.
 
-    Measured, not read from a setting: PyTorch has two sets of switches, and only the result is the truth.
+    Measured, not read from a setting: PyTorch has two sets of switches, and only the result is the
+    truth.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))

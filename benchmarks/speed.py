@@ -287,8 +287,9 @@ def distance(
     Returns
     -------
     dict of str to float
-        ``relative``: the distance over the reference's length. ``of_move``: over the length of the way the reference
-        has come from the initial weights, so that a peer which trains nothing at all has 1.
+        ``relative``: the distance over the reference's length. ``of_move``: over the length of the
+        way the reference has come from the initial weights, so that a peer which trains nothing at
+        all has 1.
 
     Examples
     --------
@@ -336,8 +337,9 @@ def summarize(
         }
         if peer in distances and not distances[peer]["of_move"] <= job.tolerance:
             problems.append(
-                f"{peer} did not do the same work: its parameters are {distances[peer]['of_move']:.1e} of the way from "
-                f"the bare loop's, more than {job.tolerance:.0e}"
+                f"{peer} did not do the same work: its parameters are "
+                f"{distances[peer]['of_move']:.1e} of the way from the bare loop's, more than "
+                f"{job.tolerance:.0e}"
             )
         worst = max(error for run in runs for error in run["float32_error"].values())
         if not (job.tf32 or worst <= FLOAT32_ERROR):
@@ -387,7 +389,8 @@ def markdown(report: dict[str, Any]) -> str:
                 f"{package} {version}" for package, version in row["versions"].items()
             )
             lines.append(
-                f"- {peer}: runs {len(row['runs'])}, on {row['device']}, {row['threads']}; {versions}"
+                f"- {peer}: runs {len(row['runs'])}, on {row['device']}, {row['threads']}; "
+                f"{versions}"
             )
         lines += [f"- **problem**: {problem}" for problem in job["problems"]]
     return "\n".join(

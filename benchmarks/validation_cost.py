@@ -1,8 +1,9 @@
 """What it costs to validate the updates of a round on Flower.
 
-The seconds of the server's own check of an update are compared with those of reading it without any check. The
-difference for all clients is divided by the seconds of a whole round without training (see ``benchmarks.flower_cost``),
-the shortest round there is. Seconds are those of one core, so that neighbours on the machine do not count.
+The seconds of the server's own check of an update are compared with those of reading it without any
+check. The difference for all clients is divided by the seconds of a whole round without training
+(see ``benchmarks.flower_cost``), the shortest round there is. Seconds are those of one core, so
+that neighbours on the machine do not count.
 
     python -m benchmarks.validation_cost
 """

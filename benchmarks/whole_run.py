@@ -1,10 +1,12 @@
 """A whole run of a study's FedAvg, as Equipoise carries it out and as a plain loop over clients does.
 
-``python -m benchmarks.whole_run experiments/fedcrc/table1-cifar10.yaml --setting iid``. Both train the same clients in the
-same rounds, in turn, so that after clients/cohort rounds every client has trained once. Equipoise runs to the end and its
-first rounds, in which steps are recorded, count. The loop runs ``--loop-rounds`` after one that does not count, and is
-extrapolated; with ten rounds of a hundred clients it has done exactly a tenth of the run. A round of each without shuffling
-and without TF32 comes before: ``of the way`` is how far apart their models are, over how far the loop's has moved.
+``python -m benchmarks.whole_run experiments/fedcrc/table1-cifar10.yaml --setting iid``. Both train
+the same clients in the same rounds, in turn, so that after clients/cohort rounds every client has
+trained once. Equipoise runs to the end and its first rounds, in which steps are recorded, count.
+The loop runs ``--loop-rounds`` after one that does not count, and is extrapolated; with ten rounds
+of a hundred clients it has done exactly a tenth of the run. A round of each without shuffling and
+without TF32 comes before: ``of the way`` is how far apart their models are, over how far the loop's
+has moved.
 """
 
 from __future__ import annotations
@@ -261,8 +263,8 @@ def main() -> None:
     report = {"study": str(arguments.study), "setting": chosen, **measured}
     print(json.dumps(report, indent=2))
     print(
-        f"{chosen}: {report['rounds']} rounds in {report['engine_seconds']:.1f} s, the loop would take "
-        f"{report['loop_seconds_extrapolated']:.1f} s: {report['ratio']:.2f} times as fast"
+        f"{chosen}: {report['rounds']} rounds in {report['engine_seconds']:.1f} s, the loop would "
+        f"take {report['loop_seconds_extrapolated']:.1f} s: {report['ratio']:.2f} times as fast"
     )
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -49,7 +49,8 @@ def read() -> dict[str, Any]:
     for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
         if differing := found ^ set(own_methods()):
             raise SystemExit(
-                f"{what} of docs/methods.yaml and the registry differ by {', '.join(sorted(differing))}"
+                f"{what} of docs/methods.yaml and the registry differ by "
+                f"{', '.join(sorted(differing))}"
             )
     return described
 
@@ -142,7 +143,8 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
         "",
         f"**Cost.** {about['cost']}",
         "",
-        f"**The server sees** {methods.build(name).sees.words}; see [what this means](../flower.md#what-the-server-sees).",
+        f"**The server sees** {methods.build(name).sees.words}; see [what this "
+        "means](../flower.md#what-the-server-sees).",
         "",
         f"**Results here.** {results}.",
         "",
@@ -179,7 +181,8 @@ def write_pages(folder: Path) -> None:
     groups = [
         f"## {purpose[0].upper()}{purpose[1:]}\n\n"
         + "\n".join(
-            f"- [{described['methods'][name]['title']}]({name}.md): {described['methods'][name]['when']}"
+            f"- [{described['methods'][name]['title']}]({name}.md): "
+            f"{described['methods'][name]['when']}"
             for name in names
         )
         for purpose, names in described["purposes"].items()

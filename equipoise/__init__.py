@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from equipoise.run.callbacks import Callback, Snapshot
     from equipoise.run.evaluation import Evaluation
 
-# GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the core, that slows the many
-# short operations of stacked clients down tenfold and more; waiting less costs nothing. Read when PyTorch is loaded.
+# GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the
+# core, that slows the many short operations of stacked clients down tenfold and more; waiting less
+# costs nothing. Read when PyTorch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from equipoise.errors import InputError
 
-# A compressed file may grow to this many bytes, or to so many times its own size. Files of data stay far below: images
-# of MNIST grow five times, text ten times.
+# A compressed file may grow to this many bytes, or to so many times its own size. Files of data
+# stay far below: images of MNIST grow five times, text ten times.
 MOST_BYTES = 256 << 20
 MOST_TIMES = 50
 # Arrays of numbers have heads of about a hundred bytes.
@@ -56,7 +56,8 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray) and np.ma.getmaskarray(values).any():
         hidden = int(np.ma.getmaskarray(values).sum())
         raise InputError(
-            f"{what} is a masked array with {hidden} masked values; fill them or leave their samples out"
+            f"{what} is a masked array with {hidden} masked values; fill them or leave their "
+            "samples out"
         )
     try:
         array = np.asarray(values)
@@ -93,11 +94,13 @@ def tensor_of(values: ArrayLike | Tensor, what: str) -> Tensor:
     if isinstance(values, Tensor):
         if values.is_complex() or values.is_quantized or values.layout != torch.strided:
             raise InputError(
-                f"{what} must hold real numbers, one after the other, not {values.dtype} ({values.layout})"
+                f"{what} must hold real numbers, one after the other, not {values.dtype} "
+                f"({values.layout})"
             )
         return values
     array = numbers(values, what)
-    # Copied where it must be, because a tensor shares its memory with an array that may be read-only or turned around.
+    # Copied where it must be, because a tensor shares its memory with an array that may be
+    # read-only or turned around.
     return torch.tensor(np.require(array, requirements=["C", "W"]), dtype=_type_of(array))
 
 
@@ -143,7 +146,8 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
     where = np.flatnonzero(missing)
     if where.size:
         raise InputError(
-            f"clients: sample {where[0]} has no client ({ids[int(where[0])]}); name one or leave the sample out"
+            f"clients: sample {where[0]} has no client ({ids[int(where[0])]}); name one or leave "
+            "the sample out"
         )
 
 
@@ -218,8 +222,9 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
             grown, most = sum(entry.file_size for entry in entries), most_bytes(path.stat().st_size)
             if grown > most and any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise InputError(
-                    f"{path} would grow from {path.stat().st_size} to {grown} bytes, and at most {most} are read; "
-                    "write it with numpy.savez instead of savez_compressed if it is meant so"
+                    f"{path} would grow from {path.stat().st_size} to {grown} bytes, and at most "
+                    f"{most} are read; write it with numpy.savez instead of savez_compressed if it "
+                    "is meant so"
                 )
             return [
                 _read_npy(archive, entry, f"{name} in {path}", "biufU" if name in texts else "biuf")
@@ -258,7 +263,8 @@ def _read_npy(
         needed = prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or needed != entry.file_size - head:
             raise InputError(
-                f"{what} has {entry.file_size - head} bytes of values, its shape {shape} needs {needed}"
+                f"{what} has {entry.file_size - head} bytes of values, its shape {shape} needs "
+                f"{needed}"
             )
         values = np.frombuffer(bytearray(file.read()), dtype)
     values = values.reshape(shape, order="F" if by_columns else "C")

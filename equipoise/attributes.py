@@ -92,8 +92,8 @@ class Attribute:
         for sample, value in enumerate(listed):
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 raise InputError(
-                    f"attribute {name!r} of sample {sample} is missing; give such samples a value of their own, such "
-                    "as 'unknown'"
+                    f"attribute {name!r} of sample {sample} is missing; give such samples a value "
+                    "of their own, such as 'unknown'"
                 )
             if not isinstance(value, str | int | float | np.generic):
                 raise InputError(
@@ -104,8 +104,8 @@ class Attribute:
         )
         if len(names) > MOST_VALUES:
             raise InputError(
-                f"attribute {name!r} has {len(names)} values; valid: at most {MOST_VALUES}. Divide numbers into "
-                "intervals, such as '18 to 29'"
+                f"attribute {name!r} has {len(names)} values; valid: at most {MOST_VALUES}. Divide "
+                "numbers into intervals, such as '18 to 29'"
             )
         return cls(codes.reshape(-1).astype(np.int64), tuple(names.tolist()))
 
@@ -159,11 +159,13 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
         attribute = values if isinstance(values, Attribute) else Attribute.of(values, name)
         if ((attribute.codes < 0) | (attribute.codes >= len(attribute.names))).any():
             raise InputError(
-                f"attribute {name!r} of {where} has codes that are no positions in its {len(attribute.names)} names"
+                f"attribute {name!r} of {where} has codes that are no positions in its "
+                f"{len(attribute.names)} names"
             )
         if len(attribute.codes) != samples:
             raise InputError(
-                f"attribute {name!r} of {where} has {len(attribute.codes)} values, but there are {samples} samples"
+                f"attribute {name!r} of {where} has {len(attribute.codes)} values, but there are "
+                f"{samples} samples"
             )
         made[name] = attribute
     return made
@@ -208,12 +210,13 @@ class Counting:
     """Counts the samples of one client by the values of attributes.
 
     Counts of small cells are withheld: they do not leave the client. The samples of one value are a
-    cell; those among them with a positive target and those with a negative one are cells, too. A cell
-    is small if it holds at least one sample and fewer than ``min_cell``. If a value has few samples,
-    nothing is reported of it. If one of its cells by target is small, the number of its samples and
-    that of positive predictions are reported, and nothing that depends on targets: neither the score
-    nor TPR and FPR. In both cases further values are withheld, the smallest first, until counts cannot
-    be computed from the client's totals: at least two values, whose cells together are not small.
+    cell; those among them with a positive target and those with a negative one are cells, too. A
+    cell is small if it holds at least one sample and fewer than ``min_cell``. If a value has few
+    samples, nothing is reported of it. If one of its cells by target is small, the number of its
+    samples and that of positive predictions are reported, and nothing that depends on targets:
+    neither the score nor TPR and FPR. In both cases further values are withheld, the smallest
+    first, until counts cannot be computed from the client's totals: at least two values, whose
+    cells together are not small.
 
     Parameters
     ----------
@@ -335,8 +338,8 @@ def counting_of(
     class_names : sequence of str, optional
         Their names.
     positive : int, str or None
-        ``evaluation.positive``: a class by number or name. None is class 1 if there are two classes,
-        and none otherwise.
+        ``evaluation.positive``: a class by number or name. None is class 1 if there are two
+        classes, and none otherwise.
     min_cell : int
         ``evaluation.min_cell``.
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from equipoise.errors import InputError, unknown
 from equipoise.text import printable, unprintable_in
 
-# In the metadata of a field: the plain form of settings leaves the field out while it has its default.
+# In the metadata of a field: the plain form of settings leaves the field out while it has its
+# default.
 UNLESS_DEFAULT = "unless default"
 T = TypeVar("T")
 
@@ -109,7 +110,8 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if not (least <= number < most if below else least <= number <= most):
         raise InputError(
-            f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, got {value!r}"
+            f"{what} must be at least {least:g} and {'below' if below else 'at most'} {most:g}, "
+            f"got {value!r}"
         )
     return number
 
@@ -204,7 +206,8 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     channels, height, width = shape
     if min(height, width) < smallest:
         raise InputError(
-            f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x {smallest}"
+            f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x "
+            f"{smallest}"
         )
     return channels, height, width
 
@@ -261,7 +264,8 @@ def name(value: object, what: str) -> str:
     Raises
     ------
     InputError
-        If it is no text, holds control characters such as new lines and escape sequences, or is very long.
+        If it is no text, holds control characters such as new lines and escape sequences, or is
+        very long.
 
     Examples
     --------
@@ -275,7 +279,8 @@ def name(value: object, what: str) -> str:
         raise InputError(f"{what} must be text, got {value!r}")
     if len(value) > LONGEST_NAME:
         raise InputError(
-            f"{what} must have at most {LONGEST_NAME} characters, got {len(value)}: {printable(value, 40)!r}"
+            f"{what} must have at most {LONGEST_NAME} characters, got {len(value)}: "
+            f"{printable(value, 40)!r}"
         )
     if unprintable_in(value):
         raise InputError(

@@ -1,7 +1,7 @@
 """One client, as its own code sees it: parameters, one batch, what the server sent, what it remembers.
 
-A loss is written for one client. The engine calls it for many at once with ``torch.func.vmap``, so it must be pure: no
-loops over clients, no ``.item()``, no branches on values.
+A loss is written for one client. The engine calls it for many at once with ``torch.func.vmap``, so
+it must be pure: no loops over clients, no ``.item()``, no branches on values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Precomputed:
 class Inputs:
     """The field ``x`` of a client: a batch, or a frozen one, which is fetched when a loss looks at it.
 
-    Whatever replaces it, or takes it to another client (``dataclasses.replace``), gets and leaves an ordinary batch. So z
-    cannot outlive what it was made of.
+    Whatever replaces it, or takes it to another client (``dataclasses.replace``), gets and leaves
+    an ordinary batch. So z cannot outlive what it was made of.
     """
 
     def __get__(self, client: Client | None, owner: type[Client]) -> Tensor:
@@ -72,8 +72,8 @@ class Client:
     params : Tree
         The client's parameters and buffers as they are now, its kept parts included.
     x, y : Tensor
-        One batch. In phases that leave the features alone, x is fetched only if the loss reads it: the
-        model's methods know z.
+        One batch. In phases that leave the features alone, x is fetched only if the loss reads it:
+        the model's methods know z.
     forward : Forward
         Mask and random key of the batch, and whether this is training.
     sent : mapping of Tree
@@ -87,8 +87,8 @@ class Client:
     round : Tensor
         The number of rounds finished, a scalar.
     positions : Tensor, optional
-        In questions and facts: where the samples of the batch are in the client's split, counted from 0. They do
-        not depend on how the split is divided into batches.
+        In questions and facts: where the samples of the batch are in the client's split, counted
+        from 0. They do not depend on how the split is divided into batches.
     """
 
     network: Network
@@ -104,7 +104,8 @@ class Client:
     moving: frozenset[str] = frozenset()
     overlaid: frozenset[str] = frozenset()
     positions: Tensor | None = None
-    # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no z.
+    # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no
+    # z.
     recorded: Tree | None = field(init=False, default=None)
     _noted: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
@@ -148,8 +149,9 @@ class Client:
             if name in self.moving and shared not in self.network.buffers:
                 if shared in moved:
                     raise InputError(
-                        f"a phase moves both {shared} and {PERSONAL}{shared}, and its loss asks for moved() or a "
-                        "distance, which know them by one name; valid: a phase for each"
+                        f"a phase moves both {shared} and {PERSONAL}{shared}, and its loss asks "
+                        "for moved() or a distance, which know them by one name; valid: a phase "
+                        "for each"
                     )
                 moved[shared] = self.params[name]
         return moved
@@ -157,9 +159,9 @@ class Client:
     def output(self) -> Tensor:
         """Return the model's output for the batch.
 
-        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and dropout
-        drops nothing. Statistics of those that move follow the first output computed with them in a step.
-        The output is computed once, however often a loss asks for it.
+        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and
+        dropout drops nothing. Statistics of those that move follow the first output computed with
+        them in a step. The output is computed once, however often a loss asks for it.
         """
         if not self.network.composed:
             return self._apply(self.x).output
@@ -174,8 +176,8 @@ class Client:
     def encoded(self) -> Tensor:
         """Return what the model's stem makes of the batch; x itself if the data are encoded, or if there is no stem.
 
-        If data are not encoded, a loss that needs it should ask for it before it asks for z or the output, which then use
-        it too.
+        If data are not encoded, a loss that needs it should ask for it before it asks for z or the
+        output, which then use it too.
         """
         if self.network.encoded or self.network.stem is None:
             return self.x
@@ -200,16 +202,18 @@ class Client:
     def aligned(self) -> tuple[Tensor, Tensor | None]:
         """Return what alignment losses compare, and which rows of it count.
 
-        By default that is one vector a sample: z, or the mean of a map over its positions. The model may say otherwise;
-        see :meth:`equipoise.models.base.Model.aligned`.
+        By default that is one vector a sample: z, or the mean of a map over its positions. The
+        model may say otherwise; see :meth:`equipoise.models.base.Model.aligned`.
 
         Returns
         -------
         tuple
-            The rows, ``[rows, d]``, and their mask: that of the batch where rows are samples, otherwise ``None``.
+            The rows, ``[rows, d]``, and their mask: that of the batch where rows are samples,
+            otherwise ``None``.
         """
         z = self.features()
-        # A second look at what the pass through the features has left, so statistics are not recorded again.
+        # A second look at what the pass through the features has left, so statistics are not
+        # recorded again.
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
         rows, samples = (
             self.network.aligned(self.params, z, self.forward),
@@ -217,8 +221,9 @@ class Client:
         )
         if rows.dim() != 2 or (samples and len(rows) != len(self.y)):
             raise InputError(
-                f"aligned of {type(self.network.module).__name__} returned a tensor of shape {tuple(rows.shape)} for "
-                f"{len(self.y)} samples; valid: one vector a sample, or one a class with aligned_rows = 'classes'"
+                f"aligned of {type(self.network.module).__name__} returned a tensor of shape "
+                f"{tuple(rows.shape)} for {len(self.y)} samples; valid: one vector a sample, or "
+                "one a class with aligned_rows = 'classes'"
             )
         return rows, self.mask if samples else None
 
@@ -245,8 +250,8 @@ class Client:
         x : Tensor, optional
             Another batch of as many samples.
         train : bool
-            Whether what moves behaves as in training (dropout, the batch's own statistics). By default the
-            copy behaves as in evaluation.
+            Whether what moves behaves as in training (dropout, the batch's own statistics). By
+            default the copy behaves as in evaluation.
 
         Returns
         -------
@@ -299,7 +304,8 @@ class Client:
         """
         if self.network.classes is None:
             raise InputError(
-                f"the method asks for the number of classes, which a {self.network.task.name} does not have"
+                f"the method asks for the number of classes, which a {self.network.task.name} does "
+                "not have"
             )
         return self.network.classes
 
@@ -339,7 +345,8 @@ class Client:
     def _known(self) -> dict[str, Tensor]:
         """Return z and the output as far as they are computed.
 
-        Inside a transform of the loss's own (``torch.func.grad``) nothing is kept: it would outlive the transform.
+        Inside a transform of the loss's own (``torch.func.grad``) nothing is kept: it would outlive
+        the transform.
         """
         given = Inputs.given(self)
         known = self._computed if transform_level() == self._level else {}
@@ -350,8 +357,9 @@ class Client:
     def _check_composed(self) -> None:
         if not self.network.composed:
             raise InputError(
-                f"the loss looks at features and head apart, but {self.network.name} has a forward or hooks of its own; valid: "
-                "models that answer head(features(x)), as equipoise.models.base.Model does, or the name of the layer that is "
+                f"the loss looks at features and head apart, but {self.network.name} has a forward "
+                "or hooks of its own; valid: models that answer head(features(x)), as "
+                "equipoise.models.base.Model does, or the name of the layer that is "
                 'the head, such as train(..., head="classifier")'
             )
 

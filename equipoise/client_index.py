@@ -72,7 +72,8 @@ class ClientIndex:
             rows = getattr(self, name)
             if rows.dim() != 2 or len(rows) != len(ids) or not rows.shape[1]:
                 raise InputError(
-                    f"{name} of a client index must have a row for each of {len(ids)} clients, got shape {tuple(rows.shape)}"
+                    f"{name} of a client index must have a row for each of {len(ids)} clients, got "
+                    f"shape {tuple(rows.shape)}"
                 )
             if not rows.is_floating_point() or not bool(torch.isfinite(rows).all()):
                 raise InputError(f"{name} of a client index must be finite numbers")
@@ -95,8 +96,9 @@ class ClientIndex:
         missing = np.asarray(ids)[self.ids[rows] != ids]
         if len(missing):
             raise InputError(
-                f"the client index has no rows for {len(missing)} of {len(ids)} clients, such as client {int(missing[0])}; "
-                f"it has {len(self.ids)} clients, from {int(self.ids[0])} to {int(self.ids[-1])}"
+                f"the client index has no rows for {len(missing)} of {len(ids)} clients, such as "
+                f"client {int(missing[0])}; it has {len(self.ids)} clients, from "
+                f"{int(self.ids[0])} to {int(self.ids[-1])}"
             )
         where = torch.from_numpy(rows)
         return ClientIndex(
@@ -334,7 +336,8 @@ def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
     features, head = getattr(model, "features", None), getattr(model, "head", None)
     if not isinstance(features, nn.Module) or not isinstance(head, LabelCosines):
         raise InputError(
-            f"a client index is made by model 'dsaign', got {type(model).__name__} with another head"
+            f"a client index is made by model 'dsaign', got {type(model).__name__} with another "
+            "head"
         )
     made_by = digest(
         {

@@ -96,7 +96,8 @@ def _quietly(fit: Callable[[Floats], Any], points: Floats) -> Labels:
 def _scaled(points: Floats) -> Floats:
     """Return points with mean 0 and variance 1.
 
-    Mixtures add a constant to variances to keep them positive, which should not depend on the scale.
+    Mixtures add a constant to variances to keep them positive, which should not depend on the
+    scale.
     """
     centred = points - points.mean(0)
     scale = np.sqrt(np.square(centred).mean())

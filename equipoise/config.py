@@ -69,7 +69,8 @@ SECTIONS = (
 )
 # The config.yaml of a run is an experiment file too; this section of it is not a setting.
 IGNORED = ("resolved",)
-# Options of data that configurations leave out while they have their defaults, as before the options existed.
+# Options of data that configurations leave out while they have their defaults, as before the
+# options existed.
 UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -136,8 +137,8 @@ class Experiment:
     training, machine, evaluation
         The settings.
     seed : int
-        Of the initial model and of all random numbers of training. ``data.seed``, which decides the partition and the
-        splits, is the same unless it is given.
+        Of the initial model and of all random numbers of training. ``data.seed``, which decides the
+        partition and the splits, is the same unless it is given.
     checkpoint_every : int
         Rounds between checkpoints.
     start : Start or None
@@ -147,7 +148,8 @@ class Experiment:
     imports : tuple of str
         Code of one's own that must be imported first; see :func:`equipoise.imports.import_own`.
     tracking : tuple of dict
-        The trackers that write the values of runs, each a name and options; see :mod:`equipoise.tracking`.
+        The trackers that write the values of runs, each a name and options; see
+        :mod:`equipoise.tracking`.
 
     Examples
     --------
@@ -332,15 +334,15 @@ def experiment_from(
     Parameters
     ----------
     mapping : mapping
-        With ``data`` and, if they differ from the defaults, ``method``, ``model``, ``training``, ``machine``,
-        ``evaluation``, ``seed``, ``checkpoint_every`` and ``imports``.
+        With ``data`` and, if they differ from the defaults, ``method``, ``model``, ``training``,
+        ``machine``, ``evaluation``, ``seed``, ``checkpoint_every`` and ``imports``.
     where : str
         What errors call the place the mapping came from; empty if everything is in the overrides.
     overrides : sequence of str
         As in :func:`load_experiment`.
     on_import : callable, optional
-        Called with the path or name of each module in ``imports`` before it is executed. What can be checked without this
-        code is checked before.
+        Called with the path or name of each module in ``imports`` before it is executed. What can
+        be checked without this code is checked before.
 
     Returns
     -------
@@ -472,7 +474,8 @@ class Origins:
     def named(self, section: str | None = None) -> Iterator[None]:
         """Put the places a section's values came from before the message of any ``InputError`` raised inside.
 
-        Without a section, those that were set for what the message speaks of; if there are none, the file.
+        Without a section, those that were set for what the message speaks of; if there are none,
+        the file.
         """
         try:
             yield
@@ -512,7 +515,8 @@ class _Reader:
         flower = self.settings(FlowerSettings, content, "flower", privacy=self.privacy)
         checkpoint_every = self.value(content.get("checkpoint_every", 1), int, "checkpoint_every")
         self.training(content, without=("loss", "schedule"))
-        # After all that can be checked without these modules; they may register names that are looked up below.
+        # After all that can be checked without these modules; they may register names that are
+        # looked up below.
         imports = self.imports(content.get("imports", []))
         training = self.training(content)
         method = self.method(content.get("method", "fedavg"))
@@ -723,7 +727,8 @@ class _Reader:
         if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
             hint = f"; valid names: {', '.join(valid)}" if valid else ""
             raise InputError(
-                f"{self.origins.of(path)}: {path} must be a name or a mapping with a name, got {_shown(given)}{hint}"
+                f"{self.origins.of(path)}: {path} must be a name or a mapping with a name, got "
+                f"{_shown(given)}{hint}"
             )
         options = dict(options)
         name = options.pop("name")
@@ -753,14 +758,15 @@ class _Reader:
             if key not in types:
                 if not types:
                     raise InputError(
-                        f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options here"
+                        f"unknown key {inner!r} in {self.origins.of(inner)}; there are no options "
+                        "here"
                     )
                 valid = [f"{path}.{name}" for name in types]
                 if path == "training" and key in OPTIMIZER_OPTIONS:
                     meant = f"{path}.optimizer.{key}"
                     raise InputError(
-                        f"unknown key {inner!r} in {self.origins.of(inner)}; did you mean {meant!r}? Valid: "
-                        f"{', '.join(sorted([*valid, meant]))}"
+                        f"unknown key {inner!r} in {self.origins.of(inner)}; did you mean "
+                        f"{meant!r}? Valid: {', '.join(sorted([*valid, meant]))}"
                     )
                 raise unknown("key", inner, valid, where=self.origins.of(inner))
             checked[key] = (
@@ -778,7 +784,8 @@ class _Reader:
                 # As JSON, because there a list stands for a tuple even when types are strict.
                 return adapter.validate_json(json.dumps(candidate))
             except (ValueError, TypeError, RecursionError):
-                # A ValidationError is a ValueError, and so is what a number of too many digits raises.
+                # A ValidationError is a ValueError, and so is what a number of too many digits
+                # raises.
                 continue
         note = (
             " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
@@ -797,7 +804,8 @@ def _override(content: dict[str, Any], override: Override) -> None:
             inner = {"kind" if key == "schedule" else "name": inner}
         if not isinstance(inner, Mapping | NoneType):
             raise InputError(
-                f"{override.origin}: {'.'.join(way[: depth + 1])} is {inner!r} and has no keys of its own"
+                f"{override.origin}: {'.'.join(way[: depth + 1])} is {inner!r} and has no keys of "
+                "its own"
             )
         content[key] = dict(inner or {})
         content = content[key]

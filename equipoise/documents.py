@@ -1,7 +1,8 @@
 """YAML and JSON from files that others may have written: bounded in time and memory, with errors in one line.
 
-A few lines of YAML can stand for more values than fit into memory, because an alias repeats what it refers to. Deep nesting
-and endless digits end in errors of the interpreter. Both are refused here, before anything is made of them.
+A few lines of YAML can stand for more values than fit into memory, because an alias repeats what it
+refers to. Deep nesting and endless digits end in errors of the interpreter. Both are refused here,
+before anything is made of them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class Loader(yaml.SafeLoader):
             ) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Write merge keys (``<<``) out. A key that is written twice is refused; a merged one may be replaced."""
+        """Write merge keys (``<<``) out.
+
+        A key that is written twice is refused; a merged one may be replaced.
+        """
         # Afterwards, keys that were merged and replaced are there twice.
         if id(node) not in self._flattened:
             self._flattened.add(id(node))

@@ -11,7 +11,10 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What was asked for is fine, but carrying it out failed (exit code 1). What was written before is intact."""
+    """What was asked for is fine, but carrying it out failed (exit code 1).
+
+    What was written before is intact.
+    """
 
 
 def unknown(

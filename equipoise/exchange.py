@@ -33,8 +33,9 @@ class Updates:
     uploads : dict of Tree
         What the local rule sends besides (see ``LocalRule.uploads``).
     reports : dict of Tensor
-        Per-client numbers, float64 ``[K]``: ``train_loss``, the task's loss on the batches of training; ``method_terms``,
-        what the local rule has added to it, if it has losses of its own; ``steps``; and those the aggregation ``needs``.
+        Per-client numbers, float64 ``[K]``: ``train_loss``, the task's loss on the batches of
+        training; ``method_terms``, what the local rule has added to it, if it has losses of its
+        own; ``steps``; and those the aggregation ``needs``.
     """
 
     params: Tree
@@ -62,15 +63,17 @@ class Updates:
 
 
 class Cohort(Protocol):
-    """The clients taking part in this round. A method's server half reaches its clients through it alone.
+    """The clients taking part in this round.
+
+    A method's server half reaches its clients through it alone.
 
     Attributes
     ----------
     ids : int array
         Who is here, ascending.
     sizes, groups : int array
-        How many training samples each of them holds, and its group's position among the federation's group names.
-        Both are public: a client tells the server when it registers.
+        How many training samples each of them holds, and its group's position among the
+        federation's group names. Both are public: a client tells the server when it registers.
     prior : Tensor
         The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
     key : int
@@ -113,10 +116,11 @@ class Cohort(Protocol):
     ) -> Any:
         """Ask every client a question and stack the answers.
 
-        A question is a method of the local rule, or of the aggregation if the rule has none of this name. It takes a :class:`~equipoise.client.Client` with one
-        batch, and ``args``, and returns sums over the samples of that batch. The engine goes through the
-        client's split batch by batch and adds the answers up. With :func:`~equipoise.method.finished_by` the client
-        turns the sums into its answer.
+        A question is a method of the local rule, or of the aggregation if the rule has none of this
+        name. It takes a :class:`~equipoise.client.Client` with one batch, and ``args``, and returns
+        sums over the samples of that batch. The engine goes through the client's split batch by
+        batch and adds the answers up. With :func:`~equipoise.method.finished_by` the client turns
+        the sums into its answer.
 
         Parameters
         ----------
@@ -125,7 +129,8 @@ class Cohort(Protocol):
         *args
             Sent to all clients: tensors, numbers, text, and trees of them.
         model : Tree, optional
-            The model to ask about. Without one, ``client.params`` holds the client's kept parts only.
+            The model to ask about. Without one, ``client.params`` holds the client's kept parts
+            only.
         split : {"train", "val", "test"}
             The samples to look at.
         each : mapping of Tensor, optional
@@ -149,12 +154,12 @@ class State:
     model : Tree
         The global model.
     server : dict of Tree
-        What the server's parts keep between rounds, by name (a momentum, a control variate). A tree with
-        ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
+        What the server's parts keep between rounds, by name (a momentum, a control variate). A tree
+        with ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
     notes : dict
-        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters. Tensors
-        are written as lists; one with a row a client follows the order of the cohort. Notes last for one
-        round.
+        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters.
+        Tensors are written as lists; one with a row a client follows the order of the cohort. Notes
+        last for one round.
 
     Examples
     --------
@@ -230,8 +235,8 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
 def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:
     """Move the global parameters along the clients' differences from them: w + Σ a_k (w_k − w).
 
-    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm buffers are no
-    directions but statistics, so they are averaged.
+    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm
+    buffers are no directions but statistics, so they are averaged.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Every key of experiments and studies with its type, default, meaning and an example, read from the code.
 
-Types and defaults are those of the dataclasses and functions that read the values, meanings are those of their
-docstrings. ``equipoise explain training.schedule`` prints them, and ``docs/settings.md`` is made from them.
+Types and defaults are those of the dataclasses and functions that read the values, meanings are
+those of their docstrings. ``equipoise explain training.schedule`` prints them, and
+``docs/settings.md`` is made from them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from equipoise.study.reading import KEYS
 
 __all__ = ["Setting", "explain", "lacking", "page", "settings"]
 
-# Examples of keys whose default is none or says little: the value, or the whole text if the key has a meaning with others
-# only. After @, what the key belongs to.
+# Examples of keys whose default is none or says little: the value, or the whole text if the key has
+# a meaning with others only. After @, what the key belongs to.
 EXAMPLES: dict[str, Any] = {
     "imports": "equipoise",
     "method": "{name: fedprox, mu: 0.1}",
@@ -143,8 +144,9 @@ _STUDY = {
     ),
     "methods": (
         "a list",
-        "Names, or mappings with a name and hyper-parameters. A mapping may also have label (what tables call the method), "
-        "grid (lists of values to tune) and set (settings that are different for this method).",
+        "Names, or mappings with a name and hyper-parameters. A mapping may also have label (what "
+        "tables call the method), grid (lists of values to tune) and set (settings that are "
+        "different for this method).",
         "[fedavg, {name: fedprox, mu: 0.1, grid: {mu: [0.01, 0.1, 1]}}]",
     ),
     "settings": (
@@ -171,8 +173,8 @@ _STUDY = {
     ),
 }
 _SET = (
-    "Settings that are different in the runs of tuning, such as fewer rounds, by their dotted keys. The comparison that "
-    "follows does not use them."
+    "Settings that are different in the runs of tuning, such as fewer rounds, by their dotted "
+    "keys. The comparison that follows does not use them."
 )
 
 
@@ -193,7 +195,8 @@ class Setting:
     example : str
         A line of YAML.
     of : str
-        What the key belongs to, if not to all experiments: the name of a source, partition, optimizer or augmentation.
+        What the key belongs to, if not to all experiments: the name of a source, partition,
+        optimizer or augmentation.
     """
 
     key: str
@@ -280,8 +283,8 @@ def _data() -> Iterator[Setting]:
         _documented(data.load)[name] for name in ("encode", "encode_size")
     )
     shared["seed"] = (
-        "Decides the partition, the splits and everything else that is drawn when the data are read. By default the seed of the "
-        "experiment."
+        "Decides the partition, the splits and everything else that is drawn when the data are "
+        "read. By default the seed of the experiment."
     )
     yield from _of(data.load, "data", meanings=shared, fixed={"name": "digits"})
     for name in data.SOURCES:
@@ -593,10 +596,11 @@ def page() -> str:
         "# Settings",
         "",
         *_wrapped(
-            "Every key of experiments and studies, with the values that are valid, the default, and an example. "
-            "`equipoise explain training.schedule` prints the same in a terminal. The options of methods are in their "
-            "docstrings, those of models in [models.md](models.md). This page is made from the code: "
-            "`equipoise explain --markdown > docs/settings.md`."
+            "Every key of experiments and studies, with the values that are valid, the default, "
+            "and an example. `equipoise explain training.schedule` prints the same in a terminal. "
+            "The options of methods are in their docstrings, those of models in "
+            "[models.md](models.md). This page is made from the code: `equipoise explain "
+            "--markdown > docs/settings.md`."
         ),
     ]
     shown: dict[str, dict[str, list[Setting]]] = {}

@@ -1,7 +1,7 @@
 """Performance and fairness metrics of a federation.
 
-All formulas are population formulas: the clients evaluated are the whole population, so sums are divided by ``K`` and
-never by ``K - 1``.
+All formulas are population formulas: the clients evaluated are the whole population, so sums are
+divided by ``K`` and never by ``K - 1``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Better = Literal["high", "low", "as v_k"]
 class Metric(NamedTuple):
     """What a metric means: its formula, one line in plain words, and which way is better.
 
-    ``as v_k`` is high where high values of clients are good, as accuracies are, and low where low ones are, as losses.
+    ``as v_k`` is high where high values of clients are good, as accuracies are, and low where low
+    ones are, as losses.
 
     Examples
     --------
@@ -85,7 +86,8 @@ METRICS: dict[str, Metric] = {
     ),
     "gap_variance": Metric(
         "Σ_k (gap_k - mean gap)² / K",
-        "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation data",
+        "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation "
+        "data",
         "low",
     ),
     "gap_pair_sum": Metric(
@@ -112,9 +114,11 @@ class Summary:
     mean, mean_samples, mean_groups, sigma_clients, pair_sum, sigma_groups, worst10, best10 : float
         See ``METRICS``. ``mean_samples`` is ``None`` when no sample counts were given.
     worst_client, worst_group, best_group, group_gap, gap_variance, gap_pair_sum, jain : float
-        See ``METRICS``. ``gap_variance`` and ``gap_pair_sum`` are ``None`` when no client has a generalization gap.
+        See ``METRICS``. ``gap_variance`` and ``gap_pair_sum`` are ``None`` when no client has a
+        generalization gap.
     worst_client_id, worst_group_id, best_group_id : int
-        Which client and which groups those are: positions in ``values``, numbers in ``groups``. Ties: the lowest.
+        Which client and which groups those are: positions in ``values``, numbers in ``groups``.
+        Ties: the lowest.
     clients : int
         How many clients have a value.
     left_out : int
@@ -177,8 +181,8 @@ def summarize(
     Parameters
     ----------
     values : array-like of float
-        One value a client, such as its accuracy or its loss. NaN: the client has no samples in this split and is left
-        out.
+        One value a client, such as its accuracy or its loss. NaN: the client has no samples in this
+        split and is left out.
     groups : array-like of int
         The group of each client.
     weights : array-like of float, optional
@@ -296,8 +300,8 @@ def tails(values: ArrayLike, *, higher_is_better: bool = True) -> tuple[float, f
 def pair_sum(values: ArrayLike) -> float:
     """Return the sum of squared differences over all ordered pairs, which the FFT-GP paper calls variance (eqs. 5 and 6).
 
-    It equals 2 K² times the population variance, and is computed as such, so that the cost does not grow with the number
-    of pairs.
+    It equals 2 K² times the population variance, and is computed as such, so that the cost does not
+    grow with the number of pairs.
 
     Parameters
     ----------
@@ -324,7 +328,8 @@ def jain_index(values: ArrayLike) -> float:
     Parameters
     ----------
     values : array-like of float
-        One finite value a client, not negative for the index to keep its meaning. All zero counts as equal.
+        One finite value a client, not negative for the index to keep its meaning. All zero counts
+        as equal.
 
     Returns
     -------
@@ -371,7 +376,8 @@ class _Measured:
             if lost.size:
                 client = lost[0]
                 raise InputError(
-                    f"values holds nan for client {client}, which has {size[client]:g} samples in weights"
+                    f"values holds nan for client {client}, which has {size[client]:g} samples in "
+                    "weights"
                 )
             has_value &= size > 0
         ids = np.flatnonzero(has_value)
@@ -420,7 +426,8 @@ def _finite(given: ArrayLike, what: str, *, ids: Ints | None = None) -> Floats:
     if bad.size:
         client = bad[0] if ids is None else ids[bad[0]]
         raise InputError(
-            f"{what} holds {array[bad[0]]} for client {client}: only finite numbers can be summed up"
+            f"{what} holds {array[bad[0]]} for client {client}: only finite numbers can be summed "
+            "up"
         )
     return array
 
@@ -430,7 +437,8 @@ def _whole(given: ArrayLike, what: str, *, length: int) -> Ints:
     bad = np.flatnonzero(~np.isfinite(array) | (array < 0) | (array != np.floor(array)))
     if bad.size:
         raise InputError(
-            f"{what} holds {array[bad[0]]:g} for client {bad[0]}: only whole numbers from 0 are valid"
+            f"{what} holds {array[bad[0]]:g} for client {bad[0]}: only whole numbers from 0 are "
+            "valid"
         )
     return array.astype(np.int64)
 
@@ -440,6 +448,7 @@ def _sizes(given: ArrayLike, *, length: int) -> Floats:
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if bad.size:
         raise InputError(
-            f"weights holds {array[bad[0]]} for client {bad[0]}: only numbers of samples from 0 are valid"
+            f"weights holds {array[bad[0]]} for client {bad[0]}: only numbers of samples from 0 "
+            "are valid"
         )
     return array

@@ -55,8 +55,8 @@ class Split:
             object.__setattr__(self, part, _whole_numbers(getattr(self, part), f"Split.{part}"))
         if not len(self.offsets) or self.offsets[0] != 0 or self.offsets[-1] != len(self.indices):
             raise InputError(
-                f"Split.offsets must start at 0 and end at {len(self.indices)}, the number of indices; "
-                f"got {_few(self.offsets.tolist())}"
+                f"Split.offsets must start at 0 and end at {len(self.indices)}, the number of "
+                f"indices; got {_few(self.offsets.tolist())}"
             )
         if (falls := np.flatnonzero(np.diff(self.offsets) < 0)).size:
             raise InputError(f"Split.offsets must never fall, but they do at client {falls[0]}")
@@ -142,11 +142,11 @@ class Federation:
     Parameters
     ----------
     x : Tensor or Samples of shape [N, ...]
-        All samples of all clients: a tensor, or an object that reads them from disk when they are needed
-        (:class:`~equipoise.samples.Samples`).
+        All samples of all clients: a tensor, or an object that reads them from disk when they are
+        needed (:class:`~equipoise.samples.Samples`).
     y : Tensor
-        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N, d] for regression,
-        masks [N, height, width] for segmentation.
+        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N,
+        d] for regression, masks [N, height, width] for segmentation.
     train, val, test : Split
         Which client holds which samples.
     groups : int array of shape [K]
@@ -158,7 +158,8 @@ class Federation:
     task : str
         What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
-        Number of classes; one more than the largest label by default. None for tasks without classes.
+        Number of classes; one more than the largest label by default. None for tasks without
+        classes.
     name : str
         What to call this federation in tables and messages.
     client_names : tuple of str, optional
@@ -166,11 +167,13 @@ class Federation:
     class_names : tuple of str, optional
         Names of the classes, for models that read them.
     attributes : mapping of str to Attribute or array of shape [N], optional
-        Properties of samples, such as the sex of a person: the value of every sample, by the name of the
-        attribute. Models are evaluated by their values; see :mod:`equipoise.parity`. Training does not use them.
+        Properties of samples, such as the sex of a person: the value of every sample, by the name
+        of the attribute. Models are evaluated by their values; see :mod:`equipoise.parity`.
+        Training does not use them.
     server : mapping of str to int array
-        The samples that the server holds, as positions in ``x``: ``val``, ``test`` or both. Nobody trains on them. The
-        server evaluates the global model on them; see :class:`~equipoise.run.evaluation.Evaluation`.
+        The samples that the server holds, as positions in ``x``: ``val``, ``test`` or both. Nobody
+        trains on them. The server evaluates the global model on them; see
+        :class:`~equipoise.run.evaluation.Evaluation`.
 
     Examples
     --------
@@ -233,21 +236,24 @@ class Federation:
     ) -> Federation:
         """Build a federation from samples that each know their client.
 
-        Clients are numbered in the order in which they first appear. Each client's samples are shuffled by the seed and
-        the client's own id, so adding another client changes nothing for the others.
+        Clients are numbered in the order in which they first appear. Each client's samples are
+        shuffled by the seed and the client's own id, so adding another client changes nothing for
+        the others.
 
         Parameters
         ----------
         x, y : array-like or Tensor
-            Samples and labels (or targets), one row a sample. Tensors keep their type; other floating point arrays take
-            torch's default type. ``x`` may also be :class:`~equipoise.samples.Samples`.
+            Samples and labels (or targets), one row a sample. Tensors keep their type; other
+            floating point arrays take torch's default type. ``x`` may also be
+            :class:`~equipoise.samples.Samples`.
         clients : sequence of hashables of length N
-            The client each sample belongs to. Written out, ids are the clients' names, so they must differ then too.
+            The client each sample belongs to. Written out, ids are the clients' names, so they must
+            differ then too.
         groups : mapping of client to str, optional
             The group each client belongs to, and nobody else; one group named ``"all"`` by default.
         splits : tuple of three floats
-            Shares of train, val and test, summing to 1. Every client trains on at least one sample, and from three
-            samples on has at least one in each split whose share is positive.
+            Shares of train, val and test, summing to 1. Every client trains on at least one sample,
+            and from three samples on has at least one in each split whose share is positive.
         unseen : iterable of clients
             Clients to hold out of training; a lone string is one client.
         classes : int, optional
@@ -261,7 +267,8 @@ class Federation:
         class_names : sequence of str, optional
             Names of the classes.
         attributes : mapping of str to sequence of length N, optional
-            Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``: models are evaluated by their values.
+            Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``: models are
+            evaluated by their values.
         server : mapping of str to (x, y), optional
             Samples that the server holds besides those of the clients: ``val``, ``test`` or both.
 
@@ -286,7 +293,8 @@ class Federation:
         _warn_of_missing_names("clients", ids, name)
         if len(holders) != len(samples):
             raise InputError(
-                f"clients must name one client a sample: {len(samples)} samples, {len(holders)} names"
+                f"clients must name one client a sample: {len(samples)} samples, {len(holders)} "
+                "names"
             )
         names = _names(ids)
         if groups is not None and (strays := [client for client in ids if client not in groups]):
@@ -336,7 +344,8 @@ class Federation:
         Parameters
         ----------
         dataset : torch.utils.data.Dataset
-            Has a length; every item is a tuple or list of two and is read once, and all samples have one shape.
+            Has a length; every item is a tuple or list of two and is read once, and all samples
+            have one shape.
         clients : sequence of hashables of length N
             The client each item belongs to.
         **options
@@ -355,7 +364,8 @@ class Federation:
         """
         if not hasattr(dataset, "__len__"):
             raise InputError(
-                f"dataset {type(dataset).__name__} has no length; give one with __len__ and __getitem__"
+                f"dataset {type(dataset).__name__} has no length; give one with __len__ and "
+                "__getitem__"
             )
         if not len(dataset):
             raise InputError(
@@ -366,7 +376,8 @@ class Federation:
             if not isinstance(item, tuple | list) or len(item) != 2:
                 length = f" of {len(item)}" if isinstance(item, tuple | list) else ""
                 raise InputError(
-                    f"item {position} of the dataset must be a pair (x, y), got {type(item).__name__}{length}"
+                    f"item {position} of the dataset must be a pair (x, y), got "
+                    f"{type(item).__name__}{length}"
                 )
         samples, targets = (
             [tensor_of(item[part], "xy"[part]) for item in items] for part in (0, 1)
@@ -374,8 +385,8 @@ class Federation:
         for position, sample in enumerate(samples):
             if sample.shape != samples[0].shape:
                 raise InputError(
-                    f"sample {position} of the dataset has shape {tuple(sample.shape)}, sample 0 has "
-                    f"{tuple(samples[0].shape)}; all must have one shape"
+                    f"sample {position} of the dataset has shape {tuple(sample.shape)}, sample 0 "
+                    f"has {tuple(samples[0].shape)}; all must have one shape"
                 )
         return cls.from_arrays(
             torch.stack(samples), torch.stack(targets), clients=clients, **options
@@ -518,9 +529,9 @@ class Federation:
         Returns
         -------
         str
-            16 hexadecimal digits, from data, attributes, splits, groups, unseen clients and task; names of clients do
-            not count. Samples on disk enter by their stored digest, so they have another fingerprint than the same samples in a
-            tensor.
+            16 hexadecimal digits, from data, attributes, splits, groups, unseen clients and task;
+            names of clients do not count. Samples on disk enter by their stored digest, so they
+            have another fingerprint than the same samples in a tensor.
 
         Examples
         --------
@@ -561,8 +572,8 @@ class Federation:
         Returns
         -------
         list of dict
-            For each client: id, name, group, unseen, the sizes train, val and test, and for classification labels (how
-            many of its samples each class has).
+            For each client: id, name, group, unseen, the sizes train, val and test, and for
+            classification labels (how many of its samples each class has).
 
         Examples
         --------
@@ -589,7 +600,8 @@ class Federation:
         unseen = int(self.unseen.sum())
         groups = ", ".join(self.group_names[:8]) + (", …" if len(self.group_names) > 8 else "")
         clients = [
-            f"{_counted(self.clients, 'client')} in {_counted(len(self.group_names), 'group')} ({groups})",
+            f"{_counted(self.clients, 'client')} in {_counted(len(self.group_names), 'group')} "
+            f"({groups})",
             *([f"{unseen} of them unseen"] if unseen else []),
         ]
         held = ", ".join(f"{len(self.split(name).indices)} {name}" for name in SPLITS)
@@ -606,7 +618,8 @@ class Federation:
     def _check_samples(self) -> None:
         if not isinstance(self.x, Tensor | Samples) or len(self.x.shape) == 0:
             raise InputError(
-                f"Federation.x must be a tensor (or equipoise.samples.Samples) with one row a sample, not {kind_of(self.x)}"
+                "Federation.x must be a tensor (or equipoise.samples.Samples) with one row a "
+                f"sample, not {kind_of(self.x)}"
             )
         if not isinstance(self.y, Tensor) or self.y.ndim == 0:
             raise InputError(
@@ -632,7 +645,8 @@ class Federation:
             return
         if self.classes is None:
             raise InputError(
-                f"class_names of federation {self.name!r} make no sense for a {self.task}; leave them out"
+                f"class_names of federation {self.name!r} make no sense for a {self.task}; leave "
+                "them out"
             )
         if (
             isinstance(names, str)
@@ -675,12 +689,13 @@ class Federation:
         lost = np.flatnonzero((self.groups < 0) | (self.groups >= len(self.group_names)))
         if lost.size:
             raise InputError(
-                f"{self._who(lost[0])} has group {self.groups[lost[0]]}; valid: 0 to {len(self.group_names) - 1}, "
-                "positions in group_names"
+                f"{self._who(lost[0])} has group {self.groups[lost[0]]}; valid: 0 to "
+                f"{len(self.group_names) - 1}, positions in group_names"
             )
         if not self.seen.size:
             raise InputError(
-                f"no client is left to train: all {self.clients} are unseen; at least one must be seen"
+                f"no client is left to train: all {self.clients} are unseen; at least one must be "
+                "seen"
             )
 
     def _check_splits(self) -> None:
@@ -691,8 +706,8 @@ class Federation:
             if outside.size:
                 client = np.searchsorted(split.offsets, outside[0], side="right") - 1
                 raise InputError(
-                    f"{name} split of {self._who(client)} names sample {split.indices[outside[0]]}; "
-                    f"valid: 0 to {len(self.x) - 1}"
+                    f"{name} split of {self._who(client)} names sample "
+                    f"{split.indices[outside[0]]}; valid: 0 to {len(self.x) - 1}"
                 )
             used[name] = np.zeros(len(self.x), bool)
             used[name][split.indices] = True
@@ -703,8 +718,8 @@ class Federation:
                     self._who(_holder(self.split(name), shared[0])) for name in (one, other)
                 )
                 raise InputError(
-                    f"sample {shared[0]} is in the {one} split of {first} and in the {other} split of {second}; "
-                    "a sample may be in one of train, val and test only"
+                    f"sample {shared[0]} is in the {one} split of {first} and in the {other} split "
+                    f"of {second}; a sample may be in one of train, val and test only"
                 )
         idle = np.flatnonzero((self.train.sizes == 0) & ~self.unseen)
         if idle.size:
@@ -729,13 +744,15 @@ class Federation:
             for split in SPLITS if name == "val" else ("train", "val"):
                 if (shared := np.intersect1d(own, used[split])).size:
                     raise InputError(
-                        f"sample {shared[0]} is in the {split} split of {self._who(_holder(self.split(split), shared[0]))} "
-                        f"and held by the server as {name}; it may be in one of them only"
+                        f"sample {shared[0]} is in the {split} split of "
+                        f"{self._who(_holder(self.split(split), shared[0]))} and held by the "
+                        f"server as {name}; it may be in one of them only"
                     )
             checked[name] = own
         if len(checked) == 2 and (both := np.intersect1d(checked["val"], checked["test"])).size:
             raise InputError(
-                f"sample {both[0]} is held by the server as val and as test; it may be in one of them only"
+                f"sample {both[0]} is held by the server as val and as test; it may be in one of "
+                "them only"
             )
         object.__setattr__(self, "server", checked)
 
@@ -760,7 +777,8 @@ def _with_server(
     for name, (own_x, own_y) in server.items():
         if not isinstance(x, Tensor):
             raise InputError(
-                "server: samples on disk cannot be joined; use Federation(..., server=) with positions in x"
+                "server: samples on disk cannot be joined; use Federation(..., server=) with "
+                "positions in x"
             )
         more, targets = (
             tensor_of(own_x, f"server[{name!r}][0]"),
@@ -772,8 +790,9 @@ def _with_server(
             or targets.shape[1:] != y.shape[1:]
         ):
             raise InputError(
-                f"server[{name!r}] has samples of shape {tuple(more.shape)} and targets of shape {tuple(targets.shape)}; "
-                f"those of the clients are of shape {tuple(x.shape)} and {tuple(y.shape)}, one row a sample"
+                f"server[{name!r}] has samples of shape {tuple(more.shape)} and targets of shape "
+                f"{tuple(targets.shape)}; those of the clients are of shape {tuple(x.shape)} and "
+                f"{tuple(y.shape)}, one row a sample"
             )
         positions[name] = np.arange(len(x), len(x) + len(more))
         x, y = torch.cat([x, more.to(x.dtype)]), torch.cat([y, targets.to(y.dtype)])
@@ -797,9 +816,10 @@ def split_samples(
 ) -> ThreeSplits:
     """Divide what every client holds into train, val and test.
 
-    Shares are rounded by largest remainder; then a split with a positive share that got nothing takes one sample from
-    the client's largest split, train first, test second, val last, as long as that leaves something there (train takes
-    even a client's only sample). The shuffle depends on the seed, the client's key and nothing else.
+    Shares are rounded by largest remainder; then a split with a positive share that got nothing
+    takes one sample from the client's largest split, train first, test second, val last, as long as
+    that leaves something there (train takes even a client's only sample). The shuffle depends on
+    the seed, the client's key and nothing else.
 
     Parameters
     ----------
@@ -812,8 +832,8 @@ def split_samples(
     seed : int
         Decides which samples go where.
     units : array of shape [N], optional
-        What each sample belongs to, such as a patient. Samples of a unit are never divided: shares are then shares of a
-        client's units.
+        What each sample belongs to, such as a patient. Samples of a unit are never divided: shares
+        are then shares of a client's units.
 
     Returns
     -------
@@ -870,7 +890,8 @@ def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
         or shares[0] == 0
     ):
         raise InputError(
-            f"splits={fractions!r} must be three shares (train, val, test), none negative, train above 0, summing to 1"
+            f"splits={fractions!r} must be three shares (train, val, test), none negative, train "
+            "above 0, summing to 1"
         )
     ideal = sizes[:, None] * shares
     counts: Ints = np.floor(ideal + 1e-9).astype(np.int64)  # 0.7 * 10 may fall just below 7
@@ -904,8 +925,8 @@ def _warn_of_missing_names(what: str, names: Iterable[Any], federation: str) -> 
     missing = [name for name in names if str(name) in _MISSING]
     if missing:
         warnings.warn(
-            f"{what} of {federation!r} has {len(missing)} named {missing[0]!r}, which is usually a missing value; drop "
-            f"these samples, or name their {what} otherwise",
+            f"{what} of {federation!r} has {len(missing)} named {missing[0]!r}, which is usually a "
+            f"missing value; drop these samples, or name their {what} otherwise",
             stacklevel=3,
         )
 
@@ -914,8 +935,9 @@ def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
     """Warn of labels that begin above 0, because the model gets outputs for the classes below."""
     if labels.dim() == 1 and len(labels) and (first := int(labels.min())) > 0:
         warnings.warn(
-            f"labels of {federation!r} go from {first} to {int(labels.max())}, so there are no samples of class 0; "
-            f"subtract {first} from them, or give the number of classes if this is intended",
+            f"labels of {federation!r} go from {first} to {int(labels.max())}, so there are no "
+            f"samples of class 0; subtract {first} from them, or give the number of classes if "
+            "this is intended",
             stacklevel=3,
         )
 
@@ -957,7 +979,8 @@ def _whole_numbers(values: ArrayLike, what: str) -> Ints:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise InputError(
-            f"{what} must be a flat array of whole numbers, not {array.dtype} of shape {array.shape}"
+            f"{what} must be a flat array of whole numbers, not {array.dtype} of shape "
+            f"{array.shape}"
         )
     return array.astype(np.int64, copy=False)
 

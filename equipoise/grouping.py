@@ -39,8 +39,8 @@ class Grouping(Aggregation):
 
     With a client index, clusters are known before round 1: those of the index. The server asks all
     clients for their representations under the initial model, so that it knows the centres of these
-    clusters. From round 1 on, clients are clustered by what they send, as without an index, and those
-    that have not taken part yet keep the cluster of their index.
+    clusters. From round 1 on, clients are clustered by what they send, as without an index, and
+    those that have not taken part yet keep the cluster of their index.
 
     Parameters
     ----------

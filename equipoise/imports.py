@@ -26,8 +26,8 @@ def import_own(
     Parameters
     ----------
     imports : iterable of str
-        Files that end in ``.py``, or names of modules that are installed or lie in the current directory. See :func:`file_of`
-        for where files are looked for.
+        Files that end in ``.py``, or names of modules that are installed or lie in the current
+        directory. See :func:`file_of` for where files are looked for.
     beside : Path, optional
         A directory to look in first.
     on_import : callable, optional
@@ -49,7 +49,8 @@ def import_own(
         name, folder = (file.stem, file.parent) if file else (given, Path.cwd())
         if on_import and not _is_imported(name, file):
             on_import(str(file or name))
-        # At the end, so that a user file never hides an installed module. Child processes inherit it.
+        # At the end, so that a user file never hides an installed module. Child processes inherit
+        # it.
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         try:
@@ -61,15 +62,17 @@ def import_own(
         # A copy, such as that in a run directory, is accepted.
         if file and not _is_imported(name, file):
             raise InputError(
-                f"imports: {given!r} cannot be imported, because Python finds {found.__file__ or 'a built-in module'} "
-                f"under the name {name!r}; call the file something else"
+                f"imports: {given!r} cannot be imported, because Python finds "
+                f"{found.__file__ or 'a built-in module'} under the name {name!r}; call the file "
+                "something else"
             )
 
 
 def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
     """Import the code that a run directory names, if it is trusted.
 
-    Code that is imported already, such as by the process that trained the run, needs no trust: nothing is executed.
+    Code that is imported already, such as by the process that trained the run, needs no trust:
+    nothing is executed.
 
     Parameters
     ----------
@@ -108,8 +111,8 @@ def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
     ]
     if pending and not trust:
         raise InputError(
-            f"the run in {directory} would execute {', '.join(pending)}; read it, and if you trust it, pass trust=True "
-            "(--trust)"
+            f"the run in {directory} would execute {', '.join(pending)}; read it, and if you trust "
+            "it, pass trust=True (--trust)"
         )
     # Otherwise the directory is not even added to the places where Python looks for modules.
     if pending:

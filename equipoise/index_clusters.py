@@ -53,8 +53,8 @@ def index_digest(path: str | None, given: str | None, name: str) -> str | None:
 def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Floats:
     """Return one vector a client: β_f and β_l, each scaled to length 1, or one of them.
 
-    Distances of these vectors follow the similarity of clients: with both parts, the squared distance
-    is 4 − 4 S, with S the mean of both cosines.
+    Distances of these vectors follow the similarity of clients: with both parts, the squared
+    distance is 4 − 4 S, with S the mean of both cosines.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Losses for the whole task by name: what replaces the task's own loss in training, in reports and in evaluation.
 
-A loss is a function of the model's outputs and the targets of a batch, and returns one value for each sample. ``training.loss``
-takes a name, a name with options, or a function. :func:`register` adds losses of one's own.
+A loss is a function of the model's outputs and the targets of a batch, and returns one value for
+each sample. ``training.loss`` takes a name, a name with options, or a function. :func:`register`
+adds losses of one's own.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def register(name: str, *, tasks: Sequence[str] | None = None) -> Callable[[L], 
     Returns
     -------
     callable
-        A decorator of a function of outputs and targets, or of a frozen dataclass with such a ``__call__``, whose fields
-        are the options of the loss.
+        A decorator of a function of outputs and targets, or of a frozen dataclass with such a
+        ``__call__``, whose fields are the options of the loss.
 
     Raises
     ------
@@ -163,8 +164,8 @@ def loss_from(given: Any) -> TaskLoss | None:
     if isinstance(given, type) or not callable(given):
         what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
         raise InputError(
-            f"training.loss must be a name such as 'focal', a mapping with a name, or a function of outputs and targets that "
-            f"returns one value a sample, got {what}"
+            "training.loss must be a name such as 'focal', a mapping with a name, or a function "
+            f"of outputs and targets that returns one value a sample, got {what}"
         )
     return given
 
@@ -205,7 +206,8 @@ def check_loss(loss: TaskLoss | None, task: Task) -> None:
     valid = LOSSES[name].tasks
     if valid is not None and not any(isinstance(task, type(tasks.build(known))) for known in valid):
         raise InputError(
-            f"the loss {name!r} is for the task {' or '.join(valid)}, but the task of this federation is {task.name}"
+            f"the loss {name!r} is for the task {' or '.join(valid)}, but the task of this "
+            f"federation is {task.name}"
         )
 
 
@@ -223,9 +225,9 @@ _LABELS = ("classification", "segmentation")
 class CrossEntropy:
     """Cross-entropy with label smoothing and weights of classes.
 
-    With smoothing s and C classes, the targets are 1 − s + s/C for the class of the sample and s/C for all others (Szegedy et
-    al., 2016). The value of a sample is multiplied by the weight of its class and not divided by anything. In segmentation
-    it is the mean over the pixels.
+    With smoothing s and C classes, the targets are 1 − s + s/C for the class of the sample and s/C
+    for all others (Szegedy et al., 2016). The value of a sample is multiplied by the weight of its
+    class and not divided by anything. In segmentation it is the mean over the pixels.
 
     Parameters
     ----------
@@ -261,7 +263,8 @@ class CrossEntropy:
         if self.weights is not None:
             if len(self.weights) != output.shape[1]:
                 raise InputError(
-                    f"training.loss.weights has {len(self.weights)} numbers, but the model has {output.shape[1]} classes"
+                    f"training.loss.weights has {len(self.weights)} numbers, but the model has "
+                    f"{output.shape[1]} classes"
                 )
             weights = output.new_tensor(self.weights).view(-1, *(1,) * (output.dim() - 2))
             values = values * torch.where(own, weights, 0.0).sum(1)
@@ -273,8 +276,9 @@ class CrossEntropy:
 class Focal:
     """Focal loss (Lin et al., 2017): −(1 − p)^γ log p, with p the probability of what is right.
 
-    In classification p is the softmax of the class of the sample, in multi-label classification the sigmoid of each label,
-    with the mean over labels, and in segmentation the softmax of each pixel, with the mean over pixels.
+    In classification p is the softmax of the class of the sample, in multi-label classification the
+    sigmoid of each label, with the mean over labels, and in segmentation the softmax of each pixel,
+    with the mean over pixels.
 
     Parameters
     ----------

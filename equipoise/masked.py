@@ -95,11 +95,12 @@ def coral(
 
     With μ the mean and C the unbiased covariance of a batch of vectors of length d, the forms are
 
-    - ``domainbed``, as in DomainBed: mean((μ₁ − μ₂)²) + mean((C₁ − C₂)²), means over the d and d² entries;
+    - ``domainbed``, as in DomainBed: mean((μ₁ − μ₂)²) + mean((C₁ − C₂)²), means over the d and d²
+      entries;
     - ``deepcoral``, as Sun and Saenko (2016) define it: ‖C₁ − C₂‖²_F / (4 d²).
 
-    Both are zero for equal batches. The covariance of a single sample is zero, so of two single samples the first form
-    compares the means alone, and the second form is zero.
+    Both are zero for equal batches. The covariance of a single sample is zero, so of two single
+    samples the first form compares the means alone, and the second form is zero.
 
     Parameters
     ----------

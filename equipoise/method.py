@@ -1,13 +1,14 @@
 """The words a method is written in.
 
-A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client does and keeps
-(:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`), on which view of the federation
-all this happens (:class:`View`), and which updates are trusted how far (:class:`Guard`, optional). A part is a frozen
-dataclass of its hyper-parameters; parts combine freely, and :class:`Method` refuses combinations in which one part reads
-what no other provides. The papers' parts live in ``equipoise/methods``, one file a paper.
+A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client
+does and keeps (:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`),
+on which view of the federation all this happens (:class:`View`), and which updates are trusted how
+far (:class:`Guard`, optional). A part is a frozen dataclass of its hyper-parameters; parts combine
+freely, and :class:`Method` refuses combinations in which one part reads what no other provides. The
+papers' parts live in ``equipoise/methods``, one file a paper.
 
-All that a method needs can be imported from here. What is exchanged is defined in :mod:`equipoise.exchange`, what a client
-does in :mod:`equipoise.phases`.
+All that a method needs can be imported from here. What is exchanged is defined in
+:mod:`equipoise.exchange`, what a client does in :mod:`equipoise.phases`.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Part:
     needs_everyone : bool
         Whether the part must see all registered clients before round 1; see ``begin``.
     needs_images : bool
-        Whether the part works on images, so that ``client.x`` must be the samples themselves and not
-        what the model's stem made of them. Samples of another shape are refused.
+        Whether the part works on images, so that ``client.x`` must be the samples themselves and
+        not what the model's stem made of them. Samples of another shape are refused.
     """
 
     name: ClassVar[str] = ""
@@ -133,15 +134,17 @@ class Part:
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Return the model with the parts that the method brings, such as a projection or an adapter.
 
-        Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection", ...)``), which
-        losses apply with :meth:`equipoise.client.Client.part`; a module ``model.inputs`` that changes samples
-        before anything else; or the method returns another model. Their parameters are drawn from the run's seed, so they are the same in
-        every process.
+        Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection",
+        ...)``), which losses apply with :meth:`equipoise.client.Client.part`; a module
+        ``model.inputs`` that changes samples before anything else; or the method returns another
+        model. Their parameters are drawn from the run's seed, so they are the same in every
+        process.
 
         Parameters
         ----------
         model : nn.Module
-            It may be changed. A model without ``features`` and ``head`` is refused if the method needs them.
+            It may be changed. A model without ``features`` and ``head`` is refused if the method
+            needs them.
         shape : tuple of int
             The shape of one sample; :func:`equipoise.models.base.width_of` gives that of z.
         """
@@ -214,8 +217,9 @@ class LocalRule(Part):
     Attributes
     ----------
     keeps : parts
-        Parts that stay with the client between rounds and never travel. A part below ``personal`` begins as a copy of
-        the received part of the same name. Together with the global model they make the client's personal model.
+        Parts that stay with the client between rounds and never travel. A part below ``personal``
+        begins as a copy of the received part of the same name. Together with the global model they
+        make the client's personal model.
     receives : tuple of str
         What the rule expects the server to send besides the model.
     uploads : tuple of str
@@ -223,7 +227,8 @@ class LocalRule(Part):
     interleaved : bool
         Whether phases take turns batch by batch instead of following each other.
     proximal : float
-        The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, with wᵗ the received model; FedNova uses it.
+        The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, with wᵗ the received model; FedNova uses
+        it.
     makes_index : bool
         Whether the trained model makes a client index. Then the rule has a question ``own_index``,
         which returns the ``features`` and the ``labels`` of a client's index, and every run leaves
@@ -253,8 +258,8 @@ class LocalRule(Part):
     def adapt(self) -> Sequence[Phase]:
         """List the phases by which a client without a memory makes the global model its own before it uses it.
 
-        They run when personal models are evaluated: for clients that have never taken part, and for all clients if the
-        rule keeps no parts. Nothing of them is remembered or sent.
+        They run when personal models are evaluated: for clients that have never taken part, and for
+        all clients if the rule keeps no parts. Nothing of them is remembered or sent.
         """
         return ()
 
@@ -280,20 +285,22 @@ class Aggregation(Part):
     Attributes
     ----------
     needs : tuple of str
-        Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on the training split),
-        ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for ``loss``, ``lr`` (the learning rate of
-        the round) and ``gradient_weight`` (see :func:`equipoise.optimizers.gradient_weights`).
+        Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on
+        the training split), ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for
+        ``loss``, ``lr`` (the learning rate of the round) and ``gradient_weight`` (see
+        :func:`equipoise.optimizers.gradient_weights`).
     sends : tuple of str
         What :meth:`send` sends besides the model.
     sends_once : tuple of str
-        Those of ``sends`` that never change, such as an index. A client receives each once and keeps it; later
-        messages name it by its hash.
+        Those of ``sends`` that never change, such as an index. A client receives each once and
+        keeps it; later messages name it by its hash.
     collects : tuple of str
         Uploads of the local rule that :meth:`combine` uses.
     usual_weights : {"size", "uniform"}
         The cohort's prior in the paper.
     ignores_prior : str, optional
-        Why the cohort's prior does not change the result, if it does not: what clients are weighted by instead.
+        Why the cohort's prior does not change the result, if it does not: what clients are weighted
+        by instead.
     lasting : tuple of str, optional
         Of the numbers kept of every client, those that stay when clients join; all by default.
     """
@@ -316,8 +323,8 @@ class Aggregation(Part):
     def admit(self, state: State, everyone: Cohort) -> State:
         """Take in clients that have registered since :meth:`begin`, which is done again for everyone.
 
-        Of clients already there, the numbers in ``lasting`` stay what they were, and so does all that is not about
-        single clients.
+        Of clients already there, the numbers in ``lasting`` stay what they were, and so does all
+        that is not about single clients.
         """
         fresh = self.begin(replace(state, server={}), everyone)
         lasting = {
@@ -360,8 +367,8 @@ class Screened:
     dropped : tuple of int
         The ids of the clients whose updates are not used.
     notes : dict
-        What the round's record says of it, under names that begin with ``guard_``; see :class:`State`. A tensor with a
-        row a client is valid only if no client is dropped.
+        What the round's record says of it, under names that begin with ``guard_``; see
+        :class:`State`. A tensor with a row a client is valid only if no client is dropped.
     """
 
     updates: Updates
@@ -372,8 +379,9 @@ class Screened:
 class Guard(Part):
     """Which updates are trusted, and how far?
 
-    A guard sees all updates that have arrived before the aggregation does. It changes them, or drops clients. It must
-    treat everything that the aggregation may use: parameters, buffers and uploads.
+    A guard sees all updates that have arrived before the aggregation does. It changes them, or
+    drops clients. It must treat everything that the aggregation may use: parameters, buffers and
+    uploads.
     """
 
     def least_clients(self) -> int:
@@ -458,7 +466,8 @@ def carried_over(old: Tree, new: Tree, lasting: tuple[str, ...] | None = None) -
     Parameters
     ----------
     old, new : Tree
-        What the server keeps of the clients registered before, and of those registered now, with their ``ids``.
+        What the server keeps of the clients registered before, and of those registered now, with
+        their ``ids``.
     lasting : tuple of str, optional
         The names that keep their old values; all by default.
 
@@ -541,8 +550,8 @@ class Method:
         """Refuse a part that reads what no other part provides."""
         if self.guard is not None and self.local.keeps == "all":
             raise InputError(
-                f"method {self.name!r}: its clients keep the whole model and send nothing, so the guard "
-                f"{self.guard.name!r} has nothing to do; leave it out"
+                f"method {self.name!r}: its clients keep the whole model and send nothing, so the "
+                f"guard {self.guard.name!r} has nothing to do; leave it out"
             )
         for reader, wants, giver, gives in (
             (self.local, self.local.receives, self.aggregation, self.aggregation.sends),
@@ -550,24 +559,24 @@ class Method:
         ):
             if missing := set(wants) - set(gives):
                 raise InputError(
-                    f"method {self.name!r}: {type(reader).__name__} needs {', '.join(sorted(missing))}, "
-                    f"which {type(giver).__name__} does not provide"
+                    f"method {self.name!r}: {type(reader).__name__} needs "
+                    f"{', '.join(sorted(missing))}, which {type(giver).__name__} does not provide"
                 )
         if strays := set(self.aggregation.sends_once) - set(self.aggregation.sends):
             raise InputError(
-                f"method {self.name!r}: {type(self.aggregation).__name__} sends {', '.join(sorted(strays))} once, "
-                "but does not name it in sends"
+                f"method {self.name!r}: {type(self.aggregation).__name__} sends "
+                f"{', '.join(sorted(strays))} once, but does not name it in sends"
             )
         if self.view.gathers and self.local.keeps:
             raise InputError(
-                f"method {self.name!r}: {type(self.local).__name__} keeps parts with clients, but with the view "
-                f"{type(self.view).__name__} the server trains alone"
+                f"method {self.name!r}: {type(self.local).__name__} keeps parts with clients, but "
+                f"with the view {type(self.view).__name__} the server trains alone"
             )
         whole = self.aggregation
         if isinstance(whole, LocalRule) and whole.keeps and whole != self.local:
             raise InputError(
-                f"method {self.name!r}: {type(whole).__name__} keeps personal parts in its own local rule, "
-                f"which {type(self.local).__name__} takes the place of"
+                f"method {self.name!r}: {type(whole).__name__} keeps personal parts in its own "
+                f"local rule, which {type(self.local).__name__} takes the place of"
             )
 
     @property
@@ -580,8 +589,8 @@ class Method:
         """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""
         if self.needs_images and len(shape) != 3:
             raise InputError(
-                f"method {self.name!r} works on images of shape (channels, height, width), but a sample has shape "
-                f"{tuple(shape)}; valid: a source of images, without data.encode"
+                f"method {self.name!r} works on images of shape (channels, height, width), but a "
+                f"sample has shape {tuple(shape)}; valid: a source of images, without data.encode"
             )
         with seeded(fold(seed, Purpose.EXTEND)):
             for part in dict.fromkeys(self.parts):

@@ -1,8 +1,8 @@
 """Optimizers over stacked clients, and schedules over rounds.
 
-The stacked forms follow ``torch.optim`` step for step (the tests compare them). They are given the rows of the clients
-still training, so a client that has finished is never moved by momentum, decay or Adam's averages. Any other optimizer
-of ``torch.optim`` runs one client at a time.
+The stacked forms follow ``torch.optim`` step for step (the tests compare them). They are given the
+rows of the clients still training, so a client that has finished is never moved by momentum, decay
+or Adam's averages. Any other optimizer of ``torch.optim`` runs one client at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def check_optimizer(optimizer: Any, what: str) -> None:
             else f"a {type(optimizer).__name__}"
         )
         raise InputError(
-            f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got {kind}; every client has '
+            f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got '
+            f"{kind}; every client has "
             "an optimizer of its own, which is made of them"
         )
 
@@ -202,7 +203,8 @@ class Sgd:
             {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
         )
         if self.weight_decay and all(tensor.device.type == "cpu" for tensor in params):
-            # New memory in every step takes longer than the addition: the system hands it out page by page.
+            # New memory in every step takes longer than the addition: the system hands it out page
+            # by page.
             state["decayed"] = [torch.zeros_like(tensor) for tensor in params]
         return state
 
@@ -377,7 +379,8 @@ def optimizer_named(name: str, **options: Any) -> Optimizer:
     Parameters
     ----------
     name : str
-        ``sgd``, ``adam``, ``adamw`` or another class of ``torch.optim`` that steps without a closure.
+        ``sgd``, ``adam``, ``adamw`` or another class of ``torch.optim`` that steps without a
+        closure.
     **options
         Its options, as ``torch.optim`` names them.
 
@@ -423,15 +426,16 @@ def gradient_weights(
 ) -> NDArray[np.float64]:
     """Return ‖a‖₁ of FedNova: the sum of the weights with which gradients enter the updates of clients.
 
-    The update of SGD is a sum over its gradients, w − w₀ = −η Σ a_t g_t. Without momentum all a_t are 1, and the sum is
-    the number of steps τ. With momentum ρ it is (τ − ρ (1 − ρ^τ)/(1 − ρ))/(1 − ρ). With a proximal term it is
-    (1 − (1 − α)^τ)/α, with α = ημ. It is the distance in units of η after τ steps with gradients of 1.
+    The update of SGD is a sum over its gradients, w − w₀ = −η Σ a_t g_t. Without momentum all a_t
+    are 1, and the sum is the number of steps τ. With momentum ρ it is (τ − ρ (1 − ρ^τ)/(1 − ρ))/(1
+    − ρ). With a proximal term it is (1 − (1 − α)^τ)/α, with α = ημ. It is the distance in units of
+    η after τ steps with gradients of 1.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The clients' optimizer. Of others than SGD, the steps of which have lengths of their own, the number of steps
-        is returned.
+        The clients' optimizer. Of others than SGD, the steps of which have lengths of their own,
+        the number of steps is returned.
     steps : int array
         τ, how many steps each client makes.
     pull : float or array
@@ -474,9 +478,9 @@ class Schedule:
     Parameters
     ----------
     kind : str
-        ``constant``; ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor to ``factors[i]``
-        from round ``at[i]`` on; ``cosine`` falls from 1 to ``floor``; or the name of a function of your own, see
-        :func:`equipoise.schedules.register`.
+        ``constant``; ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor
+        to ``factors[i]`` from round ``at[i]`` on; ``cosine`` falls from 1 to ``floor``; or the name
+        of a function of your own, see :func:`equipoise.schedules.register`.
     decay : float
         Factor a round of ``exponential``.
     at : tuple of int
@@ -486,11 +490,12 @@ class Schedule:
     floor : float
         Last factor of ``cosine``.
     warmup : int
-        How many rounds the factor rises before: in round r, counted from 0, it is (r + 1) / warmup. The other kinds
-        begin after these rounds, but ``at`` always counts from the first round of the run.
+        How many rounds the factor rises before: in round r, counted from 0, it is (r + 1) / warmup.
+        The other kinds begin after these rounds, but ``at`` always counts from the first round of
+        the run.
     over : int, optional
-        How many rounds ``cosine`` takes to fall, warm-up excluded; then the factor stays at ``floor``. By default until
-        the end of the run. Then the run cannot be made longer.
+        How many rounds ``cosine`` takes to fall, warm-up excluded; then the factor stays at
+        ``floor``. By default until the end of the run. Then the run cannot be made longer.
 
     Examples
     --------
@@ -519,11 +524,13 @@ class Schedule:
             count(self.over, "schedule.over")
             if self.kind != "cosine":
                 raise InputError(
-                    f"schedule.over={self.over} has a meaning for the kind 'cosine' only, got {self.kind!r}"
+                    f"schedule.over={self.over} has a meaning for the kind 'cosine' only, got "
+                    f"{self.kind!r}"
                 )
         if len(self.at) != len(self.factors) or list(self.at) != sorted(self.at):
             raise InputError(
-                f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, with rounds rising"
+                f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, "
+                "with rounds rising"
             )
         if not within(self.decay, "schedule.decay", 0, 1):
             raise InputError("schedule.decay must be above 0, got 0")

@@ -116,7 +116,8 @@ def head_weights(run: Run) -> ClientIndex:
     ]
     if not heads:
         raise InputError(
-            f"clients of method {run.summary['method']!r} train no head, so that there is no index of heads"
+            f"clients of method {run.summary['method']!r} train no head, so that there is no index "
+            "of heads"
         )
     weights = torch.cat(heads, 1)
     return ClientIndex(np.array(local.clients), weights, weights, digest({"heads": weights}))
@@ -132,6 +133,7 @@ def _vectors(federation: Federation, label_vectors: Tensor | None) -> Tensor:
         return torch.eye(classes)
     if label_vectors.dim() != 2 or len(label_vectors) != classes:
         raise InputError(
-            f"label_vectors must have a row for each of {classes} classes, got shape {tuple(label_vectors.shape)}"
+            f"label_vectors must have a row for each of {classes} classes, got shape "
+            f"{tuple(label_vectors.shape)}"
         )
     return label_vectors.float()

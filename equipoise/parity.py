@@ -132,8 +132,8 @@ def of_client(
     Returns
     -------
     dict
-        What :func:`compare` returns, by attribute, and in ``withheld`` how many samples have a value
-        whose counts are withheld.
+        What :func:`compare` returns, by attribute, and in ``withheld`` how many samples have a
+        value whose counts are withheld.
     """
     return {
         attribute: {
@@ -160,10 +160,10 @@ def pooled(
     -------
     dict
         By attribute, what :func:`compare` returns for the sums of the counts of all clients.
-        ``withheld`` is the number of samples whose counts are withheld, ``withheld_clients`` how many
-        clients have such samples, ``without_targets`` the number of samples that are missing from score,
-        TPR and FPR only. ``over_clients`` has, for each of :data:`FIGURES`, the number of clients that
-        have a value, their mean, and the worst value with its client.
+        ``withheld`` is the number of samples whose counts are withheld, ``withheld_clients`` how
+        many clients have such samples, ``without_targets`` the number of samples that are missing
+        from score, TPR and FPR only. ``over_clients`` has, for each of :data:`FIGURES`, the number
+        of clients that have a value, their mean, and the worst value with its client.
 
     Examples
     --------

@@ -65,7 +65,8 @@ def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Ten
 class Gradient(Protocol):
     """How a step's gradient is taken.
 
-    A rule that makes steps of its own may follow the learning rate of the training settings; see :class:`FollowsRate`.
+    A rule that makes steps of its own may follow the learning rate of the training settings; see
+    :class:`FollowsRate`.
     """
 
     @property
@@ -80,11 +81,11 @@ class Gradient(Protocol):
         Parameters
         ----------
         values : sequence of callable
-            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked parameters. BatchNorm
-            statistics follow the first call of a step and no other.
+            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked
+            parameters. BatchNorm statistics follow the first call of a step and no other.
         params : list of Tensor
-            The stacked parameters that move; with a single client they are not stacked and a loss is a scalar, so only
-            operations that do not mind are portable.
+            The stacked parameters that move; with a single client they are not stacked and a loss
+            is a scalar, so only operations that do not mind are portable.
 
         Returns
         -------
@@ -132,20 +133,22 @@ class Phase:
     move : str or tuple of str
         The parts that move; the others stay bit for bit.
     loss : callable or tuple of callable
-        Per-sample values of one client; the engine takes the mean over the samples that are not padding. Several losses
-        take turns, batch by batch: with two of them, the first is used for batches 1, 3, 5, ... and the second for
-        batches 2, 4, 6, ... So a gradient that looks at two batches has a loss for each of them. With a gradient that
-        looks at one, steps take turns, and all of them are made by one optimizer.
+        Per-sample values of one client; the engine takes the mean over the samples that are not
+        padding. Several losses take turns, batch by batch: with two of them, the first is used for
+        batches 1, 3, 5, ... and the second for batches 2, 4, 6, ... So a gradient that looks at two
+        batches has a loss for each of them. With a gradient that looks at one, steps take turns,
+        and all of them are made by one optimizer.
     gradient : Gradient
         How the gradient is taken, and how many batches a step looks at.
     epochs, steps : int, optional
-        How long; by default what the training settings say. Where steps take turns, each loss lasts that long.
+        How long; by default what the training settings say. Where steps take turns, each loss lasts
+        that long.
     optimizer : Optimizer, optional
         By default the one of the training settings.
     batch : {"next", "same", "split"}
-        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the phase uses the batches
-        that the phase before has just used. ``split``: the batches of a step are parts of one batch; see
-        :meth:`equipoise.engine.batches.Batches.split`.
+        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the
+        phase uses the batches that the phase before has just used. ``split``: the batches of a step
+        are parts of one batch; see :meth:`equipoise.engine.batches.Batches.split`.
     scheduled : bool
         Whether the learning rate follows the schedule of the training settings.
 
@@ -180,12 +183,13 @@ class Phase:
             check_optimizer(self.optimizer, "the optimizer of a Phase")
         if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):
             raise InputError(
-                f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of its gradient; "
-                "valid: one loss, or a multiple of that number"
+                f"a Phase has {len(self.losses)} losses for the {self.gradient.batches} batches of "
+                "its gradient; valid: one loss, or a multiple of that number"
             )
         if self.batch == "same" and (self.epochs is not None or self.steps is not None):
             raise InputError(
-                "a Phase with batch='same' lasts as long as the phase before; it takes no epochs or steps"
+                "a Phase with batch='same' lasts as long as the phase before; it takes no epochs "
+                "or steps"
             )
 
     @property
@@ -222,8 +226,8 @@ def class_counts(then: Callable[[Tree], Tree] | None = None) -> Fact:
     Returns
     -------
     Fact
-        To be returned by :meth:`equipoise.method.LocalRule.facts` under a name. The client keeps it to itself unless the
-        rule names it in ``uploads``.
+        To be returned by :meth:`equipoise.method.LocalRule.facts` under a name. The client keeps it
+        to itself unless the rule names it in ``uploads``.
 
     Examples
     --------
@@ -293,22 +297,23 @@ FACT_MODELS = ("first", "received", "trained")
 class Fact:
     """What a client works out from its own training samples without training: label counts, a mean image.
 
-    The engine goes through the samples batch by batch, so a fact takes little memory however many samples
-    a client holds. The client's memory keeps it under its name; a fact that the rule names in ``uploads``
-    is sent with the training reply too.
+    The engine goes through the samples batch by batch, so a fact takes little memory however many
+    samples a client holds. The client's memory keeps it under its name; a fact that the rule names
+    in ``uploads`` is sent with the training reply too.
 
     Parameters
     ----------
     sums : callable
-        Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its samples.
-        Padding must not count; see :meth:`equipoise.client.Client.sum`.
+        Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its
+        samples. Padding must not count; see :meth:`equipoise.client.Client.sum`.
     then : callable, optional
         Makes the fact, a tree, from the sums over all samples. By default the fact is the sums.
     model : {"first", "received", "trained"}
-        The model the sums are computed with. ``first``: the model every client begins with, once, when the
-        client first takes part. ``received``: the received model, before training. ``trained``: the client's
-        own model after training. Losses find facts of the first two in ``client.memory`` in the same round,
-        and those of the trained model in the client's next one; before that, they are zero.
+        The model the sums are computed with. ``first``: the model every client begins with, once,
+        when the client first takes part. ``received``: the received model, before training.
+        ``trained``: the client's own model after training. Losses find facts of the first two in
+        ``client.memory`` in the same round, and those of the trained model in the client's next
+        one; before that, they are zero.
 
     Examples
     --------

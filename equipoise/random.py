@@ -1,9 +1,10 @@
 """Random numbers as a pure function of what they are for.
 
-There is no generator and no state. Every number is a 64-bit hash of (seed, round, client, purpose, ...), so it does not
-depend on which clients were computed before, beside or after this one, nor on the chunk size. The hash is the finaliser
-of SplitMix64 (Steele, Lea and Flood, 2014), folded over the coordinates. It exists twice: on NumPy arrays for the host
-(who takes part) and on Torch tensors for the device (shuffles, dropout, augmentation); both give the same bits.
+There is no generator and no state. Every number is a 64-bit hash of (seed, round, client, purpose,
+...), so it does not depend on which clients were computed before, beside or after this one, nor on
+the chunk size. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), folded over
+the coordinates. It exists twice: on NumPy arrays for the host (who takes part) and on Torch tensors
+for the device (shuffles, dropout, augmentation); both give the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _MASK = (1 << 64) - 1
-# A Feistel network over few values is visibly uneven; from this size on its bias is far below sampling noise.
+# A Feistel network over few values is visibly uneven; from this size on its bias is far below
+# sampling noise.
 _SMALL_POPULATION = 4096
 _FEISTEL_ROUNDS = 6
 
@@ -153,7 +155,8 @@ def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def keep_mask(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:
     """Draw a boolean mask of which each element is true with probability ``threshold / 65536``.
 
-    One hash serves four elements, sixteen bits each: dropout masks are the only place where random numbers cost time.
+    One hash serves four elements, sixteen bits each: dropout masks are the only place where random
+    numbers cost time.
     """
     count = shape.numel()
     hashes = fold_tensor(key, torch.arange((count + 3) // 4, device=key.device))
@@ -176,7 +179,8 @@ def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
     Returns
     -------
     Tensor
-        Int64 ``[..., width]`` whose first ``sizes[k]`` entries are the permutation; what follows is padding.
+        Int64 ``[..., width]`` whose first ``sizes[k]`` entries are the permutation; what follows is
+        padding.
 
     Examples
     --------
@@ -185,7 +189,8 @@ def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
     ([0, 1, 2], [0, 1, 2, 3, 4])
     """
     elements = torch.arange(width, device=keys.device)
-    # Dropping the top bit keeps the hashes non-negative, so that the largest int64 sorts the padding last.
+    # Dropping the top bit keeps the hashes non-negative, so that the largest int64 sorts the
+    # padding last.
     hashes = fold_tensor(keys.unsqueeze(-1), elements) & (_MASK >> 1)
     hashes = torch.where(elements < sizes.unsqueeze(-1), hashes, torch.iinfo(torch.int64).max)
     return hashes.argsort(dim=-1, stable=True)
@@ -194,8 +199,9 @@ def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
 def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
     """Choose distinct numbers below ``population``, uniformly, in time that depends on ``count`` alone.
 
-    Small populations are ordered by hash. In large ones the numbers are the first images of a keyed permutation (a
-    Feistel network whose values outside the population are walked on), so a million clients cost no more than a thousand.
+    Small populations are ordered by hash. In large ones the numbers are the first images of a keyed
+    permutation (a Feistel network whose values outside the population are walked on), so a million
+    clients cost no more than a thousand.
 
     Examples
     --------
@@ -228,8 +234,9 @@ def choose_by_weight(
 ) -> npt.NDArray[np.int64]:
     """Choose distinct positions one after the other, each with probability proportional to its weight among the rest.
 
-    Draws that hit a position already taken are repeated; if that takes too long, the rest is decided by an exponential
-    race, which has the same distribution. The usual case costs a binary search a draw.
+    Draws that hit a position already taken are repeated; if that takes too long, the rest is
+    decided by an exponential race, which has the same distribution. The usual case costs a binary
+    search a draw.
 
     Examples
     --------

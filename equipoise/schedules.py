@@ -21,9 +21,9 @@ def register(function: F) -> F:
     Parameters
     ----------
     function : callable
-        Takes ``round``, counted from 0 after any warm-up, and returns the factor on the optimizer's learning rate.
-        If it also takes ``rounds``, it is given how many rounds there are, warm-up excluded. Then a run cannot be made
-        longer.
+        Takes ``round``, counted from 0 after any warm-up, and returns the factor on the optimizer's
+        learning rate. If it also takes ``rounds``, it is given how many rounds there are, warm-up
+        excluded. Then a run cannot be made longer.
 
     Returns
     -------
@@ -47,7 +47,8 @@ def register(function: F) -> F:
     takes = list(signature(function).parameters)
     if takes not in (["round"], ["round", "rounds"]):
         raise InputError(
-            f"schedule {name!r} takes {', '.join(takes) or 'nothing'}; valid: round, or round and rounds"
+            f"schedule {name!r} takes {', '.join(takes) or 'nothing'}; valid: round, or round and "
+            "rounds"
         )
     before = _SCHEDULES.get(name, function)
     # One that is defined again, as in a notebook, takes its own place.

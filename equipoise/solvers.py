@@ -14,8 +14,8 @@ _LARGE = 1e6
 def project_to_simplex(point: Floats) -> Floats:
     """Find the nearest weights that are not negative and sum to one.
 
-    The answer is max(v − θ, 0) with the one θ for which it sums to one; θ follows from the sorted values (Held et al.,
-    1974).
+    The answer is max(v − θ, 0) with the one θ for which it sums to one; θ follows from the sorted
+    values (Held et al., 1974).
 
     Parameters
     ----------
@@ -33,10 +33,12 @@ def project_to_simplex(point: Floats) -> Floats:
     [0.25, 0.75, 0.0]
     """
     if abs(point.max()) > _LARGE:
-        # Taking the same number from all values changes nothing, and a difference of one is not lost in rounding.
+        # Taking the same number from all values changes nothing, and a difference of one is not
+        # lost in rounding.
         point = point - point.max()
     falling = np.sort(point)[::-1]
-    # θ if the first i values stay positive, for every i; correct for the largest i for which they do.
+    # θ if the first i values stay positive, for every i; correct for the largest i for which they
+    # do.
     thresholds = (np.cumsum(falling) - 1) / np.arange(1, len(point) + 1)
     threshold = thresholds[np.flatnonzero(falling > thresholds)[-1]]
     return np.maximum(point - threshold, 0.0)
@@ -45,7 +47,8 @@ def project_to_simplex(point: Floats) -> Floats:
 def shortest_mixture(gram: Floats, *, radius: float) -> Floats:
     """Find weights of the shortest mixture of vectors, near equal weights.
 
-    It minimises ½ λᵀGλ over weights that are not negative, sum to one, and differ from 1/n by at most ``radius``.
+    It minimises ½ λᵀGλ over weights that are not negative, sum to one, and differ from 1/n by at
+    most ``radius``.
 
     Parameters
     ----------

@@ -12,7 +12,8 @@ from torch import Tensor
 from equipoise.checks import count
 from equipoise.errors import InputError
 
-# More classes than these must be said: labels that are ids or values by accident would make a model of gigabytes.
+# More classes than these must be said: labels that are ids or values by accident would make a model
+# of gigabytes.
 MOST_IMPLIED = 10_000
 
 
@@ -86,7 +87,8 @@ class Task:
         Parameters
         ----------
         loss : callable or None
-            A function of outputs and targets that returns one value a sample; ``None`` for the task's own.
+            A function of outputs and targets that returns one value a sample; ``None`` for the
+            task's own.
 
         Returns
         -------
@@ -133,7 +135,8 @@ class Task:
         Raises
         ------
         InputError
-            If the given number is no number of classes, or if targets imply so many that they are hardly labels.
+            If the given number is no number of classes, or if targets imply so many that they are
+            hardly labels.
         """
         if given is not None:
             if self.classes_in(y) is None:
@@ -142,8 +145,8 @@ class Task:
         implied = self.classes_in(y)
         if implied is not None and implied > MOST_IMPLIED:
             raise InputError(
-                f"the largest label in y is {implied - 1}, which would make {implied} classes; check that y holds labels, "
-                f"and if it does, pass classes={implied}"
+                f"the largest label in y is {implied - 1}, which would make {implied} classes; "
+                f"check that y holds labels, and if it does, pass classes={implied}"
             )
         return implied
 
@@ -257,7 +260,8 @@ def whole_numbers(y: Tensor) -> Tensor:
     if y.is_complex():
         raise InputError("y holds complex numbers; labels must be whole numbers")
     labels = y.long()
-    # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers anyway.
+    # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers
+    # anyway.
     if y.is_floating_point() and bool((labels != y).any()):
         place = tuple((labels != y).nonzero()[0].tolist())
         raise InputError(

@@ -16,15 +16,17 @@ LONGEST_MESSAGE = 2000
 def printable(text: str, longest: int | None = None) -> str:
     r"""Return text with control characters written out, and shortened if need be.
 
-    Names come from files and from clients. An escape sequence in one could recolour, rewrite or retitle the terminal it is
-    printed on, and a new line could look like a message of another program.
+    Names come from files and from clients. An escape sequence in one could recolour, rewrite or
+    retitle the terminal it is printed on, and a new line could look like a message of another
+    program.
 
     Parameters
     ----------
     text : str
         Any text.
     longest : int, optional
-        How many characters to keep. The rest is replaced by an ellipsis and the number of characters there were.
+        How many characters to keep. The rest is replaced by an ellipsis and the number of
+        characters there were.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """Trees: the parameters and buffers of a model as a flat dictionary from dotted names to tensors.
 
-A *part* is named by a prefix: ``features``, ``head``, ``personal.head``. ``all`` means every part of the shared model,
-``batchnorm`` the parameters and statistics of its BatchNorm layers, wherever they are. Parts below ``personal`` are a
-client's own copies of the part of the same name.
+A *part* is named by a prefix: ``features``, ``head``, ``personal.head``. ``all`` means every part
+of the shared model, ``batchnorm`` the parameters and statistics of its BatchNorm layers, wherever
+they are. Parts below ``personal`` are a client's own copies of the part of the same name.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
             found = [name for name in names if in_parts(name, part)]
         if not found and part in ("features", "head"):
             raise InputError(
-                f"the method names the part {part!r}, but the model has nothing there that can be trained; "
-                "valid: a model that has, such as mlp or cnn2, or the name of the layer that is the head of a model of your "
+                f"the method names the part {part!r}, but the model has nothing there that can be "
+                "trained; valid: a model that has, such as mlp or cnn2, or the name of the layer "
+                "that is the head of a model of your "
                 'own, such as train(..., head="classifier")'
             )
         if not found and part != "all":
@@ -78,8 +79,8 @@ def _batchnorm(names: list[str], part: str) -> list[str]:
     found = [name for name in within if name.rpartition(".")[0] in layers]
     if not found:
         raise InputError(
-            f"the method names the part {part!r}, but the model has no BatchNorm layer with running statistics; "
-            "valid: a model that has, such as bncnn or resnet18"
+            f"the method names the part {part!r}, but the model has no BatchNorm layer with "
+            "running statistics; valid: a model that has, such as bncnn or resnet18"
         )
     return found
 
@@ -110,8 +111,8 @@ def flat_rows(stack: Tensor) -> Tensor:
     return stack.reshape(len(stack), math.prod(stack.shape[1:]))
 
 
-# How many numbers of all clients together are computed with at a time: few enough for a CPU's cache, or enough to fill a
-# GPU.
+# How many numbers of all clients together are computed with at a time: few enough for a CPU's
+# cache, or enough to fill a GPU.
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
@@ -160,8 +161,8 @@ def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     return [t * factor.view(factor.shape + (1,) * (t.dim() - factor.dim())) for t in tensors]
 
 
-# No parameter, statistic or upload of a model that works is as large. Beyond it, a single update makes the models of
-# all clients overflow in the next round.
+# No parameter, statistic or upload of a model that works is as large. Beyond it, a single update
+# makes the models of all clients overflow in the next round.
 LARGEST = 1e12
 
 
@@ -191,7 +192,8 @@ def unusable(
     trees : iterable of Tree
         What clients sent, stacked.
     received : Tree
-        What they received. A tensor that held such numbers already, such as a mask of −∞, may hold them again.
+        What they received. A tensor that held such numbers already, such as a mask of −∞, may hold
+        them again.
 
     Returns
     -------

@@ -71,7 +71,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """The host's parts that keep something on the server, each once."""
         return tuple(dict.fromkeys((self.host.sampler, self.host.aggregation)))
 
-    # ---- all parts ---------------------------------------------------------------------------------------------------
+    # ---- all parts -------------------------------------------------------------------------------
 
     @property
     def usual_model(self) -> str:  # type: ignore[override]
@@ -101,7 +101,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
             state = part.admit(state, everyone) if part.needs_everyone else state
         return state
 
-    # ---- view and sampler --------------------------------------------------------------------------------------------
+    # ---- view and sampler ------------------------------------------------------------------------
 
     def of(self, federation: Federation) -> Federation:
         """Return the federation to train on."""
@@ -124,7 +124,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Return the state after a round."""
         return self.host.sampler.learn(state, cohort)
 
-    # ---- local rule --------------------------------------------------------------------------------------------------
+    # ---- local rule ------------------------------------------------------------------------------
 
     @property
     def makes_index(self) -> bool:  # type: ignore[override]
@@ -180,7 +180,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Return the client's new memory and its uploads."""
         return self.host.local.finish(client)
 
-    # ---- aggregation -------------------------------------------------------------------------------------------------
+    # ---- aggregation -----------------------------------------------------------------------------
 
     @property
     def usual_weights(self) -> str:  # type: ignore[override]

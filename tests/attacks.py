@@ -19,7 +19,8 @@ from equipoise.run.trainer import Trainer
 
 LIAR = 3
 SGD = Sgd(lr=0.5, momentum=0.5)
-# What the liar makes of an update: its tensor as trained, and the one it received (zero for uploads).
+# What the liar makes of an update: its tensor as trained, and the one it received (zero for
+# uploads).
 ATTACKS = {
     "x1e6": lambda own, received: received + 1e6 * (own - received),
     "flipped": lambda own, received: received - 10 * (own - received),
@@ -28,7 +29,9 @@ ATTACKS = {
 
 
 def lying(attack, liar=LIAR, uploads_only=False):
-    """Return an engine in which one client sends what an attack makes of its update and its uploads."""
+    """Return an engine in which one client sends what an attack makes of its update and its
+    uploads.
+    """
 
     class LyingCohort(StackedCohort):
         def _train_members(self, members, moving, shared, *rest):

@@ -1,4 +1,6 @@
-"""Parts of one's own that use facts, questions before training, trees that are sent once, notes and parts of a model."""
+"""Parts of one's own that use facts, questions before training, trees that are sent once, notes and
+parts of a model.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.own_samplers import SAMPLERS
 
 @dataclass(frozen=True)
 class Calibrated(LocalRule):
-    """Shift the score of class c by τ n_c^(-1/4), with n_c the client's own label counts (after FedLC)."""
+    """Shift the score of class c by τ n_c^(-1/4), with n_c the client's own label counts (after
+    FedLC).
+    """
 
     tau: float = 0.5
 
@@ -203,7 +207,9 @@ RULES = {
 
 
 def make_known(monkeypatch):
-    """Make them and the samplers known by name until the test ends, so that other tests see the library's own parts only."""
+    """Make them and the samplers known by name until the test ends, so that other tests see the
+    library's own parts only.
+    """
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     for name, part in RULES.items():

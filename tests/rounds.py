@@ -18,7 +18,9 @@ from equipoise.models.base import Model
 
 @dataclass
 class Played:
-    """What happened: the state after every round (the first is the one before), the cohorts and their updates."""
+    """What happened: the state after every round (the first is the one before), the cohorts and
+    their updates.
+    """
 
     engine: StackedEngine
     states: list[State]
@@ -84,7 +86,8 @@ def kept_by(played, client, first):
 
 
 def targets(*values, samples=None):
-    """One client a value t, with one sample (x, y) = (1, t) or as many copies of it as ``samples`` says.
+    """One client a value t, with one sample (x, y) = (1, t) or as many copies of it as ``samples``
+    says.
 
     With one weight and no bias its loss is (w - t)².
     """

@@ -171,7 +171,8 @@ def test_all_counts_of_a_value():
         # Two small values together have too few samples.
         ({"a": (9, 9), "b": (1, 1), "c": (1, 1), "d": (6, 6)}, "a", "a"),
         ({"a": (9, 9), "b": (2, 2), "c": (2, 2)}, "a", ""),
-        # Enough samples, but few positive ones: what depends on targets is withheld, with the next value.
+        # Enough samples, but few positive ones: what depends on targets is withheld, with the next
+        # value.
         ({"a": (9, 9), "b": (2, 8), "c": (5, 7)}, "abc", "a"),
         ({"a": (9, 9), "b": (2, 8)}, "ab", ""),
     ],
@@ -198,7 +199,8 @@ def test_withheld_counts_do_not_follow_from_totals():
             hidden = [cell for value, cell in cells.items() if value not in shown and sum(cell)]
             for of in sums:
                 assert all(of(cells[value]) >= 4 or of(cells[value]) == 0 for value in shown)
-                # Either nothing else is left to hide behind, or the rest is large and has several values.
+                # Either nothing else is left to hide behind, or the rest is large and has several
+                # values.
                 if hidden and shown:
                     assert len(hidden) >= 2
                     assert not 0 < sum(map(of, hidden)) < 4

@@ -92,7 +92,7 @@ def test_version(call):
     assert call("--version") == (0, f"{equipoise.__version__}\n", "")
 
 
-# ---- run -------------------------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", methods.names())
@@ -292,7 +292,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
     assert Path("broken/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,8 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
-            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta must be a finite number above 0, got 0.0\n",
+            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta must be a finite "
+            "number above 0, got 0.0\n",
         ),
         (
             ["--set", "data.partition={name: iid, clients: 1000}"],
@@ -333,11 +334,13 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
         (
             ["--resume"],
-            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment\n",
+            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the "
+            "experiment\n",
         ),
         (
             ["--resume", "--out", "typo"],
-            "--resume: typo does not exist, so there is no run to go on with; begin it without --resume\n",
+            "--resume: typo does not exist, so there is no run to go on with; begin it without "
+            "--resume\n",
         ),
     ],
 )
@@ -411,7 +414,8 @@ def test_a_directory_in_use_is_refused(call):
     assert call("run", "--rounds", 1, "--out", "a", "--resume") == (
         2,
         "",
-        "error: --rounds: a holds another experiment: training.rounds is 2 there and 1 here; choose another directory\n",
+        "error: --rounds: a holds another experiment: training.rounds is 2 there and 1 here; "
+        "choose another directory\n",
     )
 
 
@@ -501,7 +505,7 @@ def test_wrong_usage_has_code_2(call, arguments):
     assert "Usage: equipoise" in stderr
 
 
-# ---- methods and data ------------------------------------------------------------------------------------------------
+# ---- methods and data ----------------------------------------------------------------------------
 
 
 def test_methods_as_json(call):
@@ -629,7 +633,7 @@ def test_mistakes_with_data(call, arguments, message):
     assert stderr.count("\n") == 1
 
 
-# ---- names and widths ------------------------------------------------------------------------------------------------
+# ---- names and widths ----------------------------------------------------------------------------
 
 STRANGE = {"[city]": "[a]-0", "[/red]": ":fire:-1"}
 
@@ -703,7 +707,7 @@ def test_compare_says_which_model_numbers_are_of_and_what_is_missing(call, stran
     assert "warning: no run has a value of unseen.mean\n" in stdout
 
 
-# ---- paths -----------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -791,7 +795,7 @@ def test_the_tables_are_written_even_if_nobody_reads_them(call, strange, monkeyp
     assert "prox[mu]" in Path("t.md").read_text()
 
 
-# ---- the front page --------------------------------------------------------------------------------------------------
+# ---- the front page ------------------------------------------------------------------------------
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -847,7 +851,7 @@ def test_python_runs_the_package_as_the_command():
     assert done.stdout.strip() == equipoise.__version__
 
 
-# ---- files from others ------------------------------------------------------------------------------------------------
+# ---- files from others ---------------------------------------------------------------------------
 
 
 def test_names_in_a_summary_from_others_do_not_act_on_the_terminal(call):

@@ -1,4 +1,6 @@
-"""What a loss may do with its client: a second look, z computed once, parts of the method's own, the round."""
+"""What a loss may do with its client: a second look, z computed once, parts of the method's own,
+the round.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def assert_statistics_unchanged(played):
                 assert torch.equal(rows, buffer)
 
 
-# ---- a second look ---------------------------------------------------------------------------------------------------
+# ---- a second look -------------------------------------------------------------------------------
 
 
 @CHUNKS
@@ -193,7 +195,9 @@ def test_a_first_look_still_records(chunk):
 @CHUNKS
 @pytest.mark.parametrize("train", [False, True])
 def test_a_second_look_inside_a_gradient(train, chunk):
-    """The squared norm of the gradient with respect to the head, and its own gradient, which training follows."""
+    """The squared norm of the gradient with respect to the head, and its own gradient, which
+    training follows.
+    """
 
     def loss(client):
         head = {name: client.params[name] for name in ("head.weight", "head.bias")}
@@ -252,7 +256,7 @@ def test_a_second_look_where_features_do_not_move(chunk):
         )
 
 
-# ---- z once ----------------------------------------------------------------------------------------------------------
+# ---- z once --------------------------------------------------------------------------------------
 
 
 CALLS: list[str] = []
@@ -289,7 +293,7 @@ def test_features_and_head_are_computed_once_a_step(loss, chunk):
     assert sorted(CALLS) == ["50"] * passes + ["6"] * passes
 
 
-# ---- what is aligned -------------------------------------------------------------------------------------------------
+# ---- what is aligned -----------------------------------------------------------------------------
 
 
 def mapped():
@@ -331,7 +335,9 @@ def test_maps_are_aligned_by_their_means_over_positions(module, chunk):
 
 @CHUNKS
 def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
-    """Whether it comes before or after the output, of the client's own model and of the received one."""
+    """Whether it comes before or after the output, of the client's own model and of the received
+    one.
+    """
 
     def before(client):
         distance = (client.at(client.received).aligned()[0] - client.aligned()[0]).square().sum()
@@ -356,7 +362,9 @@ def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_bgp_passes_through_the_received_features_once_in_its_second_step_only(chunk):
-    """The first step needs one pass through features and head; the second one more through the received features."""
+    """The first step needs one pass through features and head; the second one more through the
+    received features.
+    """
     module = Model(nn.Sequential(nn.Flatten(), Counting(50, 6), nn.Tanh()), Counting(6, 4)).double()
     machine = Machine(device="cpu", precision="float64", chunk=chunk)
     engine = StackedEngine(images(sizes=SIZES), module, Training(batch_size=20), machine)
@@ -379,7 +387,7 @@ def test_a_model_with_a_forward_of_its_own_cannot_be_aligned():
         play(build("bgp"), images(sizes=SIZES), module, [[0]])
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
+# ---- parts ---------------------------------------------------------------------------------------
 
 
 def test_a_part_that_the_model_lacks_is_named():
@@ -407,7 +415,7 @@ def test_a_part_moves_only_where_a_phase_says_so(chunk):
         assert torch.equal(tensor, before[name]) != name.startswith("projection.")
 
 
-# ---- the round -------------------------------------------------------------------------------------------------------
+# ---- the round -----------------------------------------------------------------------------------
 
 
 @CHUNKS

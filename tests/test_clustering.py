@@ -1,4 +1,6 @@
-"""Clusters of clients: what is found, how clusters are numbered from round to round, and shares of two types."""
+"""Clusters of clients: what is found, how clusters are numbered from round to round, and shares of
+two types.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_the_nearest_centre():
 @pytest.mark.parametrize("by", ["bic", "stability"])
 @pytest.mark.parametrize("width", [3, 384])
 def test_the_number_of_types_is_found_among_22_clients(by, width):
-    """Sizes as in the paper's federation of digits; a few clients with more noise, as small clients have."""
+    """Sizes as in the paper's federation of digits; a few clients with more noise, as small clients
+    have.
+    """
     points, labels = clouds([10, 6, 3, 2, 1], width=width, noise=0.2)
     points[::7] += 0.3 * np.random.default_rng(5).normal(size=points[::7].shape)
     assert choose_number(points, 8, by=by) == 5

@@ -119,7 +119,8 @@ def test_every_method_has_types_that_can_be_checked(name):
         ),
         (
             ["training.epochs=1.5"],
-            "--set training.epochs=1.5: training.epochs must be a whole number or a list of 2 whole numbers, got 1.5",
+            "--set training.epochs=1.5: training.epochs must be a whole number or a list of 2 "
+            "whole numbers, got 1.5",
         ),
         (
             ["training.clip=[1]"],
@@ -140,7 +141,8 @@ def test_every_method_has_types_that_can_be_checked(name):
         ),
         (
             ["method=fedprox", "method.mu=-1"],
-            "x.yaml, --set method=fedprox, --set method.mu=-1: fedprox.mu must be at least 0, got -1.0",
+            "x.yaml, --set method=fedprox, --set method.mu=-1: fedprox.mu must be at least 0, got "
+            "-1.0",
         ),
         (
             ["data.splits=[0.5, 0.5]"],
@@ -148,7 +150,8 @@ def test_every_method_has_types_that_can_be_checked(name):
         ),
         (
             ["data.unseen=some"],
-            "--set data.unseen=some: data.unseen must be a number or a list of whole numbers, got 'some'",
+            "--set data.unseen=some: data.unseen must be a number or a list of whole numbers, got "
+            "'some'",
         ),
         (
             ["model.hidden=3"],

@@ -80,7 +80,8 @@ def test_harmful_yaml_is_one_line(text, message, tmp_path):
 def test_an_alias_that_repeats_a_value_is_fine(tmp_path):
     path = tmp_path / "experiment.yaml"
     path.write_text(
-        "data: &name digits\nmodel: {name: mlp, hidden: &sizes [8]}\nmethod: {name: fedavg}\nseed: 3"
+        "data: &name digits\nmodel: {name: mlp, hidden: &sizes [8]}\nmethod: {name: fedavg}\nseed: "
+        "3"
     )
     assert load_experiment(path).model["hidden"] == [8]
 

@@ -1,4 +1,6 @@
-"""The fairness metrics: numbers worked out by hand, properties, refusals, and the documentation that quotes them."""
+"""The fairness metrics: numbers worked out by hand, properties, refusals, and the documentation
+that quotes them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from equipoise.fairness import METRICS, Summary, jain_index, pair_sum, per_group
 
 NAN = math.nan
 
-# Six clients of three groups. Means of the groups: (0.9 + 0.8 + 0.7) / 3 = 0.8, (0.6 + 0.4) / 2 = 0.5, 0.2.
+# Six clients of three groups. Means of the groups: (0.9 + 0.8 + 0.7) / 3 = 0.8, (0.6 + 0.4) / 2 =
+# 0.5, 0.2.
 VALUES = [0.9, 0.6, 0.8, 0.2, 0.7, 0.4]
 GROUPS = [0, 1, 0, 2, 0, 1]
 SIZES = [10, 20, 10, 5, 30, 25]

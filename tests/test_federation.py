@@ -544,8 +544,8 @@ def test_a_regression_has_no_classes_to_name():
 
 def test_a_federation_is_printed_as_one_short_line() -> None:
     assert repr(small(name="two", unseen=np.array([False, True]))) == (
-        "<Federation 'two': classification with 3 classes; 2 clients in 2 groups (north, south), 1 of them unseen; "
-        "7 samples of shape (2,): 3 train, 1 val, 2 test>"
+        "<Federation 'two': classification with 3 classes; 2 clients in 2 groups (north, south), 1 "
+        "of them unseen; 7 samples of shape (2,): 3 train, 1 val, 2 test>"
     )
     many = small(
         group_names=tuple("abcdefghijkl"), y=torch.arange(7.0), task="regression", classes=None
@@ -553,7 +553,7 @@ def test_a_federation_is_printed_as_one_short_line() -> None:
     assert "regression; 2 clients in 12 groups (a, b, c, d, e, f, g, h, …); 7 samples" in repr(many)
 
 
-# ---- what is probably a mistake --------------------------------------------------------------------------------------
+# ---- what is probably a mistake ------------------------------------------------------------------
 
 
 def test_labels_that_skip_0_are_warned_of():

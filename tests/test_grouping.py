@@ -1,4 +1,6 @@
-"""Clusters from round to round: who keeps a cluster, what is sent, and what happens when clients come and go."""
+"""Clusters from round to round: who keeps a cluster, what is sent, and what happens when clients
+come and go.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def test_fewer_clients_than_clusters_and_clusters_without_members():
     assert two.notes["clusters"].tolist() == [0, 1]
     shared, _ = method.send(two, cohort_of([0, 1]))
     assert shared["centres"]["h"].flatten().tolist() == [1, 9]
-    # Both are in cluster 1 now. Cluster 0 is not sent, but its centre is kept, and so is its number.
+    # Both are in cluster 1 now. Cluster 0 is not sent, but its centre is kept, and so is its
+    # number.
     assert moved.notes["clusters"].tolist() == [1, 1]
     shared, each = method.send(moved, cohort_of([0, 1]))
     assert shared["centres"]["h"].flatten().tolist() == [9.5]

@@ -122,8 +122,8 @@ def test_a_run_takes_own_code_along(place, tmp_path_factory):
     code, _, errors = equipoise(*resume, cwd=place)
     assert (code, errors.count("\n")) == (2, 1)
     assert (
-        f"would execute {elsewhere / 'run' / 'mine.py'}; read it, and if you trust it, pass trust=True"
-        in errors
+        f"would execute {elsewhere / 'run' / 'mine.py'}; read it, and if you trust it, pass "
+        "trust=True" in errors
     )
     code, _, errors = equipoise(*resume, "--trust", cwd=place)
     assert code == 0, errors
@@ -264,12 +264,14 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
         (
             "absent",
             None,
-            "--import: imports: 'absent' cannot be imported (ModuleNotFoundError: No module named 'absent')",
+            "--import: imports: 'absent' cannot be imported (ModuleNotFoundError: No module named "
+            "'absent')",
         ),
         (
             "broken.py",
             "1 / 0",
-            "--import: imports: 'broken.py' cannot be imported (ZeroDivisionError: division by zero)",
+            "--import: imports: 'broken.py' cannot be imported (ZeroDivisionError: division by "
+            "zero)",
         ),
         (
             "leaving.py",

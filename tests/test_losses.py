@@ -39,7 +39,7 @@ def federation():
     return Federation.from_arrays(x, y, clients=clients, groups=groups, classes=3)
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3, 2)])
@@ -83,7 +83,7 @@ def test_losses_of_regression_are_those_of_pytorch():
     torch.testing.assert_close(losses.build("huber", delta=0.7)(output, y), wanted)
 
 
-# ---- what follows them -------------------------------------------------------------------------------------------------
+# ---- what follows them ---------------------------------------------------------------------------
 
 
 def doubled(output, y):
@@ -91,7 +91,9 @@ def doubled(output, y):
 
 
 def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
-    """Twice the loss with half the learning rate is the same training; all losses that are reported are twice as large."""
+    """Twice the loss with half the learning rate is the same training; all losses that are reported
+    are twice as large.
+    """
     how = {"model": "mlp", "rounds": 2, "machine": FLOAT64}
     plain = train(federation(), optimizer={"name": "sgd", "lr": 0.1}, **how)
     run = train(
@@ -119,7 +121,9 @@ def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
 
 @pytest.mark.parametrize("method", ["qffl", "afl", "gifair"])
 def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
-    """The reports of a round are the loss of the run on the clients' own samples, computed here by hand."""
+    """The reports of a round are the loss of the run on the clients' own samples, computed here by
+    hand.
+    """
     seen = []
     original = StackedCohort.train
 
@@ -189,7 +193,7 @@ def test_a_registered_function_is_known_by_its_name():
     assert Training(loss="tenfold").loss is tenfold
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,8 @@ def test_a_registered_function_is_known_by_its_name():
         ),
         (
             "huber",
-            "the loss 'huber' is for the task regression, but the task of this federation is classification",
+            "the loss 'huber' is for the task regression, but the task of this federation is "
+            "classification",
         ),
         (torch.nn.CrossEntropyLoss, "got the class CrossEntropyLoss"),
         (3, "a function of outputs and targets that returns one value a sample, got 3"),

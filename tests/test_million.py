@@ -69,14 +69,16 @@ def test_every_round_has_its_cohort_and_only_they_are_remembered(million):
     assert [row["cohort"] for row in rows_of(out, "rounds")] == [COHORT] * ROUNDS
     tensors, _ = load_tensors(out / "checkpoint.safetensors")
     who = tensors["memory/clients"]
-    # Three draws of a hundred among a million: two of them share a client about once in thirty runs, never more than a few.
+    # Three draws of a hundred among a million: two of them share a client about once in thirty
+    # runs, never more than a few.
     assert COHORT * ROUNDS - 3 <= len(who) <= COHORT * ROUNDS
     assert len(who.unique()) == len(who)
     assert all(
         len(stack) == len(who) for name, stack in tensors.items() if name.startswith("memory/")
     )
     assert (who % 1000 != 0).all(), "an unseen client trained"
-    # Of 300 uniform draws the mean is within five standard errors of the middle, and a tenth holds about thirty.
+    # Of 300 uniform draws the mean is within five standard errors of the middle, and a tenth holds
+    # about thirty.
     assert abs(float(who.double().mean()) - CLIENTS / 2) < 5 * CLIENTS / (12 * len(who)) ** 0.5
     assert all(
         10 < int(((who >= low) & (who < low + CLIENTS // 10)).sum()) < 60

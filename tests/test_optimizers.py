@@ -1,4 +1,6 @@
-"""Stacked optimizers against ``torch.optim`` client by client, names and refusals, and schedules by hand."""
+"""Stacked optimizers against ``torch.optim`` client by client, names and refusals, and schedules by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_stacked_steps_are_those_of_torch_optim(name, options, rates, recorded):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_clients_that_have_finished_rest(name, options):
-    """Steps are given views of the first rows only, down to a single one that has lost its leading axis."""
+    """Steps are given views of the first rows only, down to a single one that has lost its leading
+    axis.
+    """
     optimizer = optimizer_named(name, lr=0.05, **options)
     params = stack(3, 0)
     start = [tensor.clone() for tensor in params]
@@ -190,7 +194,7 @@ def test_betas_of_a_configuration_file_become_a_pair():
     assert optimizer_named("adamw").weight_decay == 0.01
 
 
-# ---- schedules --------------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

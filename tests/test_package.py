@@ -1,4 +1,6 @@
-"""Which modules may import which: what methods and models are written in knows nothing of engines and runs."""
+"""Which modules may import which: what methods and models are written in knows nothing of engines
+and runs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ ABOVE = (
 
 
 def imported_by(path):
-    """List what a module imports when it is itself imported: not inside functions, and not for type checkers alone."""
+    """List what a module imports when it is itself imported: not inside functions, and not for type
+    checkers alone.
+    """
     found = []
 
     def visit(statements):
@@ -70,8 +74,10 @@ def within(name, packages):
 def test_imports_are_found(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
-        "from typing import TYPE_CHECKING\nimport a.b\ntry:\n    from c import d\nexcept ImportError:\n    import e\n"
-        "if TYPE_CHECKING:\n    import never\nclass K:\n    import f\ndef function():\n    import never\n"
+        "from typing import TYPE_CHECKING\nimport a.b\ntry:\n    from c import d\nexcept "
+        "ImportError:\n    import e\n"
+        "if TYPE_CHECKING:\n    import never\nclass K:\n    import f\ndef function():\n    import "
+        "never\n"
     )
     assert imported_by(file) == ["typing.TYPE_CHECKING", "a.b", "c.d", "e", "f"]
 
@@ -82,7 +88,9 @@ def test_the_words_of_methods_and_models_know_nothing_of_engines(name):
 
 
 def test_no_module_imports_itself_in_a_circle():
-    """Packages count by their modules, and ``from package import name`` by the module that ``name`` is, if it is one."""
+    """Packages count by their modules, and ``from package import name`` by the module that ``name``
+    is, if it is one.
+    """
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
             ".__init__"

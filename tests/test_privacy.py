@@ -17,7 +17,8 @@ from equipoise.privacy import gaussian_epsilon
 def test_the_largest_excess_over_all_events_is_delta(noise, releases, delta):
     """δ is the largest P(A) − e^ε Q(A), for the two distributions of all releases together."""
     epsilon = gaussian_epsilon(noise, releases, delta)
-    # Vectors C and −C in one dimension, with deviation noise · C; means of n releases have a deviation of 1/√n of it.
+    # Vectors C and −C in one dimension, with deviation noise · C; means of n releases have a
+    # deviation of 1/√n of it.
     deviation = noise / np.sqrt(releases)
     grid = np.linspace(-1 - 12 * deviation, 1 + 12 * deviation, 2_000_001)
     excess = norm.pdf(grid, 1, deviation) - np.exp(epsilon) * norm.pdf(grid, -1, deviation)

@@ -1,4 +1,6 @@
-"""Random numbers: the same bits everywhere, the right distributions, and no dependence on anybody else."""
+"""Random numbers: the same bits everywhere, the right distributions, and no dependence on anybody
+else.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_uniform_numbers_are_uniform_and_exact_in_float32():
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 31, 47, 62, 63])
 def test_every_bit_is_balanced_and_neighbours_are_independent(bit):
-    """Pairs must not overlap, or they are no independent draws; over many keys p-values are then uniform themselves."""
+    """Pairs must not overlap, or they are no independent draws; over many keys p-values are then
+    uniform themselves.
+    """
     hashes = fold_tensor(fold_tensor(0, torch.arange(200)).unsqueeze(1), torch.arange(8000))
     bits = ((hashes >> bit) & 1).view(200, 4000, 2)
     pairs = (2 * bits[..., 0] + bits[..., 1]).numpy()
@@ -139,7 +143,7 @@ def test_a_permutation_does_not_depend_on_chunk_mates_or_width():
         assert together[i, :size].tolist() == order
 
 
-# ---- choosing clients -------------------------------------------------------------------------------------------------
+# ---- choosing clients ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("population", [1, 7, 4096, 4097, 5000, 65_536, 65_537, 1_000_003])
@@ -193,7 +197,9 @@ def successive(weights, count):
     [([1, 2, 5], 1), ([1, 2, 5], 2), ([1, 2, 5], 3), ([4, 1, 1, 10], 2), ([1, 3, 200], 2)],
 )
 def test_choosing_by_weight_is_successive_sampling(weights, count):
-    """The last case needs more draws than are made at once, so that the exponential race decides too."""
+    """The last case needs more draws than are made at once, so that the exponential race decides
+    too.
+    """
     trials = 12_000
     found = Counter(
         tuple(choose_by_weight(key, np.array(weights, float), count).tolist())

@@ -1,4 +1,6 @@
-"""Real pictures, where they are at hand: MNIST in the usual four files, in ``EQUIPOISE_DATA/mnist`` or beside the repository."""
+"""Real pictures, where they are at hand: MNIST in the usual four files, in ``EQUIPOISE_DATA/mnist``
+or beside the repository.
+"""
 
 from __future__ import annotations
 

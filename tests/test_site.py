@@ -1,4 +1,6 @@
-"""The documentation as a site: every method has a page, tables are those of the registry, links hold."""
+"""The documentation as a site: every method has a page, tables are those of the registry, links
+hold.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ def test_the_projection_lies_on_the_simplex_and_nothing_there_is_nearer(point):
     found = project_to_simplex(point)
     assert found.min() >= 0
     assert found.sum() == pytest.approx(1, abs=1e-12)
-    # The projection P of v is the one point with (v - P)·(z - P) ≤ 0 for all z; corners of the simplex suffice.
+    # The projection P of v is the one point with (v - P)·(z - P) ≤ 0 for all z; corners of the
+    # simplex suffice.
     slack = (point - found) - (point - found) @ found
     assert slack.max() <= 1e-10
 
@@ -49,7 +50,9 @@ def test_the_projection_leaves_its_input_alone():
 
 
 def violation(gram, weights, radius):
-    """How far weights are from optimal, where moving weight from one that may give to one that may take never helps."""
+    """How far weights are from optimal, where moving weight from one that may give to one that may
+    take never helps.
+    """
     low = np.maximum(1 / len(gram) - radius, 0)
     high = np.minimum(1 / len(gram) + radius, 1)
     assert weights.sum() == pytest.approx(1, abs=1e-12)

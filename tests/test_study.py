@@ -65,7 +65,9 @@ def score_by_hand(directory, *, model, metric, split="test"):
 
 
 def unmarked(markdown):
-    """Return the lines of tables without the marks of the best, the second and those worse than the best."""
+    """Return the lines of tables without the marks of the best, the second and those worse than the
+    best.
+    """
     lines = markdown.splitlines()
     return [re.sub(r"\*\*|</?u>| †", "", line) if line.startswith("|") else line for line in lines]
 
@@ -78,7 +80,7 @@ def outcomes(study, out, **options):
     return results, seen
 
 
-# ---- planning --------------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
 def test_methods_by_settings_by_seeds():
@@ -179,7 +181,8 @@ def test_methods_by_settings_by_seeds():
         ({"metrics": ["global.bytes_up"]}, "unknown metric 'global.bytes_up' in metrics of s.yaml"),
         (
             {"methods": [{"name": "qffl", "grid": {"q": 1}}]},
-            "s.yaml: grid of method 'qffl' must hold hyper-parameters with lists of values, got {'q': 1}",
+            "s.yaml: grid of method 'qffl' must hold hyper-parameters with lists of values, got "
+            "{'q': 1}",
         ),
         (
             {"methods": [{"name": "qffl", "grid": {"q": [1, 2, 1]}}]},
@@ -235,7 +238,7 @@ def test_which_model_a_short_name_means():
     assert value_of(trained, "local.unseen.mean") is value_of(alone, "local.mean") is None
 
 
-# ---- a part of a study -----------------------------------------------------------------------------------------------
+# ---- a part of a study ---------------------------------------------------------------------------
 
 WIDE = {
     "base": BASE,
@@ -357,7 +360,7 @@ def test_columns_of_groups_that_the_part_does_not_have_stay_empty(tmp_path):
         study_from(mapping, settings=["mixed"], metrics=["groups.plain"]).run(tmp_path / "again")
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 def test_tables_equal_what_the_runs_say(tmp_path):
@@ -558,8 +561,8 @@ def test_a_directory_of_another_experiment_is_refused_before_anything_runs(tmp_p
     with pytest.raises(InputError) as caught:
         study_from(changed).run(tmp_path, watch=lambda job, outcome: seen.append(outcome))
     assert str(caught.value) == (
-        f"{tmp_path / 'base' / 'fedavg' / 'seed1'} holds another experiment: training.rounds is 2 there and 3 here; "
-        "choose another directory with --out"
+        f"{tmp_path / 'base' / 'fedavg' / 'seed1'} holds another experiment: training.rounds is 2 "
+        "there and 3 here; choose another directory with --out"
     )
     assert (seen, snapshot(tmp_path)) == ([], before)
     outcomes(study_from({**changed, "settings": {"other": {}}}), tmp_path)
@@ -632,7 +635,9 @@ def test_a_damaged_summary_is_named_and_the_others_run(tmp_path, damage):
 
 
 def forget_validation(directory):
-    """Make a run's summary one of an earlier release, which said nothing of validation data and had no checksums."""
+    """Make a run's summary one of an earlier release, which said nothing of validation data and had
+    no checksums.
+    """
     (directory / "SHA256SUMS").unlink()
     file = directory / "summary.json"
     file.write_text(
@@ -676,7 +681,7 @@ def test_damaged_rows_are_named_and_the_others_run(tmp_path):
     assert list(results.values("base", "fedavg", "mean")) == [1]
 
 
-# ---- which model a number is of --------------------------------------------------------------------------------------
+# ---- which model a number is of ------------------------------------------------------------------
 
 ALONE = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}}
 BOTH = {**ALONE, "personal": {"seen": {"mean": 0.7}}}
@@ -684,7 +689,9 @@ OWN = {"personal": {"seen": {"mean": 0.6}, "unseen": {"mean": 0.3}}}
 
 
 def results_of(study, *parts, score="accuracy"):
-    """Make results of what the runs of each method, in the study's order, would have said; None: the run failed."""
+    """Make results of what the runs of each method, in the study's order, would have said; None:
+    the run failed.
+    """
     said = dict(zip(study.methods, parts, strict=True))
     whole = {job.path: said[job.method] for job in study.jobs}
     summaries = {
@@ -750,7 +757,7 @@ def test_a_column_without_a_value_is_named():
     assert results_of(study, None, None).warnings == []
 
 
-# ---- groups that are not there ---------------------------------------------------------------------------------------
+# ---- groups that are not there -------------------------------------------------------------------
 
 STYLES = "Valid: blurred, inverted, plain, rotated, textured"
 
@@ -829,7 +836,7 @@ def test_data_that_cannot_be_loaded_are_their_own_runs_failure(tmp_path):
     assert results.cell("fine", "fedavg", "mean") == f"{value:.3f}"
 
 
-# ---- tuning ----------------------------------------------------------------------------------------------------------
+# ---- tuning --------------------------------------------------------------------------------------
 
 GRIDS = {
     "base": BASE,
@@ -938,8 +945,9 @@ def test_which_values_are_best():
     assert tuning.best(measured, reference=0.99) == "same"
 
 
-# Three clients, two of group plain and one of group textured, with 0.9, 0.9, 0.5 under one value of the grid and
-# 0.8, 0.8, 0.7 under the other: the mean is 2.3 / 3 under both. Jain: 2.3² / (3 · 1.87) and 2.3² / (3 · 1.77).
+# Three clients, two of group plain and one of group textured, with 0.9, 0.9, 0.5 under one value of
+# the grid and 0.8, 0.8, 0.7 under the other: the mean is 2.3 / 3 under both. Jain: 2.3² / (3 ·
+# 1.87) and 2.3² / (3 · 1.77).
 UNEVEN = {
     "mean": 2.3 / 3,
     "mean_groups": 0.7,
@@ -1063,7 +1071,8 @@ def test_where_nothing_can_be_chosen_the_results_say_why():
     results = results_of(study, part, part, part)
     assert results.chosen("base") == {}
     assert results.warnings == [
-        "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients"
+        "base: nothing chosen for qffl, because none of its runs has a value of "
+        "personal.sigma_clients"
     ]
     assert results.undecided == [("base", "qffl")]
     assert results_of(study, part, None, None).warnings == []
@@ -1149,7 +1158,7 @@ def test_a_study_of_validation_data(tmp_path):
     assert again.plain() == results.plain()
 
 
-# ---- every group left out once ---------------------------------------------------------------------------------------
+# ---- every group left out once -------------------------------------------------------------------
 
 FOLDS = {
     **STUDY,
@@ -1259,7 +1268,8 @@ def test_mistakes_in_what_is_left_out(changes, message):
         ),
         (
             {"methods": [{"name": "fedavg", "set": {"training.epoch": 3}}]},
-            "unknown key 'training.epoch' in set of method 'fedavg' of s.yaml; did you mean 'training.epochs'?",
+            "unknown key 'training.epoch' in set of method 'fedavg' of s.yaml; did you mean "
+            "'training.epochs'?",
         ),
     ],
 )
@@ -1463,7 +1473,7 @@ def test_values_are_chosen_over_all_folds(tmp_path):
     assert (results.undecided, study.baseline) == ([], None)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_compare_prints_tables_and_writes_files(tmp_path, monkeypatch, capsys):
@@ -1560,8 +1570,8 @@ def test_an_edited_study_does_not_replace_what_came_out_before(tmp_path, monkeyp
     assert compare(monkeypatch, capsys, "s.yaml", "--markdown", "s.md")[0] == 0
     before = snapshot(tmp_path / "runs"), Path("s.md").read_text()
     message = (
-        "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and 1 here; "
-        "choose another directory with --out\n"
+        "error: runs/s/base/fedavg/seed0 holds another experiment: training.rounds is 2 there and "
+        "1 here; choose another directory with --out\n"
     )
     again = ("s.yaml", "--set", "training.rounds=1", "--markdown", "s.md")
     assert compare(monkeypatch, capsys, *again) == (2, "", message)
@@ -1630,8 +1640,8 @@ def test_compare_ends_with_1_when_nothing_could_be_chosen(tmp_path, monkeypatch,
     code, stdout, _ = compare(monkeypatch, capsys, "t.yaml", "--tune", "--set", "training.rounds=1")
     assert code == 1
     assert (
-        "base: nothing chosen for qffl, because none of its runs has a value of personal.sigma_clients"
-        in stdout
+        "base: nothing chosen for qffl, because none of its runs has a value of "
+        "personal.sigma_clients" in stdout
     )
     Path("t.yaml").write_text(
         yaml.safe_dump({**mapping, "tuning": {"set": {"data.splits": [0.8, 0, 0.2]}}})
@@ -1667,7 +1677,7 @@ def test_compare_refuses_a_broken_file(tmp_path, monkeypatch, capsys):
     )
 
 
-# ---- being killed ----------------------------------------------------------------------------------------------------
+# ---- being killed --------------------------------------------------------------------------------
 
 
 def start(study, out, *options):

@@ -55,7 +55,9 @@ def run(*command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """Build both distributions as ``make dist`` does, from a copy of the files that belong to the project."""
+    """Build both distributions as ``make dist`` does, from a copy of the files that belong to the
+    project.
+    """
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
@@ -68,7 +70,9 @@ def dist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory):
-    """The programs of a new environment with the wheel, in which the dependencies of this one are found."""
+    """The programs of a new environment with the wheel, in which the dependencies of this one are
+    found.
+    """
     place = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", place, cwd=place.parent)
     (wheel,) = dist.glob("*.whl")
@@ -132,9 +136,8 @@ def test_the_wheel_alone_runs_the_demo_and_the_commands(installed, tmp_path):
 def test_the_examples_of_the_readme_run_with_the_wheel(installed, tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path / "README.md")
     program = (
-        "import doctest, sys; "
-        "failed, tried = doctest.testfile('README.md', module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE); "
-        "sys.exit(failed or tried < 5)"
+        "import doctest, sys; failed, tried = doctest.testfile('README.md', module_relative=False, "
+        "optionflags=doctest.NORMALIZE_WHITESPACE); sys.exit(failed or tried < 5)"
     )
     # Doctest looks files up from the directory of the program, which -c does not have.
     (tmp_path / "examples.py").write_text(program)
@@ -150,7 +153,8 @@ def test_extras_are_imported_only_when_they_are_used():
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name.partition('.')[0] in {EXTRAS!r}: raise ImportError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "import equipoise.cli.show, equipoise.report, equipoise.config, equipoise.study, equipoise.explain\n"
+        "import equipoise.cli.show, equipoise.report, equipoise.config, equipoise.study, "
+        "equipoise.explain\n"
         "from equipoise import data, methods, models\n"
         "for name in methods.names(): methods.build(name)\n"
         "for name in data.SOURCES: data.recipe_of(name)\n"
@@ -184,6 +188,7 @@ def test_the_code_compiles_without_warnings(version):
     program = (
         "import sys, pathlib, warnings\n"
         "warnings.simplefilter('error')\n"
-        "for path in pathlib.Path('equipoise').rglob('*.py'): compile(path.read_text(encoding='utf-8'), path, 'exec')\n"
+        "for path in pathlib.Path('equipoise').rglob('*.py'): "
+        "compile(path.read_text(encoding='utf-8'), path, 'exec')\n"
     )
     run(python, "-c", program, cwd=ROOT)

@@ -81,7 +81,8 @@ def test_a_wrapper_says_of_itself_what_its_host_says(name):
 
 
 def test_losses_and_the_prior_by_hand():
-    """F = (w - 3)² with 1 sample and (w + 1)² with 3: from w = 1, gradients -4 and 4, doubled; steps of 0.1.
+    """F = (w - 3)² with 1 sample and (w + 1)² with 3: from w = 1, gradients -4 and 4, doubled;
+    steps of 0.1.
 
     Models 1.8 and 0.2; the prior (1/4, 3/4) squared is (1, 9)/10.
     """
@@ -110,7 +111,7 @@ def test_bytes_asked_through_another_prior_are_counted():
     assert (ours.bytes_up, ours.bytes_down) == (theirs.bytes_up + 8 * 3, theirs.bytes_down)
 
 
-# ---- how they are written --------------------------------------------------------------------------------------------
+# ---- how they are written ------------------------------------------------------------------------
 
 NESTED = [
     {"name": "unchanged", "host": "fedprox"},
@@ -261,7 +262,7 @@ def test_options_of_the_host_can_be_overridden(tmp_path):
     assert again.method == made.method
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 RUN = {"name": "sharpened", "factor": 0.9, "power": 0.5, "host": {"name": "scaffold", "lr": 0.9}}
 

@@ -1,4 +1,6 @@
-"""How many trials the long tests make: a tenth of the full number, or all of them (``make trials``)."""
+"""How many trials the long tests make: a tenth of the full number, or all of them (``make
+trials``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A bare PyTorch loop: one model, one optimizer, clients one after another. The referee of exactness."""
+"""A bare PyTorch loop: one model, one optimizer, clients one after another.
+
+The referee of exactness.
+"""
 
 from __future__ import annotations
 

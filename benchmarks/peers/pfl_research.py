@@ -57,7 +57,8 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     job = work.job
     x, y = work.data()
     module = WithLoss(work.model(stage))
-    # Visiting users in turn is pfl's own sampler, and gives exactly the cohorts of ``job.cohort_of``.
+    # Visiting users in turn is pfl's own sampler, and gives exactly the cohorts of
+    # ``job.cohort_of``.
     users = {client: (x[client], y[client]) for client in range(job.clients)}
     dataset = FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users)))
     rounds = stage.warmup + stage.rounds

@@ -121,29 +121,33 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
     if labels >= CLEAR_LABELS:
         held = f"{measured.labels_held:.0f}" if measured.labels_held is not None else "few"
         reasons.append(
-            f"Clients have different labels (skew {labels:.2f}; half of them have {held} labels or fewer). A client is "
-            "tested on labels like its own, so a model that knows them has an advantage over one for all labels."
+            f"Clients have different labels (skew {labels:.2f}; half of them have {held} labels or "
+            "fewer). A client is tested on labels like its own, so a model that knows them has an "
+            "advantage over one for all labels."
         )
     if features >= CLEAR_FEATURES:
         where = ""
         if measured.between_groups is not None:
             where = f", {measured.between_groups:.0%} of it between groups"
         reasons.append(
-            f"Inputs of the same label differ between clients (shift {features:.2f}{where}). Updates of clients point in "
-            "different directions, and plain averaging makes slow progress."
+            f"Inputs of the same label differ between clients (shift {features:.2f}{where}). "
+            "Updates of clients point in different directions, and plain averaging makes slow "
+            "progress."
         )
         if batchnorm:
             notes.append(
-                "The model has BatchNorm: fedbn keeps it with the clients and suits inputs that differ."
+                "The model has BatchNorm: fedbn keeps it with the clients and suits inputs that "
+                "differ."
             )
     if measured.size_skew >= CLEAR_SIZES:
         reasons.append(
-            f"Clients have different sizes ({measured.smallest:,} to {measured.largest:,} training samples, the largest "
-            f"{measured.size_skew:.0f} times the median). Weights by size make use of all samples; small clients have too "
-            "few for models of their own."
+            f"Clients have different sizes ({measured.smallest:,} to {measured.largest:,} training "
+            f"samples, the largest {measured.size_skew:.0f} times the median). Weights by size "
+            "make use of all samples; small clients have too few for models of their own."
         )
         notes.append(
-            "Look at the worst tenth of clients: term or qffl help if small clients are left behind."
+            "Look at the worst tenth of clients: term or qffl help if small clients are left "
+            "behind."
         )
     if labels >= STRONG_LABELS or (labels >= CLEAR_LABELS and features < CLEAR_FEATURES):
         family = "personal"
@@ -153,7 +157,8 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
         family = "average"
         if not reasons:
             reasons.append(
-                "Clients differ in labels, inputs and sizes by chance only, so plain averaging fits."
+                "Clients differ in labels, inputs and sizes by chance only, so plain averaging "
+                "fits."
             )
     return Advice(family, tuple(reasons), tuple(notes))
 
@@ -162,17 +167,18 @@ def _notes(measured: Measured) -> list[str]:
     notes = []
     if measured.participation <= FEW_TAKE_PART:
         notes.append(
-            f"Only {measured.participation:.0%} of the clients take part in a round. Results vary with the last cohort: use "
-            "evaluation.last. Methods whose clients keep something between rounds (ditto, scaffold, feddyn) use it seldom; "
-            "fine-tuning needs no memory."
+            f"Only {measured.participation:.0%} of the clients take part in a round. Results vary "
+            "with the last cohort: use evaluation.last. Methods whose clients keep something "
+            "between rounds (ditto, scaffold, feddyn) use it seldom; fine-tuning needs no memory."
         )
     if measured.unseen:
         notes.append(
-            f"{measured.unseen} clients are held out of training. Without data of their own they can only use the shared "
-            "model, so look at its results for unseen clients too."
+            f"{measured.unseen} clients are held out of training. Without data of their own they "
+            "can only use the shared model, so look at its results for unseen clients too."
         )
     if measured.groups > 1 and (measured.between_groups or 0) > 0.5:
         notes.append(
-            "Groups differ: compare their means, and see gifair or term with tilts: groups if one is left behind."
+            "Groups differ: compare their means, and see gifair or term with tilts: groups if one "
+            "is left behind."
         )
     return notes

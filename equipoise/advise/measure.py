@@ -42,8 +42,8 @@ class Measured:
     labels_held : float or None
         How many labels a client has, as the median over clients.
     feature_shift : float or None
-        How much of the variance of inputs within a label lies between clients, from 0 to 1; rescaled
-        so that 0 is what shuffled clients give. None for inputs that are not numbers.
+        How much of the variance of inputs within a label lies between clients, from 0 to 1;
+        rescaled so that 0 is what shuffled clients give. None for inputs that are not numbers.
     between_groups : float or None
         The share of that which lies between groups. None with one group or without a shift.
     participation : float

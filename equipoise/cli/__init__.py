@@ -1,4 +1,7 @@
-"""The command line. Nothing heavy is imported before a command needs it, so that help is instant."""
+"""The command line.
+
+Nothing heavy is imported before a command needs it, so that help is instant.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,8 @@ def run(
         if experiment and experiment.is_dir():
             if out is not None and out != experiment:
                 raise InputError(
-                    f"{experiment} is the directory of a run, which is resumed there; leave --out away"
+                    f"{experiment} is the directory of a run, which is resumed there; leave --out "
+                    "away"
                 )
             experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
@@ -145,10 +149,12 @@ def run(
         )
         if experiment and _leaning(content) > 0:
             raise InputError(
-                f"{experiment} is a study, not an experiment; run it with: equipoise compare {experiment}"
+                f"{experiment} is a study, not an experiment; run it with: equipoise compare "
+                f"{experiment}"
             )
         if experiment and "resolved" in content and not import_:
-            # Anybody may have put code into a run directory, while an experiment is a file of one's own.
+            # Anybody may have put code into a run directory, while an experiment is a file of one's
+            # own.
             import_of_run(content.get("imports", []), experiment.parent, trust=trust)
         where = "" if experiment is None else str(experiment)
         made = experiment_from(content, where, overrides, on_import=_say_import)
@@ -157,7 +163,8 @@ def run(
             check_directory(directory, "choose another with --out")
         elif not directory.exists():
             raise InputError(
-                f"--resume: {directory} does not exist, so there is no run to go on with; begin it without --resume"
+                f"--resume: {directory} does not exist, so there is no run to go on with; begin it "
+                "without --resume"
             )
         try:
             with show.rounds(made.method.name) as on_round:
@@ -356,12 +363,13 @@ def compare(
 ) -> None:
     """Run methods by settings by seeds, and show the tables.
 
-    Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the sample standard
-    deviation over seeds. The best value is bold, the second underlined. From five seeds on, † marks values that
-    are worse than the best (paired t-test, corrected). If data.leave_out is a list, each of its groups is left
-    out once, and tables of the mean over groups and of paired differences from the baseline follow. After --tune,
-    the same command without it runs what was chosen. To try a study in small: --setting, --method, --seed and,
-    with an --out of its own, --set.
+    Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the
+    sample standard deviation over seeds. The best value is bold, the second underlined. From five
+    seeds on, † marks values that are worse than the best (paired t-test, corrected). If
+    data.leave_out is a list, each of its groups is left out once, and tables of the mean over
+    groups and of paired differences from the baseline follow. After --tune, the same command
+    without it runs what was chosen. To try a study in small: --setting, --method, --seed and, with
+    an --out of its own, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
@@ -449,8 +457,8 @@ def report(
 ) -> None:
     """Write one HTML file about a run, several runs or a study.
 
-    It is made from the files of the runs alone, so runs of earlier releases and unfinished ones can be reported too.
-    Several runs are compared side by side.
+    It is made from the files of the runs alone, so runs of earlier releases and unfinished ones can
+    be reported too. Several runs are compared side by side.
     """
     with _errors(debug):
         if out:
@@ -501,9 +509,9 @@ def advise(
 ) -> None:
     """Say which family of methods fits a federation, and try it.
 
-    Measures how clients differ in labels, inputs and sizes and how many take part, says which methods fit and
-    why, and compares one or two methods of each family on validation data. What the comparison costs is said
-    before it starts.
+    Measures how clients differ in labels, inputs and sizes and how many take part, says which
+    methods fit and why, and compares one or two methods of each family on validation data. What the
+    comparison costs is said before it starts.
     """
     with _errors(debug):
         at_a_time = _jobs(jobs)

@@ -109,7 +109,8 @@ def _experiment(request: Request) -> tuple[Experiment, Path | None]:
         return experiment_from(read_yaml(path), str(path), request.overrides), None
     if path.is_dir():
         raise InputError(
-            f"{path} is a directory without a run; give a run directory, an experiment file or a source"
+            f"{path} is a directory without a run; give a run directory, an experiment file or a "
+            "source"
         )
     imports = [override for override in request.overrides if override.key == "imports"]
     # The source before its settings, such as data.imbalance.
@@ -209,13 +210,14 @@ def _judged(trial: Trial, verdict: Verdict) -> list[str]:
         said = f"The trial supports the advice: {verdict.pick} has the best {trial.by}."
     elif verdict.supported:
         said = (
-            f"The trial does not contradict the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) has a better "
-            f"{trial.by} than {verdict.advised} {margin}, which may be chance."
+            f"The trial does not contradict the advice: {verdict.pick} "
+            f"({FAMILIES[verdict.family].title}) has a better {trial.by} than {verdict.advised} "
+            f"{margin}, which may be chance."
         )
     else:
         said = (
-            f"The trial contradicts the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) has a better {trial.by} "
-            f"than {verdict.advised} {margin}."
+            f"The trial contradicts the advice: {verdict.pick} ({FAMILIES[verdict.family].title}) "
+            f"has a better {trial.by} than {verdict.advised} {margin}."
         )
     alone = (
         " Federating does not help here: clients are as well off alone."

@@ -75,7 +75,8 @@ def release(
 
         before = identity.release(directory, client)
         typer.echo(
-            f"client {client} no longer belongs to {before.key}; the next node that registers it becomes its owner"
+            f"client {client} no longer belongs to {before.key}; the next node that registers it "
+            "becomes its owner"
         )
 
 

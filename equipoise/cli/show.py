@@ -98,7 +98,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-# ---- progress --------------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def time_left(seconds: float, done: int, left: int) -> str:
     )
 
 
-# ---- run -------------------------------------------------------------------------------------------------------------
+# ---- run -----------------------------------------------------------------------------------------
 
 
 def run_document(run: Run) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def _bytes(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-# ---- report ----------------------------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------
 
 
 def report(path: Path, figures: Path | None = None) -> None:
@@ -374,7 +374,7 @@ def report(path: Path, figures: Path | None = None) -> None:
         console.print(f"figures: {figures}", soft_wrap=True)
 
 
-# ---- methods ---------------------------------------------------------------------------------------------------------
+# ---- methods -------------------------------------------------------------------------------------
 
 
 def method_documents() -> list[dict[str, Any]]:
@@ -414,11 +414,12 @@ def methods() -> None:
     console = _console()
     console.print(table)
     console.print(
-        "\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine freely."
+        "\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine "
+        "freely."
     )
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def draw(
@@ -446,7 +447,8 @@ def read_index(path: Path, federation: Federation) -> ClientIndex:
     index = ClientIndex.read(path)
     if strange := [client for client in index.ids.tolist() if not 0 <= client < federation.clients]:
         raise InputError(
-            f"--index {path}: client {strange[0]} is not in {federation.name!r}, which has {federation.clients} clients"
+            f"--index {path}: client {strange[0]} is not in {federation.name!r}, which has "
+            f"{federation.clients} clients"
         )
     return index
 
@@ -572,7 +574,7 @@ def _histogram(counts: list[int]) -> str:
     )
 
 
-# ---- compare ---------------------------------------------------------------------------------------------------------
+# ---- compare -------------------------------------------------------------------------------------
 
 
 def results(results: Results, directory: Path) -> None:

@@ -1,7 +1,8 @@
 """Sources of data, the ways to divide them among clients, and the federations they make.
 
-A source is one file in this folder with a function ``recipe(*, seed, **options)`` that returns a `Source` and the
-partition it is usually divided by; `SOURCES` says where each is found. `register` adds sources of one's own.
+A source is one file in this folder with a function ``recipe(*, seed, **options)`` that returns a
+`Source` and the partition it is usually divided by; `SOURCES` says where each is found. `register`
+adds sources of one's own.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def register(recipe: R) -> R:
     Parameters
     ----------
     recipe : callable
-        Takes ``seed`` and options by keyword, with defaults and types, and returns a `Source` and the partition it is
-        usually divided by. It may return a `Federation` instead, which is used as it is; then the options that divide
-        samples (``partition``, ``splits``, ``unseen``, ``leave_out``, ``test``, ``server_val``) are refused.
+        Takes ``seed`` and options by keyword, with defaults and types, and returns a `Source` and
+        the partition it is usually divided by. It may return a `Federation` instead, which is used
+        as it is; then the options that divide samples (``partition``, ``splits``, ``unseen``,
+        ``leave_out``, ``test``, ``server_val``) are refused.
 
     Returns
     -------
@@ -166,13 +168,13 @@ def load(
     name : str
         One of `SOURCES`.
     partition : Partition, mapping or str, optional
-        How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``, or a bare name; the
-        source's usual partition by default.
+        How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``,
+        or a bare name; the source's usual partition by default.
     splits, unseen, leave_out, test, server_val
         See `federate`.
     encode, encode_size
-        A pretrained image model whose embeddings take the place of the samples, and the size to which images are resized
-        before; see :func:`equipoise.data.encode.encode_federation`.
+        A pretrained image model whose embeddings take the place of the samples, and the size to
+        which images are resized before; see :func:`equipoise.data.encode.encode_federation`.
     seed : int
         Decides everything that is drawn.
     **options
@@ -206,7 +208,8 @@ def load(
     if isinstance(partition, Mapping):
         if "name" not in partition:
             raise InputError(
-                f"partition {dict(partition)} of data {name!r} needs a name; valid: {', '.join(PARTITIONS)}"
+                f"partition {dict(partition)} of data {name!r} needs a name; valid: "
+                f"{', '.join(PARTITIONS)}"
             )
         partition = make_partition(**partition)
     made = federate(
@@ -228,8 +231,8 @@ def _refuse_to_divide(given: Mapping[str, Any], name: str) -> None:
     for option, value in given.items():
         if value != usual[option].default:
             raise InputError(
-                f"data.{option}={value!r} has no meaning for data {name!r}, whose recipe returns a federation that is divided "
-                "already; give the recipe an option of its own for it"
+                f"data.{option}={value!r} has no meaning for data {name!r}, whose recipe returns a "
+                "federation that is divided already; give the recipe an option of its own for it"
             )
 
 

@@ -34,7 +34,8 @@ COLUMNS = (
     "hours-per-week",
     "native-country",
 )
-# Centre and scale are constants, so that a client with data of its own computes the same inputs as all others.
+# Centre and scale are constants, so that a client with data of its own computes the same inputs as
+# all others.
 NUMBERS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "age": lambda values: (values - 40) / 13,
     "education-num": lambda values: (values - 10) / 2.5,
@@ -46,11 +47,13 @@ NUMBERS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
 CATEGORIES = {
     "workclass": "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay Never-worked",
     "marital-status": (
-        "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent Married-AF-spouse"
+        "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent "
+        "Married-AF-spouse"
     ),
     "occupation": (
-        "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty Handlers-cleaners "
-        "Machine-op-inspct Adm-clerical Farming-fishing Transport-moving Priv-house-serv Protective-serv Armed-Forces"
+        "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty "
+        "Handlers-cleaners Machine-op-inspct Adm-clerical Farming-fishing Transport-moving "
+        "Priv-house-serv Protective-serv Armed-Forces"
     ),
     "relationship": "Wife Own-child Husband Not-in-family Other-relative Unmarried",
     "race": "White Asian-Pac-Islander Amer-Indian-Eskimo Other Black",
@@ -74,11 +77,11 @@ def adult(
     Parameters
     ----------
     root : str, optional
-        The data directory, with ``adult.data`` and, if there are published test samples, ``adult.test`` in ``adult`` or
-        directly in it.
+        The data directory, with ``adult.data`` and, if there are published test samples,
+        ``adult.test`` in ``adult`` or directly in it.
     clients : tuple of str
-        The columns whose values make a client: by default everyone with the same employer and occupation. The values of
-        the first are the groups of clients.
+        The columns whose values make a client: by default everyone with the same employer and
+        occupation. The values of the first are the groups of clients.
     attributes : tuple of str
         The columns that are attributes of samples. Missing values are called "unknown".
     use_attributes : bool
@@ -89,7 +92,8 @@ def adult(
     Returns
     -------
     Source
-        One row a person, in float32; class 1 earns more than 50,000 dollars. Samples in ``adult.test`` are for testing.
+        One row a person, in float32; class 1 earns more than 50,000 dollars. Samples in
+        ``adult.test`` are for testing.
 
     Examples
     --------
@@ -116,7 +120,8 @@ def adult(
     kept = (trained >= count(min_samples, "min_samples of data 'adult'"))[of_rows.reshape(-1)]
     if not kept.any():
         raise InputError(
-            f"no client of data 'adult' has min_samples={min_samples} samples to train on; the largest has {trained.max()}"
+            f"no client of data 'adult' has min_samples={min_samples} samples to train on; the "
+            f"largest has {trained.max()}"
         )
     rows, ids, test = rows[kept], ids[kept], test[kept]
     group_names, groups = np.unique(rows[:, COLUMNS.index(clients[0])], return_inverse=True)
@@ -189,8 +194,8 @@ def _table(path: Path) -> NDArray[np.str_]:
         row[-1] = row[-1].rstrip(".")
         if len(row) != len(COLUMNS) + 1 or row[-1] not in CLASSES:
             raise InputError(
-                f"line {number} of {path} must have {len(COLUMNS)} values and one of the classes {' and '.join(CLASSES)}, "
-                f"got {line!r}"
+                f"line {number} of {path} must have {len(COLUMNS)} values and one of the classes "
+                f"{' and '.join(CLASSES)}, got {line!r}"
             )
         rows.append(row)
     if not rows:

@@ -60,13 +60,14 @@ def arrays(
     for option, array in read.items():
         if len(array) != len(samples):
             raise InputError(
-                f"{files[option]} (data.{option}) has {len(array)} rows and {x} (data.x) has {len(samples)}; "
-                "valid: a row for each sample"
+                f"{files[option]} (data.{option}) has {len(array)} rows and {x} (data.x) has "
+                f"{len(samples)}; valid: a row for each sample"
             )
     for option in ("clients", "groups"):
         if option in read and read[option].ndim != 1:
             raise InputError(
-                f"{files[option]} (data.{option}) has shape {read[option].shape}; valid: one value for each sample"
+                f"{files[option]} (data.{option}) has shape {read[option].shape}; valid: one value "
+                "for each sample"
             )
     names: list[str] = []
     number = None
@@ -125,7 +126,8 @@ def _read(path: str, option: str) -> NDArray[Any]:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(
-            f"cannot read {path} (data.{option}): {error}; valid: a file of numpy.save, without Python objects"
+            f"cannot read {path} (data.{option}): {error}; valid: a file of numpy.save, without "
+            "Python objects"
         ) from error
     if not isinstance(array, np.ndarray):
         array.close()

@@ -26,8 +26,8 @@ class Augmentation(Protocol):
 def moves_pixels(augmentation: Augmentation) -> bool | None:
     """Say whether an augmentation moves pixels, so that a mask must be changed with its image.
 
-    An augmentation says so with its attribute ``moves_pixels``. If it does, it changes masks ``[N, 1, height, width]`` of
-    whole numbers in the same way as images for the same keys.
+    An augmentation says so with its attribute ``moves_pixels``. If it does, it changes masks ``[N,
+    1, height, width]`` of whole numbers in the same way as images for the same keys.
 
     Parameters
     ----------
@@ -184,11 +184,12 @@ def check_augmentations(
     for augmentation in augment:
         if isinstance(augmentation, (Flip, Crop)) and len(shape) != 3:
             raise InputError(
-                f"training.augment: {type(augmentation).__name__} needs images (channels, height, width), "
-                f"got samples of shape {tuple(shape)}"
+                f"training.augment: {type(augmentation).__name__} needs images (channels, height, "
+                f"width), got samples of shape {tuple(shape)}"
             )
         if task.spatial and moves_pixels(augmentation) is None:
             raise InputError(
-                f"training.augment: {type(augmentation).__name__} does not say whether it moves pixels, which decides "
-                f"whether the targets of a {task.name} change too; valid: a class attribute moves_pixels = True or False"
+                f"training.augment: {type(augmentation).__name__} does not say whether it moves "
+                f"pixels, which decides whether the targets of a {task.name} change too; valid: a "
+                "class attribute moves_pixels = True or False"
             )

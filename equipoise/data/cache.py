@@ -1,8 +1,9 @@
 """Arrays on disk that are read as they are needed, and the directory in which they are kept between runs.
 
-The cache directory is named by the environment variable ``EQUIPOISE_CACHE``; without it, it is ``equipoise`` in the usual
-place for caches: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux, ``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows.
-Everything in it can be made again, so it may be deleted at any time.
+The cache directory is named by the environment variable ``EQUIPOISE_CACHE``; without it, it is
+``equipoise`` in the usual place for caches: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux,
+``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows. Everything in it can be made again, so
+it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ except ImportError:  # Windows has other locks.
 
 VARIABLE = "EQUIPOISE_CACHE"
 
-# What follows the values in a file: this mark, the time at which the file was written, in seconds, and the digest.
+# What follows the values in a file: this mark, the time at which the file was written, in seconds,
+# and the digest.
 _MARK = b"equipoise mapped array 1"
 _END = struct.Struct(f"<{len(_MARK)}sQ32s")
 
@@ -69,8 +71,9 @@ def cache_directory() -> Path:
 class MappedArray:
     """An array in a file, read row by row when it is indexed; implements :class:`equipoise.samples.Samples`.
 
-    The file is a NumPy ``.npy`` file, followed by the time at which it was written and the SHA-256 of its content. Opening it
-    reads nothing else, unless the file has another modification time: then its whole content is compared with the SHA-256.
+    The file is a NumPy ``.npy`` file, followed by the time at which it was written and the SHA-256
+    of its content. Opening it reads nothing else, unless the file has another modification time:
+    then its whole content is compared with the SHA-256.
 
     Parameters
     ----------
@@ -108,7 +111,8 @@ class MappedArray:
     ) -> MappedArray:
         """Write an array, a block of rows at a time.
 
-        The file appears under its name when it is complete; until then a file that was there before stays as it is.
+        The file appears under its name when it is complete; until then a file that was there before
+        stays as it is.
 
         Parameters
         ----------
@@ -194,9 +198,10 @@ def cached(
 ) -> MappedArray:
     """Return an array from the cache directory, or make it and keep it there.
 
-    An entry that is truncated or damaged, or that has another shape or type, is made again. Of several processes that want
-    the same array at once, one makes it and the others wait, where the file system has locks; elsewhere each makes it, and
-    the last to finish replaces the others' equal files.
+    An entry that is truncated or damaged, or that has another shape or type, is made again. Of
+    several processes that want the same array at once, one makes it and the others wait, where the
+    file system has locks; elsewhere each makes it, and the last to finish replaces the others'
+    equal files.
 
     Parameters
     ----------
@@ -207,7 +212,8 @@ def cached(
     dtype : torch.dtype
         The type of all values.
     blocks : callable
-        Makes the content: returns an iterator over blocks of rows, in order. Only called if there is no entry yet.
+        Makes the content: returns an iterator over blocks of rows, in order. Only called if there
+        is no entry yet.
 
     Returns
     -------
@@ -310,7 +316,8 @@ def _values(
         yield block.detach().cpu().contiguous().numpy().data
     if found != shape[0]:
         raise InputError(
-            f"the blocks have {found} rows in all, the array of shape {list(shape)} needs {shape[0]}"
+            f"the blocks have {found} rows in all, the array of shape {list(shape)} needs "
+            f"{shape[0]}"
         )
 
 
@@ -354,5 +361,6 @@ def _one_at_a_time(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-        # Where the entry has been made, a process that holds a lock on the removed file makes nothing.
+        # Where the entry has been made, a process that holds a lock on the removed file makes
+        # nothing.
         lock.unlink(missing_ok=True)

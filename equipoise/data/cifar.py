@@ -1,7 +1,8 @@
 """CIFAR-10 and CIFAR-100: 60,000 colour images of 32 by 32 pixels, from the "python version" of the release.
 
-Its files are pickles. A pickle can run any code when it is opened, so these are read by `equipoise.data.pickles`, which
-knows arrays, text, numbers, lists and dictionaries and calls nothing.
+Its files are pickles. A pickle can run any code when it is opened, so these are read by
+`equipoise.data.pickles`, which knows arrays, text, numbers, lists and dictionaries and calls
+nothing.
 """
 
 from __future__ import annotations
@@ -84,14 +85,15 @@ def cifar(
     classes : {10, 100}
         Which of the two; the 100 are the fine labels.
     root : str, optional
-        The data directory, with the release's folder ``cifar-10-batches-py`` or ``cifar-100-python`` in it, perhaps
-        inside ``cifar10`` or ``cifar100``; see `equipoise.data.files`.
+        The data directory, with the release's folder ``cifar-10-batches-py`` or
+        ``cifar-100-python`` in it, perhaps inside ``cifar10`` or ``cifar100``; see
+        `equipoise.data.files`.
     portion : {"all", "train", "test"}
-        Which of the two published portions to read. Clients make their own splits, so the two are put together unless
-        asked otherwise, the 50,000 for training first.
+        Which of the two published portions to read. Clients make their own splits, so the two are
+        put together unless asked otherwise, the 50,000 for training first.
     standardize : bool
-        Subtract the mean of each colour and divide by its standard deviation (`COLOURS`), as is usual; without it pixels
-        run from 0 to 1.
+        Subtract the mean of each colour and divide by its standard deviation (`COLOURS`), as is
+        usual; without it pixels run from 0 to 1.
     download : bool
         Get the files (170 MB) if they are not there.
 
@@ -210,10 +212,12 @@ def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int6
     batch = read_pickle(path)
     if not isinstance(batch, dict) or not {b"data", LABELS[classes]} <= batch.keys():
         raise InputError(
-            f"{path} is not a file of CIFAR-{classes}: it must hold data and {LABELS[classes].decode()}"
+            f"{path} is not a file of CIFAR-{classes}: it must hold data and "
+            f"{LABELS[classes].decode()}"
         )
     images, labels = batch[b"data"], batch[LABELS[classes]]
-    # Not before it is known that a list holds numbers: lists of lists may stand for more values than fit into memory.
+    # Not before it is known that a list holds numbers: lists of lists may stand for more values
+    # than fit into memory.
     if isinstance(labels, list) and all(type(label) is int for label in labels):
         labels = np.array(labels, np.int64)
     if (

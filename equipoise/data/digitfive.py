@@ -1,21 +1,27 @@
 """Digit-Five: digits in five domains, from black handwriting to photographs of house numbers.
 
-=========  =============================================  ==============================================================
-domain     what                                           files in the data directory
-=========  =============================================  ==============================================================
-mnist      MNIST                                          ``mnist/`` as for the source ``mnist``
-usps       USPS                                           ``usps/usps.h5``, or ``usps/usps.bz2`` and ``usps/usps.t.bz2``
+=========  =============================================
+============================================================== domain     what
+files in the data directory =========  =============================================
+============================================================== mnist      MNIST
+``mnist/`` as for the source ``mnist`` usps       USPS
+``usps/usps.h5``, or ``usps/usps.bz2`` and ``usps/usps.t.bz2``
                                                           in LIBSVM's format
-synth      SynthDigits                                    ``synth/synth_train_32x32.mat`` and ``synth_test_32x32.mat``
-mnistm     MNIST-M                                        ``mnist_m/mnist_m_train.npz`` and ``mnist_m_test.npz``, with
-                                                          the arrays ``x`` [N, 32, 32, 3] of bytes and ``y``
-svhn       Street View House Numbers, cropped digits      ``svhn/train_32x32.mat`` and ``svhn/test_32x32.mat``
-fonts      digits drawn with fonts, a stand-in for synth  none; see `equipoise.data.fonts`
-inverted   digits of EMNIST with inverted colours, a      ``emnist/`` as for the source ``emnist``
+synth      SynthDigits                                    ``synth/synth_train_32x32.mat`` and
+``synth_test_32x32.mat`` mnistm     MNIST-M
+``mnist_m/mnist_m_train.npz`` and ``mnist_m_test.npz``, with
+                                                          the arrays ``x`` [N, 32, 32, 3] of bytes
+                                                          and ``y``
+svhn       Street View House Numbers, cropped digits      ``svhn/train_32x32.mat`` and
+``svhn/test_32x32.mat`` fonts      digits drawn with fonts, a stand-in for synth  none; see
+`equipoise.data.fonts` inverted   digits of EMNIST with inverted colours, a      ``emnist/`` as for
+the source ``emnist``
            stand-in for svhn
-=========  =============================================  ==============================================================
+=========  =============================================
+==============================================================
 
-The two stand-ins are domains with names of their own, so that no table can take them for the original ones.
+The two stand-ins are domains with names of their own, so that no table can take them for the
+original ones.
 """
 
 from __future__ import annotations
@@ -80,16 +86,17 @@ def digitfive(
     size : int
         Height and width of the images, to which all are resized (bilinear).
     train_images, test_images : int, optional
-        How many images of a domain's training and test set to keep at most, drawn at random; None keeps all. The
-        defaults are those of FedBN's and FedGCR's Digit-Five.
+        How many images of a domain's training and test set to keep at most, drawn at random; None
+        keeps all. The defaults are those of FedBN's and FedGCR's Digit-Five.
     seed : int
         Decides which images are kept, and how those of fonts look.
 
     Returns
     -------
     Source
-        Bytes of shape [N, 3, size, size] from 0 to 255, domain after domain, each with its training images first. All
-        clients of a domain are tested on its test images unless said otherwise (``test_of``).
+        Bytes of shape [N, 3, size, size] from 0 to 255, domain after domain, each with its training
+        images first. All clients of a domain are tested on its test images unless said otherwise
+        (``test_of``).
 
     Examples
     --------
@@ -142,8 +149,9 @@ def recipe(
 ) -> tuple[Source, ByGroup]:
     """Return the digits and their usual partition, FedGCR's domain imbalance factor.
 
-    With five domains and a factor of 1, 5 or 10 there are 10, 13 or 22 clients. With ``splits=(1, 0, 0)`` their training
-    sets have the sizes of FedGCR's runs; other splits take validation samples from them.
+    With five domains and a factor of 1, 5 or 10 there are 10, 13 or 22 clients. With ``splits=(1,
+    0, 0)`` their training sets have the sizes of FedGCR's runs; other splits take validation
+    samples from them.
 
     Parameters
     ----------
@@ -152,10 +160,11 @@ def recipe(
     root, domains, size, train_images, test_images
         See `digitfive`.
     dif : float
-        How many times more clients and images the first domain has than the last; 1 means equal domains of two clients.
+        How many times more clients and images the first domain has than the last; 1 means equal
+        domains of two clients.
     largest : int
-        How many images for training the clients of the first domain hold together; with ``dif=1`` those of each domain
-        hold half as many.
+        How many images for training the clients of the first domain hold together; with ``dif=1``
+        those of each domain hold half as many.
 
     Returns
     -------
@@ -208,7 +217,8 @@ def _usps_hdf5(path: Path, portion: str) -> _Portion:
     """Read USPS as numbers from 0 to 1 in an HDF5 file."""
     if find_spec("h5py") is None:
         raise InputError(
-            f"reading {path} needs h5py: pip install 'equipoise[digitfive]'; or use the files usps.bz2 and usps.t.bz2"
+            f"reading {path} needs h5py: pip install 'equipoise[digitfive]'; or use the files "
+            "usps.bz2 and usps.t.bz2"
         )
     import h5py
 
@@ -217,7 +227,8 @@ def _usps_hdf5(path: Path, portion: str) -> _Portion:
             values, labels = file[f"{portion}/data"][:], file[f"{portion}/target"][:]
     except (OSError, KeyError, TypeError) as error:
         raise InputError(
-            f"cannot read {path}: {error}; it must hold data and target in the groups train and test"
+            f"cannot read {path}: {error}; it must hold data and target in the groups train and "
+            "test"
         ) from error
     return _checked(_bytes(values.reshape(len(values), 16, 16)), labels, path)
 
@@ -331,7 +342,8 @@ def _checked(images: NDArray[Any], labels: NDArray[Any], path: Path) -> _Portion
         images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
     ):
         raise InputError(
-            f"{path} holds images of {images.dtype} and shape {images.shape}; they must be bytes of RGB"
+            f"{path} holds images of {images.dtype} and shape {images.shape}; they must be bytes "
+            "of RGB"
         )
     if labels.shape != images.shape[:1] or not np.isin(labels, range(10)).all():
         raise InputError(

@@ -1,6 +1,7 @@
 """The embedded data: 1,797 real handwritten digits of 8 by 8 pixels, in five styles of growing difficulty.
 
-Every image is given to exactly one style, so that no image can be trained on in one style and tested in another.
+Every image is given to exactly one style, so that no image can be trained on in one style and
+tested in another.
 
 ========  =====================================================================
 style     what is done to an image with pixels x from 0 to 1
@@ -57,8 +58,8 @@ def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
     Parameters
     ----------
     imbalance : float, optional
-        How many times more images the first style has than the last, falling by the same ratio from style to style;
-        equal shares by default. All images are used either way.
+        How many times more images the first style has than the last, falling by the same ratio from
+        style to style; equal shares by default. All images are used either way.
     seed : int
         Decides which image gets which style.
 
@@ -105,7 +106,8 @@ def recipe(*, seed: int, imbalance: float | None = 10.0) -> tuple[Source, ByGrou
     seed : int
         Decides which image gets which style.
     imbalance : float, optional
-        How many times more images and clients the first style has than the last; None is the same as 1.
+        How many times more images and clients the first style has than the last; None is the same
+        as 1.
 
     Returns
     -------

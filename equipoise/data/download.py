@@ -41,8 +41,8 @@ class Archive:
     folder : str
         Where in the data directory its files belong.
     members : tuple of str
-        What to take out of a tar or zip archive, each put into ``folder`` under the last part of its name. Without any, the
-        file itself is what is wanted.
+        What to take out of a tar or zip archive, each put into ``folder`` under the last part of
+        its name. Without any, the file itself is what is wanted.
 
     Examples
     --------
@@ -74,8 +74,8 @@ def fetch(archive: Archive, home: Path) -> None:
     Raises
     ------
     RunError
-        If the address does not answer, the connection breaks, or what came is not what was published. The data directory is
-        then as it was.
+        If the address does not answer, the connection breaks, or what came is not what was
+        published. The data directory is then as it was.
 
     Examples
     --------
@@ -88,7 +88,8 @@ def fetch(archive: Archive, home: Path) -> None:
     b'Dear all'
     """
     folder = home / archive.folder
-    # Directories are created when there are files for them; the temporary file is in the nearest existing one.
+    # Directories are created when there are files for them; the temporary file is in the nearest
+    # existing one.
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with TemporaryDirectory(prefix=f".{archive.name}.", dir=nearest) as beside:
@@ -128,8 +129,8 @@ def _receive(archive: Archive, path: Path) -> None:
         raise RunError(f"{archive.url} broke off after {size:,} of {promised:,} bytes; try again")
     if digest.hexdigest() != archive.sha256:
         raise RunError(
-            f"{archive.url} is not what was published: its SHA-256 is {digest.hexdigest()} and should be "
-            f"{archive.sha256}; nothing was kept"
+            f"{archive.url} is not what was published: its SHA-256 is {digest.hexdigest()} and "
+            f"should be {archive.sha256}; nothing was kept"
         )
 
 

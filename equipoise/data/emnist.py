@@ -1,7 +1,7 @@
 """EMNIST ByClass: handwritten digits, capital and lowercase letters in 62 classes.
 
-Labels follow `CHARACTERS`: 0 to 9, then A to Z, then a to z. The files of the original release hold every image with its
-rows and columns exchanged; here all images are upright.
+Labels follow `CHARACTERS`: 0 to 9, then A to Z, then a to z. The files of the original release hold
+every image with its rows and columns exchanged; here all images are upright.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def emnist(
     Parameters
     ----------
     root : str, optional
-        The data directory, with the files in ``emnist``, ``emnist/gzip``, ``EMNIST/raw`` or directly in it: the four of
-        the release (`RELEASE`) or one pair of upright images (`UPRIGHT`).
+        The data directory, with the files in ``emnist``, ``emnist/gzip``, ``EMNIST/raw`` or
+        directly in it: the four of the release (`RELEASE`) or one pair of upright images
+        (`UPRIGHT`).
     characters : str, optional
-        Which classes to keep, such as ``"abcdefghij"``; their labels become 0, 1, ... in this order.
+        Which classes to keep, such as ``"abcdefghij"``; their labels become 0, 1, ... in this
+        order.
     transposed : bool, optional
-        Whether the files hold images with rows and columns exchanged. By default those of the release do.
+        Whether the files hold images with rows and columns exchanged. By default those of the
+        release do.
     download : bool
         Get the files of the release (562 MB) if there are none.
 

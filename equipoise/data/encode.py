@@ -40,8 +40,8 @@ def encoded_samples(
     encode : callable
         Encodes a block of samples; each row of its result depends on one sample alone.
     key : tuple
-        Everything else that the result depends on, such as the hash of the encoder's weights, in values that print the
-        same in every process.
+        Everything else that the result depends on, such as the hash of the encoder's weights, in
+        values that print the same in every process.
     rows : int
         How many samples to encode at a time.
 
@@ -103,7 +103,8 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
         text "The next character of
         ..."; see :func:`equipoise.models.pretrained.text_encoder`.
     size : int, optional
-        Height and width to which images are resized (bilinear) before they are encoded; by default they are not.
+        Height and width to which images are resized (bilinear) before they are encoded; by default
+        they are not.
 
     Returns
     -------
@@ -123,8 +124,8 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
         return _encode_texts(federation, source, size)
     if len(federation.shape) != 3 or federation.shape[0] not in (1, 3):
         raise InputError(
-            f"data.encode needs images of shape (1 or 3, height, width), but samples of {federation.name!r} have shape "
-            f"{federation.shape}"
+            "data.encode needs images of shape (1 or 3, height, width), but samples of "
+            f"{federation.name!r} have shape {federation.shape}"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = encoder(source).to(device)
@@ -148,8 +149,9 @@ def _encode_texts(federation: Federation, source: str, size: int | None) -> Fede
     characters = federation.class_names or ()
     if not characters or any(len(name) != 1 for name in characters):
         raise InputError(
-            "data.encode needs images of shape (1 or 3, height, width), or texts with class_names that are their characters, "
-            f"but samples of {federation.name!r} have shape {federation.shape} and class_names {federation.class_names}"
+            "data.encode needs images of shape (1 or 3, height, width), or texts with class_names "
+            f"that are their characters, but samples of {federation.name!r} have shape "
+            f"{federation.shape} and class_names {federation.class_names}"
         )
     if size is not None:
         raise InputError(f"data.encode_size={size!r} has no meaning for text")

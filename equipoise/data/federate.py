@@ -39,20 +39,22 @@ def federate(
     splits : tuple of three floats
         Shares of train, val and test in every client, summing to 1.
     unseen : int, float or sequence of int
-        Clients to hold out of training: how many, or (below 1) what share of them, drawn at random; or which.
+        Clients to hold out of training: how many, or (below 1) what share of them, drawn at random;
+        or which.
     leave_out : str or sequence of str, optional
-        A group, or several, whose clients are all unseen, on top of ``unseen``. All their samples are test samples, whatever
-        ``splits`` says; other unseen clients keep their three splits.
+        A group, or several, whose clients are all unseen, on top of ``unseen``. All their samples
+        are test samples, whatever ``splits`` says; other unseen clients keep their three splits.
     test : {"client", "group", "server"}, optional
-        Whose test samples a client is evaluated on: its own, or those of its group, which all clients of the group
-        share. The test samples of a group are drawn before the others are divided among clients. If the source says
-        which samples are for testing, it is these, and the third share of ``splits`` has no meaning. By default what
-        the source says: ``client`` unless it was published with test sets for whole groups. With ``server``, the
-        samples that were published for testing stay with the server, which evaluates the global model on them; the
-        clients are tested on a share of the others, as ``splits`` says.
+        Whose test samples a client is evaluated on: its own, or those of its group, which all
+        clients of the group share. The test samples of a group are drawn before the others are
+        divided among clients. If the source says which samples are for testing, it is these, and
+        the third share of ``splits`` has no meaning. By default what the source says: ``client``
+        unless it was published with test sets for whole groups. With ``server``, the samples that
+        were published for testing stay with the server, which evaluates the global model on them;
+        the clients are tested on a share of the others, as ``splits`` says.
     server_val : float
-        The share of the samples, those for testing aside, that the server holds for validation. They are drawn before
-        the others are divided among clients.
+        The share of the samples, those for testing aside, that the server holds for validation.
+        They are drawn before the others are divided among clients.
     seed : int
         Decides the partition, the splits and the draw of unseen clients.
 
@@ -189,8 +191,8 @@ def _unseen(
     )
     if count not in range(len(left_out)) or not 0 <= count < max(1, len(candidates)):
         raise InputError(
-            f"unseen={wanted} must leave a client to train: a count from 0 to {max(0, len(candidates) - 1)}, "
-            "a share from 0 up to 1, or a list of clients"
+            f"unseen={wanted} must leave a client to train: a count from 0 to "
+            f"{max(0, len(candidates) - 1)}, a share from 0 up to 1, or a list of clients"
         )
     chosen[generator(seed, "unseen").permutation(candidates)[: int(count)]] = True
     return chosen

@@ -1,7 +1,7 @@
 """Finding and reading files of a data directory. Nothing is downloaded unless it is asked for.
 
-The data directory is the option ``root`` of a source, else the environment variable ``EQUIPOISE_DATA``, else ``data`` in
-the working directory. Any file may be compressed with gzip.
+The data directory is the option ``root`` of a source, else the environment variable
+``EQUIPOISE_DATA``, else ``data`` in the working directory. Any file may be compressed with gzip.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def data_files(
     source : str
         The name of the source, for the message.
     *choices : sequence of str
-        Sets of files that would each do, the best first: names or patterns such as ``train/*.json``, each of which must
-        be there, as it is or with ``.gz`` added.
+        Sets of files that would each do, the best first: names or patterns such as
+        ``train/*.json``, each of which must be there, as it is or with ``.gz`` added.
     folders : sequence of str
-        Where in the data directory to look, the likeliest first; ``"."`` is the data directory itself.
+        Where in the data directory to look, the likeliest first; ``"."`` is the data directory
+        itself.
     root : str or Path, optional
         The data directory.
     archives : sequence of Archive
@@ -81,8 +82,8 @@ def data_files(
     Returns
     -------
     tuple of Path
-        The files of the first set that is complete in one folder, in the order of its names; those of one pattern in
-        alphabetical order.
+        The files of the first set that is complete in one folder, in the order of its names; those
+        of one pattern in alphabetical order.
 
     Examples
     --------
@@ -103,8 +104,9 @@ def data_files(
     looked = " or ".join(str(place) for place in places)
     expected = "; or ".join(", ".join(choice) for choice in choices)
     raise InputError(
-        f"no files of data {source!r} in {looked} ({origin}): expected {expected}, each perhaps with .gz; "
-        f"give the data directory as root or in the environment variable {VARIABLE}{_offer(source, archives)}"
+        f"no files of data {source!r} in {looked} ({origin}): expected {expected}, each perhaps "
+        "with .gz; give the data directory as root or in the environment variable "
+        f"{VARIABLE}{_offer(source, archives)}"
     )
 
 
@@ -144,7 +146,8 @@ def read(path: Path) -> bytes:
         raise InputError(f"{path} is a broken gzip file ({error}); get it again") from error
     if len(grown) > most:
         raise InputError(
-            f"{path} would grow from {len(content)} to more than {most} bytes; decompress it with gunzip if it is meant so"
+            f"{path} would grow from {len(content)} to more than {most} bytes; decompress it with "
+            "gunzip if it is meant so"
         )
     return grown
 
@@ -152,8 +155,8 @@ def read(path: Path) -> bytes:
 def read_idx(path: Path) -> NDArray[Any]:
     """Read an idx file, the format of MNIST.
 
-    It holds two zero bytes, one for the type, one for the number of axes, their lengths in four bytes each, and the
-    values, all of them with the highest byte first.
+    It holds two zero bytes, one for the type, one for the number of axes, their lengths in four
+    bytes each, and the values, all of them with the highest byte first.
 
     Parameters
     ----------

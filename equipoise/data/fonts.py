@@ -67,7 +67,8 @@ def font_digits(number: int, *, seed: int = 0) -> tuple[NDArray[np.uint8], NDArr
     Returns
     -------
     tuple of arrays
-        Images [number, 32, 32, 3] of bytes, and labels [number] that count from 0 to 9 again and again.
+        Images [number, 32, 32, 3] of bytes, and labels [number] that count from 0 to 9 again and
+        again.
 
     Examples
     --------

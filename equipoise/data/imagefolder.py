@@ -1,9 +1,10 @@
 """Image folders: pictures in ``root/domain/class/``, such as PACS, Office-Home or DomainNet.
 
-Each domain is a group, and by default also a client. Images are decoded once, resized, and kept as bytes in the cache
-directory (see `equipoise.data.cache`); later runs read them from there. An entry of the cache belongs to a list of files with
-their sizes and modification times, an image size and a version of Pillow. File contents are not compared, because that would
-read everything on every start: a file that was replaced by one of the same size and modification time goes unnoticed.
+Each domain is a group, and by default also a client. Images are decoded once, resized, and kept as
+bytes in the cache directory (see `equipoise.data.cache`); later runs read them from there. An entry
+of the cache belongs to a list of files with their sizes and modification times, an image size and a
+version of Pillow. File contents are not compared, because that would read everything on every
+start: a file that was replaced by one of the same size and modification time goes unnoticed.
 """
 
 from __future__ import annotations
@@ -62,28 +63,33 @@ def imagefolder(
 ) -> Source:
     """Read a folder of images.
 
-    Images are converted to RGB and resized to ``size`` by ``size`` pixels (bilinear, whatever their proportions), unless they
-    have that size already. An orientation noted in the file (EXIF) is not applied.
+    Images are converted to RGB and resized to ``size`` by ``size`` pixels (bilinear, whatever their
+    proportions), unless they have that size already. An orientation noted in the file (EXIF) is not
+    applied.
 
     Parameters
     ----------
     root : str
-        The folder that holds one folder a domain, each with one folder a class. A relative name is looked for in the working
-        directory, then in the data directory (see `equipoise.data.files`).
+        The folder that holds one folder a domain, each with one folder a class. A relative name is
+        looked for in the working directory, then in the data directory (see
+        `equipoise.data.files`).
     size : int
         Height and width of the images.
     classes : sequence of str, optional
-        Which classes to read; their labels are 0, 1, ... in this order. By default all of them, in alphabetical order. Each
-        domain must have images of each class.
+        Which classes to read; their labels are 0, 1, ... in this order. By default all of them, in
+        alphabetical order. Each domain must have images of each class.
     domains : sequence of str, optional
-        Which domains to read, in the order of groups; by default all of them, in alphabetical order.
+        Which domains to read, in the order of groups; by default all of them, in alphabetical
+        order.
     mapped : bool, optional
-        Whether images stay on disk and are read batch by batch. By default they do if they take 2 GiB or more.
+        Whether images stay on disk and are read batch by batch. By default they do if they take 2
+        GiB or more.
 
     Returns
     -------
     Source
-        Bytes of shape [N, 3, size, size] from 0 to 255: domain after domain, class after class, files in alphabetical order.
+        Bytes of shape [N, 3, size, size] from 0 to 255: domain after domain, class after class,
+        files in alphabetical order.
 
     Examples
     --------
@@ -166,7 +172,8 @@ def _listed(
     found_domains = subfolders(folder)
     if not found_domains:
         raise InputError(
-            f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in each"
+            f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in "
+            "each"
         )
     chosen_domains = choose(
         domains, "imagefolder", found_domains, option="domains", kind="domain", where=folder
@@ -187,7 +194,8 @@ def _listed(
             for d in chosen_domains
             if name not in classes_of[d]
         ],
-        f"the domains of {folder} must have the same classes, chosen by the options classes and domains: ",
+        f"the domains of {folder} must have the same classes, chosen by the options classes and "
+        "domains: ",
     )
     images: list[_Image] = []
     empty = []

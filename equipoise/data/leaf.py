@@ -1,12 +1,13 @@
 r"""LEAF's JSON format: FEMNIST by writer and Shakespeare by role; and LEAF's way to write text as numbers.
 
-A file holds ``{"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...], "y": [...]}}}``. Files of a folder
-belong together, and so do the folders ``train`` and ``test``: clients make their own splits.
+A file holds ``{"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...], "y":
+[...]}}}``. Files of a folder belong together, and so do the folders ``train`` and ``test``: clients
+make their own splits.
 
-The vocabulary has 80 characters, in the order of `CHARACTERS`: newline, space, ``!"&'(),-.``, the digits, ``:;>?``, A to
-Z, ``[]``, a to z, ``}``. Other characters take their plainest form: letters lose accents and ligatures their second
-letter, typographic quotation marks become straight and dashes hyphens; whatever is still unknown becomes a space. A text
-keeps its length.
+The vocabulary has 80 characters, in the order of `CHARACTERS`: newline, space, ``!"&'(),-.``, the
+digits, ``:;>?``, A to Z, ``[]``, a to z, ``}``. Other characters take their plainest form: letters
+lose accents and ligatures their second letter, typographic quotation marks become straight and
+dashes hyphens; whatever is still unknown becomes a space. A text keeps its length.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def read_leaf(paths: Iterable[Path]) -> dict[str, Read]:
             samples = {user: (list(mine["x"]), list(mine["y"])) for user, mine in held.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(
-                f"{path} is not in LEAF's format, JSON with users and user_data ({type(error).__name__}: {error})"
+                f"{path} is not in LEAF's format, JSON with users and user_data "
+                f"({type(error).__name__}: {error})"
             ) from error
         for user, (x, y) in samples.items():
             if len(x) != len(y):
@@ -171,20 +173,20 @@ def leaf(
     dataset : {"femnist", "shakespeare"}
         Images of 62 characters by writer, or text by role. LEAF's images are dark (0) on white (1).
     root : str, optional
-        The data directory; see `equipoise.data.files`. Files ``train/*.json`` and ``test/*.json``, or
-        ``all_data/*.json``, or ``*.json`` are looked for in the dataset's folder, such as ``femnist`` or
-        ``leaf/femnist``, and in ``data`` inside it.
+        The data directory; see `equipoise.data.files`. Files ``train/*.json`` and ``test/*.json``,
+        or ``all_data/*.json``, or ``*.json`` are looked for in the dataset's folder, such as
+        ``femnist`` or ``leaf/femnist``, and in ``data`` inside it.
     clients : int, optional
-        How many clients to draw of those with three samples or more; all clients by default. GIFAIR's FEMNIST-Original
-        has 500.
+        How many clients to draw of those with three samples or more; all clients by default.
+        GIFAIR's FEMNIST-Original has 500.
     seed : int
         Decides which clients are drawn.
 
     Returns
     -------
     Source
-        Images of shape [1, 28, 28] with labels in the order 0-9A-Za-z, or text as numbers (`CHARACTERS`), usually 80 of
-        them, with the next character.
+        Images of shape [1, 28, 28] with labels in the order 0-9A-Za-z, or text as numbers
+        (`CHARACTERS`), usually 80 of them, with the next character.
 
     Examples
     --------
@@ -265,7 +267,8 @@ def _images(names: list[str], held: dict[str, Read]) -> tuple[Tensor, Tensor]:
         mine = np.array(y)
         if mine.dtype.kind not in "iu" or not 0 <= mine.min() <= mine.max() < 62:
             raise InputError(
-                f"client {name!r} of LEAF's femnist has labels that are not whole numbers from 0 to 61"
+                f"client {name!r} of LEAF's femnist has labels that are not whole numbers from 0 "
+                "to 61"
             )
         labels.append(mine.astype(np.int64))
     return torch.from_numpy(np.concatenate(pixels)), torch.from_numpy(np.concatenate(labels))
@@ -279,12 +282,13 @@ def _text(names: list[str], held: dict[str, Read]) -> tuple[Tensor, Tensor]:
             raise InputError(f"client {name!r} of LEAF's shakespeare has samples that are not text")
         if odd := next((text for text in x if len(text) != length), None):
             raise InputError(
-                f"client {name!r} of LEAF's shakespeare has a sample of {len(odd)} characters, the first sample of all "
-                f"has {length}; they must be equal"
+                f"client {name!r} of LEAF's shakespeare has a sample of {len(odd)} characters, the "
+                f"first sample of all has {length}; they must be equal"
             )
         if any(len(text) != 1 for text in y):
             raise InputError(
-                f"client {name!r} of LEAF's shakespeare has a next character that is not one character"
+                f"client {name!r} of LEAF's shakespeare has a next character that is not one "
+                "character"
             )
     before, after = (
         encode("".join("".join(held[name][part]) for name in names)) for part in (0, 1)

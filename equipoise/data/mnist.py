@@ -33,10 +33,11 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
     Parameters
     ----------
     root : str, optional
-        The data directory, with the files in ``mnist``, in ``MNIST/raw`` or directly in it; see `equipoise.data.files`.
+        The data directory, with the files in ``mnist``, in ``MNIST/raw`` or directly in it; see
+        `equipoise.data.files`.
     portion : {"all", "train", "test"}
-        Which of the two published portions to read. Clients make their own splits, so the two are put together unless
-        asked otherwise, the 60,000 for training first.
+        Which of the two published portions to read. Clients make their own splits, so the two are
+        put together unless asked otherwise, the 60,000 for training first.
     download : bool
         Get the files (12 MB) if they are not there.
 

@@ -1,9 +1,10 @@
 """Pickles of arrays, text, numbers, lists and dictionaries, read without Python's own unpickler.
 
-A pickle is a program: it names functions and says what to call them with. Even a reader that allows only the functions of
-an array lets a file choose their arguments, and some arguments make NumPy read or write memory that is not its own. So
-nothing is called here. The few instructions that such files need are carried out by a small stack machine. What they say
-about an array (its type, shape and bytes) is checked, and then the array is made from its bytes.
+A pickle is a program: it names functions and says what to call them with. Even a reader that allows
+only the functions of an array lets a file choose their arguments, and some arguments make NumPy
+read or write memory that is not its own. So nothing is called here. The few instructions that such
+files need are carried out by a small stack machine. What they say about an array (its type, shape
+and bytes) is checked, and then the array is made from its bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Machine:
     memo: dict[int, Any] = field(default_factory=dict)
     made: int = 0
 
-    # ---- bytes -------------------------------------------------------------------------------------------------------
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def take(self, count: int) -> bytes:
         end = self.position + count
@@ -94,7 +95,7 @@ class _Machine:
             raise ValueError("it ends too early")
         return self.take(end + 1 - self.position)[:-1]
 
-    # ---- the stack ---------------------------------------------------------------------------------------------------
+    # ---- the stack -------------------------------------------------------------------------------
 
     def pop(self) -> Any:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
@@ -128,7 +129,7 @@ class _Machine:
             raise ValueError(f"it refers to value {number}, which it does not have")
         self.stack.append(self.memo[number])
 
-    # ---- values ------------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------------------
 
     def function(self, home: Any, name: Any) -> None:
         if not (isinstance(home, str) and isinstance(name, str)) or (home, name) not in _KNOWN:
@@ -149,7 +150,8 @@ class _Machine:
         if not isinstance(function, _Function) or not isinstance(arguments, tuple):
             raise ValueError("it calls something that is no function")
         if function.key in _RECONSTRUCT:
-            # What follows are the class, a shape and a type without meaning; the state has the real ones.
+            # What follows are the class, a shape and a type without meaning; the state has the real
+            # ones.
             if not arguments or arguments[0] != _Function(*_ARRAY):
                 _refuse("it asks for an array of a class of its own")
             self.stack.append(_Array())
@@ -191,7 +193,7 @@ class _Machine:
         else:
             raise ValueError("it gives a state to a value that has none")
 
-    # ---- instructions ------------------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------
 
     def run(self) -> Any:
         """Carry out all instructions, and return the value that is left."""
@@ -218,7 +220,8 @@ def loads(content: bytes) -> Any:
     Returns
     -------
     object
-        What was stored. Arrays may be the value itself or values of a dictionary, and nothing deeper.
+        What was stored. Arrays may be the value itself or values of a dictionary, and nothing
+        deeper.
 
     Raises
     ------
@@ -294,7 +297,8 @@ def _values(content: bytes, kind: Any, shape: Any, by_columns: bool) -> NDArray[
     dtype = kind.dtype()
     if prod(axes) * dtype.itemsize != len(content):
         raise ValueError(
-            f"an array has {len(content)} bytes, its shape {axes} needs {prod(axes) * dtype.itemsize}"
+            f"an array has {len(content)} bytes, its shape {axes} needs "
+            f"{prod(axes) * dtype.itemsize}"
         )
     return np.frombuffer(content, dtype).reshape(axes, order="F" if by_columns else "C").copy()
 

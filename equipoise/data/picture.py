@@ -23,8 +23,8 @@ HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a51
 def draw(federation: Federation, path: str | Path) -> Path:
     """Draw every client as a column: its size above, its labels below, ordered and coloured by group.
 
-    In the lower panel the darker a cell, the larger the share of that label among the client's samples. Unseen clients
-    are hatched. The picture is meant for up to some 200 clients.
+    In the lower panel the darker a cell, the larger the share of that label among the client's
+    samples. Unseen clients are hatched. The picture is meant for up to some 200 clients.
 
     Parameters
     ----------

@@ -126,7 +126,8 @@ def prostate(
     )
     if channels % 2 == 0:
         raise InputError(
-            f"channels of data 'prostate' must be odd, got {channels}: a slice has as many after it as before"
+            f"channels of data 'prostate' must be odd, got {channels}: a slice has as many after "
+            "it as before"
         )
     if real(quantile, "quantile of data 'prostate'") > 1:
         raise InputError(f"quantile of data 'prostate' must be at most 1, got {quantile!r}")

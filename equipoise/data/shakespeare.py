@@ -1,7 +1,7 @@
 """Shakespeare's plays by role: predict the next character from the 80 before it.
 
-Read from ``roles.jsonl``, one JSON object a line with ``play``, ``role``, ``gender`` and ``text``. Characters are numbered
-as in `equipoise.data.leaf`, which also reads LEAF's own files.
+Read from ``roles.jsonl``, one JSON object a line with ``play``, ``role``, ``gender`` and ``text``.
+Characters are numbered as in `equipoise.data.leaf`, which also reads LEAF's own files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def read_roles(path: Path) -> list[Role]:
             ) from error
         if not all(isinstance(value, str) for value in role) or role.gender not in GENDERS:
             raise InputError(
-                f"line {number} of {path} must hold text only, and as gender one of {', '.join(GENDERS)}; "
-                f"got gender {role.gender!r}"
+                f"line {number} of {path} must hold text only, and as gender one of "
+                f"{', '.join(GENDERS)}; got gender {role.gender!r}"
             )
         roles.append(role)
     return roles
@@ -97,7 +97,8 @@ def windows(
     Returns
     -------
     tuple of int arrays
-        Characters [N, length] and next characters [N], as positions in `equipoise.data.leaf.CHARACTERS`.
+        Characters [N, length] and next characters [N], as positions in
+        `equipoise.data.leaf.CHARACTERS`.
 
     Examples
     --------
@@ -123,20 +124,22 @@ def shakespeare(
 ) -> Source:
     """Read roles of Shakespeare's plays, each of which is a client in the group of its gender.
 
-    With ``stride=1`` every character of a role is predicted once, as in LEAF, but the 80 characters of one sample are
-    largely those of the next, which may be in another split. ``stride=81`` gives samples that share nothing.
+    With ``stride=1`` every character of a role is predicted once, as in LEAF, but the 80 characters
+    of one sample are largely those of the next, which may be in another split. ``stride=81`` gives
+    samples that share nothing.
 
     Parameters
     ----------
     roles : int, dict or None
-        How many roles to draw, from all (31 in GIFAIR's table 5) or by gender (``{"male": 25, "female": 10}`` in table
-        6); None takes every role.
+        How many roles to draw, from all (31 in GIFAIR's table 5) or by gender (``{"male": 25,
+        "female": 10}`` in table 6); None takes every role.
     scale : float
         What share of each role's text to keep, from its beginning, above 0 up to 1.
     length, stride : int
         See `windows`.
     root : str, optional
-        The data directory, with ``roles.jsonl`` in ``shakespeare`` or directly in it; see `equipoise.data.files`.
+        The data directory, with ``roles.jsonl`` in ``shakespeare`` or directly in it; see
+        `equipoise.data.files`.
     seed : int
         Decides which roles are drawn.
 
@@ -164,7 +167,8 @@ def shakespeare(
     chosen = _draw([role for role in cut if len(role.text) >= shortest], roles, seed)
     if not chosen:
         raise InputError(
-            f"no role of {path} has the {shortest} characters that three samples need at scale={scale}"
+            f"no role of {path} has the {shortest} characters that three samples need at "
+            f"scale={scale}"
         )
     samples = [windows(role.text, length=length, stride=stride) for role in chosen]
     sizes = [len(y) for _, y in samples]

@@ -46,8 +46,8 @@ def silos(
     root : str, optional
         The folder they are in; ``silos`` in the data directory by default.
     classes : int, optional
-        Number of classes; one more than the largest label by default. On Flower no client sees the others' labels, so
-        there it must be said.
+        Number of classes; one more than the largest label by default. On Flower no client sees the
+        others' labels, so there it must be said.
     task : str
         What ``y`` means: a name from :func:`equipoise.tasks.names`.
 
@@ -140,7 +140,8 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
     ]
     if 0 < (tested := len(files) - len(directories)) < len(directories):
         raise InputError(
-            f"{tested} of {len(directories)} silos have {TESTS}; either all of them must have it, or none"
+            f"{tested} of {len(directories)} silos have {TESTS}; either all of them must have it, "
+            "or none"
         )
     read = [_read(directory / name, task) for directory, name in files]
     groups = [_group(directory) for directory, _ in files]
@@ -175,8 +176,8 @@ def _attributes(
         if set(found) != set(read[0]):
             here, there = (", ".join(sorted(names)) or "none" for names in (found, read[0]))
             raise InputError(
-                f"{directory / name} has the attributes {here}, {files[0][0] / files[0][1]} has {there}; all silos must "
-                "have the same"
+                f"{directory / name} has the attributes {here}, {files[0][0] / files[0][1]} has "
+                f"{there}; all silos must have the same"
             )
     together = {
         name: np.concatenate([found[name].astype(str) for found in read])
@@ -194,16 +195,19 @@ def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, 
     }
     if not x.ndim or not y.ndim:
         raise InputError(
-            f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a sample"
+            f"{path} has a single number for {'y' if x.ndim else 'x'}; x and y need one row a "
+            "sample"
         )
     if len(x) != len(y) or not len(x):
         raise InputError(
-            f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at least one"
+            f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at "
+            "least one"
         )
     for name, values in attributes.items():
         if values.shape != (len(x),):
             raise InputError(
-                f"{path} has {ATTRIBUTE}{name} of shape {values.shape}; an attribute needs one value a sample: ({len(x)},)"
+                f"{path} has {ATTRIBUTE}{name} of shape {values.shape}; an attribute needs one "
+                f"value a sample: ({len(x)},)"
             )
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if of.floating:

@@ -25,8 +25,8 @@ class Source:
     x : Tensor or Samples of shape [N, ...]
         The samples.
     y : Tensor
-        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N, d] for regression,
-        masks [N, height, width] for segmentation.
+        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N,
+        d] for regression, masks [N, height, width] for segmentation.
     task : str
         What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
@@ -34,8 +34,8 @@ class Source:
     name : str
         What to call data from here.
     units : array of shape [N], optional
-        What samples belong together, such as the slices of a scan: a client has all of its samples of a unit
-        in one split.
+        What samples belong together, such as the slices of a scan: a client has all of its samples
+        of a unit in one split.
     groups : int array of shape [N], optional
         Every sample's group, as a position in ``group_names``.
     group_names : tuple of str
@@ -45,12 +45,14 @@ class Source:
     class_names : tuple of str, optional
         Names of the classes, where the data knows them.
     test : bool array of shape [N], optional
-        Which samples were published for testing. Nobody trains on them, and no others are tested on.
+        Which samples were published for testing. Nobody trains on them, and no others are tested
+        on.
     official_test : bool array of shape [N], optional
-        Which samples are the published test set of a source whose samples clients divide among them anyway. It is used
-        with ``data.test: server`` only.
+        Which samples are the published test set of a source whose samples clients divide among them
+        anyway. It is used with ``data.test: server`` only.
     test_of : {"client", "group"}
-        Whose test samples a client is evaluated on unless said otherwise; see `equipoise.data.federate`.
+        Whose test samples a client is evaluated on unless said otherwise; see
+        `equipoise.data.federate`.
     attributes : mapping of str to Attribute or array of shape [N], optional
         Properties of samples by whose values models are evaluated.
 
@@ -92,8 +94,9 @@ class Source:
             self.group_names
         ):
             raise InputError(
-                f"groups of source {self.name!r} run from {self.groups.min()} to {self.groups.max()}; "
-                f"valid: 0 to {len(self.group_names) - 1}, positions in group_names"
+                f"groups of source {self.name!r} run from {self.groups.min()} to "
+                f"{self.groups.max()}; valid: 0 to {len(self.group_names) - 1}, positions in "
+                "group_names"
             )
         task = tasks.build(self.task)
         # A federation refuses classes where a task has none.

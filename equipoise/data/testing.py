@@ -24,7 +24,8 @@ def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[
     source : Source
         The samples; without groups they are all in one.
     splits : sequence of three floats
-        The third is the share of a group's samples to draw, if the source does not say which are for testing.
+        The third is the share of a group's samples to draw, if the source does not say which are
+        for testing.
     seed : int
         Decides what is drawn.
 
@@ -95,8 +96,9 @@ def assign_others(
     assignment = assign_some(partition, replace(source, test=None), others, seed)
     if assignment.group_names != groups_of(source)[1]:
         raise InputError(
-            f"test='group' needs clients in the groups of source {source.name!r}, but the partition "
-            f"{type(partition).__name__} makes groups of its own: {', '.join(assignment.group_names)}"
+            f"test='group' needs clients in the groups of source {source.name!r}, but the "
+            f"partition {type(partition).__name__} makes groups of its own: "
+            f"{', '.join(assignment.group_names)}"
         )
     return assignment
 
@@ -166,8 +168,8 @@ def divide(
     seed : int
         Decides which samples go where.
     tests : sequence of int arrays, optional
-        The test samples of each group, which all its clients share. Without them a client is tested on samples of its
-        own: those published for testing, or a share of what it holds.
+        The test samples of each group, which all its clients share. Without them a client is tested
+        on samples of its own: those published for testing, or a share of what it holds.
 
     Returns
     -------

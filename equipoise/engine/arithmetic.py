@@ -22,7 +22,8 @@ def exact_arithmetic(machine: Machine) -> Iterator[None]:
         torch.backends.cuda.matmul,
         torch.utils.deterministic,
     )
-    # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to code that reads it.
+    # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to
+    # code that reads it.
     wanted = (
         (cudnn, "benchmark", False),
         (cudnn, "allow_tf32", machine.tf32),
@@ -31,7 +32,8 @@ def exact_arithmetic(machine: Machine) -> Iterator[None]:
     )
     found = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
     mode = torch.get_deterministic_debug_mode()
-    # As ``use_deterministic_algorithms(True)``, which would also import PyTorch's compiler: a second at every start.
+    # As ``use_deterministic_algorithms(True)``, which would also import PyTorch's compiler: a
+    # second at every start.
     torch.set_deterministic_debug_mode("error")
     for owner, name, value in wanted:
         setattr(owner, name, value)

@@ -20,8 +20,8 @@ class Batches:
     Attributes
     ----------
     positions : Tensor
-        Positions in the federation's data, ``[clients, batches, width]``; padding repeats a sample of the client. The
-        width is the batch size, or less where no client holds as many samples.
+        Positions in the federation's data, ``[clients, batches, width]``; padding repeats a sample
+        of the client. The width is the batch size, or less where no client holds as many samples.
     held : Tensor
         Positions of all samples the clients hold, one client after the other.
     index : Tensor
@@ -54,9 +54,10 @@ class Batches:
     def split(self, parts: int) -> Batches:
         """Cut every batch into parts, which are the batches of a step.
 
-        Part j of a batch of c samples holds samples ⌊j c / parts⌋ to ⌊(j + 1) c / parts⌋, the last of them left out, and at
-        least one: a batch with fewer samples than parts has parts that share a sample. Halves of a batch with an odd number
-        of samples differ by one, and the second is the larger. Every part has random numbers of its own.
+        Part j of a batch of c samples holds samples ⌊j c / parts⌋ to ⌊(j + 1) c / parts⌋, the last
+        of them left out, and at least one: a batch with fewer samples than parts has parts that
+        share a sample. Halves of a batch with an odd number of samples differ by one, and the
+        second is the larger. Every part has random numbers of its own.
 
         Parameters
         ----------
@@ -115,9 +116,11 @@ def draw_batches(
 ) -> Batches:
     """Draw the batches of a phase for a chunk of clients.
 
-    Every epoch is a new permutation of the client's samples, cut into batches of which the last may be smaller. Steps run
-    through as many epochs as it takes. Where a step looks at several batches, it takes the next ones in a row: n epochs of
-    b batches are ⌈n b / a_step⌉ steps, and a last step that runs out of batches goes on with those of one more epoch. A client with a single batch so sees it again, in another order.
+    Every epoch is a new permutation of the client's samples, cut into batches of which the last may
+    be smaller. Steps run through as many epochs as it takes. Where a step looks at several batches,
+    it takes the next ones in a row: n epochs of b batches are ⌈n b / a_step⌉ steps, and a last step
+    that runs out of batches goes on with those of one more epoch. A client with a single batch so
+    sees it again, in another order.
 
     Parameters
     ----------

@@ -14,17 +14,19 @@ from torch import nn
 
 from equipoise.engine.network import Network
 
-# On a CPU stacking saves Python's time, not arithmetic: it pays while all stacked parameters stay in its caches.
+# On a CPU stacking saves Python's time, not arithmetic: it pays while all stacked parameters stay
+# in its caches.
 _CPU_STACKED_PARAMETERS = 2_000_000
 # A step keeps its activations for the gradient. A gigabyte of them in float32 fits on any machine.
 _CPU_STACKED_ACTIVATIONS = 1 << 28
-# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about eight times over (weights,
-# gradient, optimizer state, update, recorded steps), activations about twelve times (a 3x3 convolution's patches are nine
-# times its input).
+# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about eight times
+# over (weights, gradient, optimizer state, update, recorded steps), activations about twelve times
+# (a 3x3 convolution's patches are nine times its input).
 _GPU_SHARE = 0.5
 _PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
-# Samples of a pass without gradient: enough to keep a device busy. Large models look at fewer, so that the activations of
-# all layers together stay bounded. On a CPU, convolutions of one model do best within its caches.
+# Samples of a pass without gradient: enough to keep a device busy. Large models look at fewer, so
+# that the activations of all layers together stay bounded. On a CPU, convolutions of one model do
+# best within its caches.
 _PASS, _CPU_CONVOLVED_PASS = 4096, 64
 _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
@@ -57,7 +59,8 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
     if network.unstackable:
         return 1
     if network.device.type == "cpu":
-        # One client's convolution already fills a CPU, and the grouped form that stacking needs is slower there.
+        # One client's convolution already fills a CPU, and the grouped form that stacking needs is
+        # slower there.
         most = min(_CPU_STACKED_PARAMETERS // parameters, _CPU_STACKED_ACTIVATIONS // activations)
         return 1 if _convolves(network) else max(1, most)
     total = torch.cuda.get_device_properties(network.device).total_memory

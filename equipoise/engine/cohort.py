@@ -39,9 +39,10 @@ log = logging.getLogger("equipoise")
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
-    ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far, ``delivers`` names what
-    clients hold for good once the round is over. ``local_metrics`` holds loss and metrics of the models that clients have
-    trained, by split, if ``evaluates_local`` asked for them.
+    ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far,
+    ``delivers`` names what clients hold for good once the round is over. ``local_metrics`` holds
+    loss and metrics of the models that clients have trained, by split, if ``evaluates_local`` asked
+    for them.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class StackedCohort:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        """How many rounds the run lasts.
+
+        A run whose method has asked for this cannot be made longer.
+        """
         self.engine.total_was_read = True
         return self.engine.training.rounds
 
@@ -87,7 +91,7 @@ class StackedCohort:
         by_size = self.method.weights == "size"
         self.prior = counts / counts.sum() if by_size else torch.full_like(counts, 1 / len(counts))
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def train(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
@@ -106,7 +110,8 @@ class StackedCohort:
         work = self._work(local)
         # The larger of two clients comes first if they make as many steps.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
-        # One stack for the whole cohort: chunks train views of it in place, so nothing is joined afterwards.
+        # One stack for the whole cohort: chunks train views of it in place, so nothing is joined
+        # afterwards.
         stack = {name: repeated(model[name], len(self.ids)) for name in layout.shared}
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = (
@@ -156,7 +161,8 @@ class StackedCohort:
     def _usable(self, updates: Updates, model: Tree) -> Updates:
         """Leave out clients whose updates cannot be used, unless that is all of them.
 
-        If no update is usable, the settings are wrong and not a client. The round loop then says so.
+        If no update is usable, the settings are wrong and not a client. The round loop then says
+        so.
         """
         if len(self.ids) == 1 or self.purpose:
             return updates
@@ -299,7 +305,7 @@ class StackedCohort:
         first = self.engine.first_memory(local, model)
         return self.memory.read(self.ids, first, self.engine.network.device, maybe=local.facts())
 
-    # ---- facts -------------------------------------------------------------------------------------------------------
+    # ---- facts -----------------------------------------------------------------------------------
 
     def _facts_before(self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64]) -> Memory:
         """Return the facts that losses may read."""
@@ -345,7 +351,8 @@ class StackedCohort:
             )
         if strays := [leaf for leaf, rows in made.items() if not isinstance(rows, Tensor)]:
             raise InputError(
-                f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a {type(made[strays[0]]).__name__}"
+                f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a "
+                f"{type(made[strays[0]]).__name__}"
             )
         return made
 
@@ -384,7 +391,7 @@ class StackedCohort:
             round=chunk.round,
         )
 
-    # ---- questions ---------------------------------------------------------------------------------------------------
+    # ---- questions -------------------------------------------------------------------------------
 
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
@@ -412,9 +419,8 @@ class StackedCohort:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
-        finish = (
-            getattr(answer.__self__, answer.finished_by) if hasattr(answer, "finished_by") else None
-        )  # type: ignore[attr-defined]
+        finished_by = getattr(answer, "finished_by", None)
+        finish = getattr(answer.__self__, finished_by) if finished_by else None  # type: ignore[attr-defined]
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -466,7 +472,7 @@ class StackedCohort:
         self.left_out = {**reasons, **self.left_out}
         self._gather(self.ids[kept])
 
-    # ---- reports and bytes -------------------------------------------------------------------------------------------
+    # ---- reports and bytes -----------------------------------------------------------------------
 
     def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
         """Compute the reports somebody needs, of the models as they are before or after local training."""
@@ -586,8 +592,8 @@ def refuse_second_training(trained: bool) -> None:
     """Refuse to train a cohort twice: what clients remember of the first training would be lost."""
     if trained:
         raise InputError(
-            "this cohort has trained already, and a second training would overwrite what clients remember of the first; "
-            "valid: one train() a round, with a phase for each stage"
+            "this cohort has trained already, and a second training would overwrite what clients "
+            "remember of the first; valid: one train() a round, with a phase for each stage"
         )
 
 

@@ -91,8 +91,8 @@ class RoundCohort(Cohort, Protocol):
         ids : iterable of int
             The clients.
         dropped : str, optional
-            Why the server drops them. Without it they were lost after training. Dropped clients have
-            answered, so they count as clients that did.
+            Why the server drops them. Without it they were lost after training. Dropped clients
+            have answered, so they count as clients that did.
         """
 
 
@@ -135,7 +135,8 @@ class Engine(Protocol):
         Counts clients' samples by their attributes when models are evaluated. Set by the round loop
         where it has the data.
     total_was_read : bool
-        Whether the method has asked a cohort how many rounds the run lasts, so that its results depend on that.
+        Whether the method has asked a cohort how many rounds the run lasts, so that its results
+        depend on that.
     """
 
     network: Network

@@ -10,7 +10,8 @@ from torch import Tensor
 from equipoise.federation import Federation
 from equipoise.samples import Samples
 
-# Data larger than this share of a GPU's memory stays on the host, and batches are copied one by one.
+# Data larger than this share of a GPU's memory stays on the host, and batches are copied one by
+# one.
 _LARGEST_SHARE = 0.4
 
 
@@ -30,8 +31,9 @@ def at(tensor: Tensor, positions: Tensor) -> Tensor:
 class DeviceData:
     """The samples of all clients, fetched by position.
 
-    A tensor is copied to the device as a whole if it fits. If it does not, or if samples are on disk, each batch is read when
-    it is needed and copied to the device. Targets are always on the device.
+    A tensor is copied to the device as a whole if it fits. If it does not, or if samples are on
+    disk, each batch is read when it is needed and copied to the device. Targets are always on the
+    device.
 
     Parameters
     ----------

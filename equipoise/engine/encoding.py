@@ -19,8 +19,8 @@ def open_data(
 ) -> DeviceData:
     """Check the model on a few samples, and load all samples, encoded if the model has a stem.
 
-    If the model has a stem, samples are encoded by it once, unless they are augmented, a method has brought a part that
-    changes them first, or ``machine.encode`` is off.
+    If the model has a stem, samples are encoded by it once, unless they are augmented, a method has
+    brought a part that changes them first, or ``machine.encode`` is off.
 
     Parameters
     ----------
@@ -52,7 +52,8 @@ def open_data(
             samples.to(device, dtype if samples.is_floating_point() else samples.dtype)
         )
 
-    # The key contains everything that affects rounding, so that results depend on the settings alone.
+    # The key contains everything that affects rounding, so that results depend on the settings
+    # alone.
     arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32
     with exact_arithmetic(machine):
         key = "stem", network.stem_digest, *map(str, arithmetic)

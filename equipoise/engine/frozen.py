@@ -20,15 +20,17 @@ from equipoise.tree import PERSONAL, Tree, in_parts
 if TYPE_CHECKING:
     from equipoise.engine.local import Chunk
 
-# The most z may take, in bytes. That is all of CIFAR-10 with 4096 features, and little on any machine that trains such a
-# model. It is the same everywhere, so that the same run takes the same path everywhere.
+# The most z may take, in bytes. That is all of CIFAR-10 with 4096 features, and little on any
+# machine that trains such a model. It is the same everywhere, so that the same run takes the same
+# path everywhere.
 _LARGEST = 1 << 30
 
 
 def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
     """Say whether z of a sample is constant while some of the chunk's parameters are trained.
 
-    Clients with personal features have two z of a sample, and augmented samples change in every step.
+    Clients with personal features have two z of a sample, and augmented samples change in every
+    step.
     """
     touched = (
         name.removeprefix(PERSONAL)
@@ -62,7 +64,8 @@ class FrozenFeatures:
     def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
         """Say whether computing z once saves work in these phases, and z is not too large."""
         if (np.diff(batches[0].sizes) > 0).any():
-            # Where the steps of clients differ by more than their sizes, clients are not in the order of their sizes.
+            # Where the steps of clients differ by more than their sizes, clients are not in the
+            # order of their sizes.
             return False
         samples = len(batches[0].held)
         looks = sum(int(own.samples().sum()) for own in batches)
@@ -124,7 +127,8 @@ class FrozenFeatures:
 
     def fetch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return z and the targets of samples by their index (see :class:`~equipoise.engine.batches.Batches`)."""
-        # The head must get z in the type in which features give it. Autocast may lower it for a lone client only.
+        # The head must get z in the type in which features give it. Autocast may lower it for a
+        # lone client only.
         return at(self._z, index).to(self._type), at(self._y, index)
 
     def batch(self, z: Tensor, index: Tensor) -> Precomputed:

@@ -58,8 +58,8 @@ class Layout:
     def travelling(self, model: Tree, initial: Tree) -> list[str]:
         """List the tensors of a model that must be sent to clients.
 
-        Both sides build the same initial model. Tensors that no client trains for the others are sent
-        only if the server has changed them since.
+        Both sides build the same initial model. Tensors that no client trains for the others are
+        sent only if the server has changed them since.
 
         Parameters
         ----------

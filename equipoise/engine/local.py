@@ -1,9 +1,9 @@
 """Local training of a chunk of clients, stacked on a leading axis.
 
-A chunk is trained as one tensor program: ``torch.func.vmap`` over the loss of one client, one backward pass for all of
-them, one optimizer step on the stack. Clients are ordered by falling number of steps, so those still training are always
-the first rows, and a step is taken on views of those rows. A single client is not stacked at all: the same code then is
-the plain PyTorch loop.
+A chunk is trained as one tensor program: ``torch.func.vmap`` over the loss of one client, one
+backward pass for all of them, one optimizer step on the stack. Clients are ordered by falling
+number of steps, so those still training are always the first rows, and a step is taken on views of
+those rows. A single client is not stacked at all: the same code then is the plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Chunk:
     still : Tree
         Those that neither move nor are kept: one copy for all.
     sent, each, memory, seen, round
-        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are stacked.
+        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are
+        stacked.
     """
 
     network: Network
@@ -78,8 +79,8 @@ class Pace:
 class StepInput:
     """What changes from step to step: everything else stays where it is in memory.
 
-    Tensors have a leading axis of clients, then one of batches if a step looks at several. ``number`` is that of the
-    step, from 1: a tensor if the step is recorded.
+    Tensors have a leading axis of clients, then one of batches if a step looks at several.
+    ``number`` is that of the step, from 1: a tensor if the step is recorded.
     """
 
     positions: Tensor
@@ -124,7 +125,8 @@ class PhaseRun:
         self.names = [name for name in moving if name not in self.moving_buffers]
         if not self.names:
             raise InputError(
-                f"nothing of {phase.move!r} can be trained: it holds no parameters with requires_grad on"
+                f"nothing of {phase.move!r} can be trained: it holds no parameters with "
+                "requires_grad on"
             )
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
@@ -191,7 +193,8 @@ class PhaseRun:
         counts = self.batches.counts[:active, here]
         positions = self.batches.positions[:active, here]
         if active == 1 or self.replay is None:
-            # No wider than its fullest client. Recorded steps keep one width: every other is a recording of its own.
+            # No wider than its fullest client. Recorded steps keep one width: every other is a
+            # recording of its own.
             positions = positions[..., : counts.max()]
         mask = None
         if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():
@@ -206,7 +209,8 @@ class PhaseRun:
         """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
-        # By where losses are in memory: a gradient rule returns those of one of its looks at a batch.
+        # By where losses are in memory: a gradient rule returns those of one of its looks at a
+        # batch.
         self._of_task: dict[int, tuple[Tensor, Tensor]] = {}
         each_batch = (
             [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
@@ -255,7 +259,8 @@ class PhaseRun:
                 losses, of_task, buffers = of_all(moving, *given)
             # Losses are kept, so that no others of the step take their place in memory.
             self._of_task |= {losses.data_ptr(): (losses, values) for values in of_task.values()}
-            # BatchNorm statistics follow the step's first forward pass only, however often a gradient rule looks again.
+            # BatchNorm statistics follow the step's first forward pass only, however often a
+            # gradient rule looks again.
             if not recorded:
                 recorded.update(buffers)
             return losses
@@ -300,8 +305,8 @@ class PhaseRun:
                 else repr(values)
             )
             raise InputError(
-                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a sample, of shape "
-                f"({len(y)},), so that padding can be left out"
+                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a "
+                f"sample, of shape ({len(y)},), so that padding can be left out"
             )
         task_loss = client.task_loss_of_step()
         of_task = {} if task_loss is None else {"task_loss": masked_mean(task_loss, mask)}
@@ -365,8 +370,9 @@ class LocalTraining:
         Returns
         -------
         dict of Tensor
-            ``train_loss``, every client's mean of the task's loss over all samples it saw; ``method_terms``, what the
-            method has added to it, if it may have added something; and ``steps``. ``[clients]``, float64.
+            ``train_loss``, every client's mean of the task's loss over all samples it saw;
+            ``method_terms``, what the method has added to it, if it may have added something; and
+            ``steps``. ``[clients]``, float64.
         """
         for stretch in self._stretches(list(zip(self.runs, batches, strict=True))):
             frozen = self._frozen_during(stretch)
@@ -433,8 +439,9 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
 class Workshop:
     """Trains chunks; on a GPU it keeps the tensors and the recorded steps for every shape of chunk.
 
-    A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded once and replayed, it
-    costs a single launch. That needs all tensors to stay where they are, so chunks are copied into memory that is kept.
+    A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded
+    once and replayed, it costs a single launch. That needs all tensors to stay where they are, so
+    chunks are copied into memory that is kept.
     """
 
     def __init__(self, *, replays: bool) -> None:
@@ -445,7 +452,10 @@ class Workshop:
     def train(
         self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
     ) -> Reports:
-        """Carry out a local rule for a chunk; its parameters are trained in place. See :meth:`LocalTraining.run`."""
+        """Carry out a local rule for a chunk; its parameters are trained in place.
+
+        See :meth:`LocalTraining.run`.
+        """
         if self._replay is None or not all(pace.optimizer.replays for pace in paces):
             return LocalTraining(chunk, rule, paces, self._frozen).run(batches)
         clients = len(chunk.seen)
@@ -507,7 +517,8 @@ def finish_chunk(
         where = f"finish of {type(rule).__name__}"
         if not isinstance(finished, tuple) or len(finished) != 2:
             raise InputError(
-                f"{where} returned {finished!r}; valid: the client's memory and its uploads, two dictionaries"
+                f"{where} returned {finished!r}; valid: the client's memory and its uploads, two "
+                "dictionaries"
             )
         return checked_memory(finished[0], where, memory), checked_memory(finished[1], where)
 

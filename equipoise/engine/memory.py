@@ -44,25 +44,28 @@ def checked_memory(
     """
     if not isinstance(given, Mapping):
         raise InputError(
-            f'{where} returned {given!r}; valid: a dictionary such as {{"counter": {{"rounds": tensor}}}}'
+            f'{where} returned {given!r}; valid: a dictionary such as {{"counter": {{"rounds": '
+            f"tensor}}}}"
         )
     for name, tree in given.items():
         if not isinstance(tree, Mapping):
             raise InputError(
-                f"{where} returned {_shown(tree)} for {name}; valid: a dictionary of tensors, such as "
+                f"{where} returned {_shown(tree)} for {name}; valid: a dictionary of tensors, such "
+                "as "
                 f'{{"{name}": {{"value": tensor}}}}'
             )
         for leaf, tensor in tree.items():
             if not isinstance(tensor, Tensor):
                 number = float(tensor) if isinstance(tensor, int | float) else 0.0
                 raise InputError(
-                    f"{where} returned {_shown(tensor)} for {name}.{leaf}; valid: a tensor, such as torch.tensor({number})"
+                    f"{where} returned {_shown(tensor)} for {name}.{leaf}; valid: a tensor, such "
+                    f"as torch.tensor({number})"
                 )
             before = (like or {}).get(name, {}).get(leaf)
             if before is not None and (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
                 raise InputError(
-                    f"{where} returned {kind_of(tensor)} for {name}.{leaf}, which was {kind_of(before)} before; valid: the "
-                    "same type and shape in every round"
+                    f"{where} returned {kind_of(tensor)} for {name}.{leaf}, which was "
+                    f"{kind_of(before)} before; valid: the same type and shape in every round"
                 )
     return dict(given)
 
@@ -74,8 +77,8 @@ def _shown(given: Any) -> str:
 class MemoryStore:
     """The memories of all clients that have taken part, stacked; other clients need no storage.
 
-    Round r reads what was committed before it and writes beside it, so a round that is repeated, or resumed after a
-    crash, never applies anything twice.
+    Round r reads what was committed before it and writes beside it, so a round that is repeated, or
+    resumed after a crash, never applies anything twice.
 
     Examples
     --------

@@ -71,9 +71,11 @@ class Slot:
 def slots_of(module: nn.Module) -> list[Slot]:
     """Find every slot in which a module holds floating point numbers, parameters first.
 
-    Frozen are parameters with ``requires_grad`` off, everything inside a :class:`~equipoise.models.frozen.Frozen` or in the
-    stem of a :class:`~equipoise.models.base.Model`, buffers that are not persistent, and buffers of a module whose
-    parameters are all frozen. (For a layer without parameters, the nearest module around it that has some decides.)
+    Frozen are parameters with ``requires_grad`` off, everything inside a
+    :class:`~equipoise.models.frozen.Frozen` or in the stem of a
+    :class:`~equipoise.models.base.Model`, buffers that are not persistent, and buffers of a module
+    whose parameters are all frozen. (For a layer without parameters, the nearest module around it
+    that has some decides.)
 
     Examples
     --------
@@ -141,8 +143,8 @@ class Pass(NamedTuple):
     output : Tensor
         The output of what was applied.
     z : Tensor
-        What the features made of the batch, in the type in which the head gets it; of a part other than
-        ``features``, or of a model with a ``forward`` of its own, the output.
+        What the features made of the batch, in the type in which the head gets it; of a part other
+        than ``features``, or of a model with a ``forward`` of its own, the output.
     buffers : Tree
         The buffers of what was applied, as the pass leaves them.
     """
@@ -155,20 +157,21 @@ class Pass(NamedTuple):
 class Network:
     """An ``nn.Module`` whose parameters and buffers are given with every call.
 
-    Methods that treat features and head differently need a module with the two submodules ``features`` and ``head``; see
-    :func:`equipoise.models.headed.with_head`.
+    Methods that treat features and head differently need a module with the two submodules
+    ``features`` and ``head``; see :func:`equipoise.models.headed.with_head`.
 
-    Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of the architecture:
-    all clients share one copy, and they are not trained, sent or averaged.
+    Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of
+    the architecture: all clients share one copy, and they are not trained, sent or averaged.
 
-    Tensors are put straight into the module's own dictionaries, where attribute look-up finds them. That is what
-    ``torch.func.functional_call`` does too, but the slots are found once and not at every step, which matters when a
-    deep model takes small steps.
+    Tensors are put straight into the module's own dictionaries, where attribute look-up finds them.
+    That is what ``torch.func.functional_call`` does too, but the slots are found once and not at
+    every step, which matters when a deep model takes small steps.
 
     Parameters
     ----------
     module : nn.Module
-        The model; it is copied, and layers of the copy are converted (:func:`equipoise.models.layers.convert`).
+        The model; it is copied, and layers of the copy are converted
+        (:func:`equipoise.models.layers.convert`).
     task : Task
         What is learned.
     device : torch.device
@@ -178,8 +181,8 @@ class Network:
     autocast : torch.dtype, optional
         Type of the arithmetic where autocast lowers it.
     lowered : torch.dtype, optional
-        Type in which the model's :class:`~equipoise.models.frozen.Frozen` modules are held and computed, if it is
-        not ``dtype``.
+        Type in which the model's :class:`~equipoise.models.frozen.Frozen` modules are held and
+        computed, if it is not ``dtype``.
 
     Attributes
     ----------
@@ -188,10 +191,11 @@ class Network:
     classes : int or None
         The number of classes of the federation, if its task has any; set by the engine.
     activations, fixed_activations, stem_activations : int
-        How many numbers all layers together put out for each sample, how many for a batch whatever its size (prompts in
-        words), and those of the stem for each sample; :meth:`try_out` counts.
+        How many numbers all layers together put out for each sample, how many for a batch whatever
+        its size (prompts in words), and those of the stem for each sample; :meth:`try_out` counts.
     unstackable : str
-        Why the model cannot be called for many clients at once; empty if it can. :meth:`try_out` finds out.
+        Why the model cannot be called for many clients at once; empty if it can. :meth:`try_out`
+        finds out.
 
     Examples
     --------
@@ -250,7 +254,8 @@ class Network:
             )
         self._moving_parts: dict[str, bool] = {}
         self._training_parts = dict.fromkeys(["", *self._tensors_of], True)
-        # Whether the model's own code calls functions that must be carried out; known once the model was tried out.
+        # Whether the model's own code calls functions that must be carried out; known once the
+        # model was tried out.
         self._functions: Carried | None = None
         self.unstackable = ""
         self._slots_of_part: dict[str | None, list[Slot]] = {}
@@ -333,12 +338,13 @@ class Network:
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         x : Tensor
-            A batch: samples, or what the stem made of them if the network's or the argument's ``encoded`` is true.
+            A batch: samples, or what the stem made of them if the network's or the argument's
+            ``encoded`` is true.
         forward : Forward
             What the layers must know.
         part : str, optional
-            ``features``, ``head``, a part that a method has brought, or a layer by its dotted name; by default the whole
-            model.
+            ``features``, ``head``, a part that a method has brought, or a layer by its dotted name;
+            by default the whole model.
         encoded : bool
             Whether x is what the stem made of samples, although the network's data are not encoded.
 
@@ -409,7 +415,8 @@ class Network:
                 slot.owner[slot.leaf] = params[slot.name]
         except KeyError as missing:
             raise InputError(
-                f"the question looks at {missing} of the model, but no model was given; valid: cohort.ask(..., model=...)"
+                f"the question looks at {missing} of the model, but no model was given; valid: "
+                "cohort.ask(..., model=...)"
             ) from None
         return self._slots_of_part[part]
 
@@ -483,12 +490,14 @@ class Network:
     def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
         """Check that the model can be trained, and gives the same outputs as the original module.
 
-        It must take samples and answer each with a number a class, or a target; the same with or without others beside it,
-        BatchNorm aside; without changing its tensors in place or drawing random numbers of its own; and as the module it was
-        made from does. Tensors are moved a little first, so that those a call does not reach show.
+        It must take samples and answer each with a number a class, or a target; the same with or
+        without others beside it, BatchNorm aside; without changing its tensors in place or drawing
+        random numbers of its own; and as the module it was made from does. Tensors are moved a
+        little first, so that those a call does not reach show.
 
-        Afterwards it is known whether clients can be stacked, and whether functions that the model calls, such as
-        ``torch.nn.functional.dropout``, must be carried out by :mod:`equipoise.models.functions`.
+        Afterwards it is known whether clients can be stacked, and whether functions that the model
+        calls, such as ``torch.nn.functional.dropout``, must be carried out by
+        :mod:`equipoise.models.functions`.
 
         Parameters
         ----------
@@ -554,28 +563,32 @@ class Network:
         if drawn:
             named = f" by {drawing[0]}" if drawing else ""
             raise InputError(
-                f"the model draws random numbers of its own{named}, which nobody could draw again; {advice(drawing)}"
+                f"the model draws random numbers of its own{named}, which nobody could draw again; "
+                f"{advice(drawing)}"
             )
         if changed:
             raise InputError(
-                f"the model changes {changed[0]} in place while it is called, for all clients alike; valid: layers of "
-                "nn.BatchNorm, and buffers that are assigned anew (self.mean = ...)"
+                f"the model changes {changed[0]} in place while it is called, for all clients "
+                "alike; valid: layers of nn.BatchNorm, and buffers that are assigned anew "
+                "(self.mean = ...)"
             )
         if not self.batchwise and self._far(output, alone):
             raise InputError(
-                "what the model answers to a sample depends on the others in its batch, or on their order; valid: models "
-                "that take a batch as their first dimension (batch_first=True) and mix samples by nn.BatchNorm alone"
+                "what the model answers to a sample depends on the others in its batch, or on "
+                "their order; valid: models that take a batch as their first dimension "
+                "(batch_first=True) and mix samples by nn.BatchNorm alone"
             )
         if self._far(output, itself):
             raise InputError(
-                "taken apart and put together again the model is another one: it has parameters that are no attributes of "
-                "a module, layers that behave otherwise in evaluation, or classes derived from nn.BatchNorm that do more"
+                "taken apart and put together again the model is another one: it has parameters "
+                "that are no attributes of a module, layers that behave otherwise in evaluation, "
+                "or classes derived from nn.BatchNorm that do more"
             )
         random = bool(self._dropouts or functions.seen)
         if random and not self.batchwise and self._draws_by_batch(params, seen, key):
             raise InputError(
-                "what dropout does to a sample depends on how many others are in its batch; valid: dropout of tensors whose "
-                "first dimension is that of the samples (batch_first=True)"
+                "what dropout does to a sample depends on how many others are in its batch; valid: "
+                "dropout of tensors whose first dimension is that of the samples (batch_first=True)"
             )
         if functions.seen or not all(map(_known_to_stack, self.module.modules())):
             self.unstackable = self._why_not_stacked(seen[:2], key)
@@ -697,18 +710,19 @@ class Network:
             raise
         except Exception as error:
             raise InputError(
-                f"the loss or a metric of task {self.task.name!r} fails for outputs of shape {tuple(output.shape)} and "
-                f"targets of shape {tuple(y.shape)}: {error}"
+                f"the loss or a metric of task {self.task.name!r} fails for outputs of shape "
+                f"{tuple(output.shape)} and targets of shape {tuple(y.shape)}: {error}"
             ) from error
         self.measures = tuple(measured)
         if missing := {"loss", self.task.score} - set(measured):
             raise InputError(
-                f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without {missing.pop()}"
+                f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without "
+                f"{missing.pop()}"
             )
         if taken := (set(measured) - {"loss"}) & set(COLUMNS):
             raise InputError(
-                f"the task {self.task.name!r} has a metric called {taken.pop()!r}, which is another column of "
-                "metrics.jsonl; choose another name"
+                f"the task {self.task.name!r} has a metric called {taken.pop()!r}, which is "
+                "another column of metrics.jsonl; choose another name"
             )
         for name, values in measured.items():
             if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
@@ -718,8 +732,8 @@ class Network:
                     else f"is {values!r}"
                 )
                 raise InputError(
-                    f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one value a sample, of shape "
-                    f"({len(y)},), so that padding can be left out"
+                    f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one "
+                    f"value a sample, of shape ({len(y)},), so that padding can be left out"
                 )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -770,8 +784,9 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
     lowered = [layer for layer in module.modules() if isinstance(layer, Frozen)]
     if not lowered:
         raise InputError(
-            "machine.frozen lowers frozen modules, but the model has none; valid: a model with a module of the class "
-            "equipoise.models.frozen.Frozen, such as vitprompts, or no machine.frozen"
+            "machine.frozen lowers frozen modules, but the model has none; valid: a model with a "
+            "module of the class equipoise.models.frozen.Frozen, such as vitprompts, or no "
+            "machine.frozen"
         )
     for layer in lowered:
         layer.lower(dtype)
@@ -787,10 +802,12 @@ def _refuse_unusual(module: nn.Module) -> None:
             raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
 
 
-# How far two answers of a model may be apart, relative to their length: TF32 rounds more than float32, and each of many
-# frozen layers in a lower precision adds its own rounding. A model that mixes samples is off by far more.
+# How far two answers of a model may be apart, relative to their length: TF32 rounds more than
+# float32, and each of many frozen layers in a lower precision adds its own rounding. A model that
+# mixes samples is off by far more.
 _ROUNDING = {None: 0.01, torch.bfloat16: 0.1}
-# Layers of these modules of torch.nn can be stacked. Trying it would cost convolutions seconds on a CPU.
+# Layers of these modules of torch.nn can be stacked. Trying it would cost convolutions seconds on a
+# CPU.
 _STACKABLE = frozenset(
     f"torch.nn.modules.{name}"
     for name in (

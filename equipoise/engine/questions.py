@@ -44,7 +44,8 @@ class Asked:
     still : Tree
         Those that do not differ.
     sent, each, memory, seen, round
-        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are stacked.
+        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are
+        stacked.
     """
 
     network: Network
@@ -65,18 +66,18 @@ class Asked:
 def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str) -> Any:
     """Call a question on clients' samples batch by batch, and add up its results.
 
-    Memory depends on the size of a pass (:func:`~equipoise.engine.chunking.samples_a_pass`), not on how many samples
-    a client holds. Floating point sums are added up in float64. A model whose outputs depend on the batch sees all of a
-    client's samples at once.
+    Memory depends on the size of a pass (:func:`~equipoise.engine.chunking.samples_a_pass`), not on
+    how many samples a client holds. Floating point sums are added up in float64. A model whose
+    outputs depend on the batch sees all of a client's samples at once.
 
     Parameters
     ----------
     asked : Asked
         The clients.
     question : callable
-        Takes a :class:`~equipoise.client.Client` and returns a tensor, or a nested structure of tensors: sums over
-        the samples of the batch, padding left out. It must not depend on values in Python; a gradient is
-        taken with ``torch.func.grad``.
+        Takes a :class:`~equipoise.client.Client` and returns a tensor, or a nested structure of
+        tensors: sums over the samples of the batch, padding left out. It must not depend on values
+        in Python; a gradient is taken with ``torch.func.grad``.
     what : str
         What errors call the question.
 

@@ -19,8 +19,9 @@ _MOST_GRAPHS = 256
 class Replay:
     """Runs a program of tensor operations, and from the third time on replays it as one CUDA graph.
 
-    The program is run plainly the first time, recorded the second. It may read and write any tensor that stays in
-    place; what changes from call to call is given as a dataclass of tensors and copied to where the recording reads it.
+    The program is run plainly the first time, recorded the second. It may read and write any tensor
+    that stays in place; what changes from call to call is given as a dataclass of tensors and
+    copied to where the recording reads it.
     """
 
     def __init__(self) -> None:

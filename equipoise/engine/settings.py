@@ -49,15 +49,16 @@ class Training:
     rounds : int
         How many rounds the run lasts. With 0 the initial model is evaluated and nothing is trained.
     cohort : int or float
-        How many clients take part in a round: a number of clients, or a fraction of those registered.
+        How many clients take part in a round: a number of clients, or a fraction of those
+        registered.
     epochs : int or tuple of int
-        Passes over a client's training split in a round. Two numbers are a range: every client draws its own number in
-        every round, all of them equally likely.
+        Passes over a client's training split in a round. Two numbers are a range: every client
+        draws its own number in every round, all of them equally likely.
     steps : int or tuple of int, optional
         Steps in a round instead of epochs, the same for every client, or a range as for ``epochs``.
     stragglers : float
-        The probability that a client stops early in a round and sends what it has: after a share of its steps that is
-        uniform in (0, 1], and at least one step.
+        The probability that a client stops early in a round and sends what it has: after a share of
+        its steps that is uniform in (0, 1], and at least one step.
     batch_size : int
         Samples a step; the last batch of an epoch may be smaller.
     optimizer : Optimizer
@@ -72,12 +73,13 @@ class Training:
     augment : tuple of Augmentation
         Applied to every training batch.
     loss : str, mapping or callable, optional
-        A loss for the whole task instead of the task's own: a name of :mod:`equipoise.losses` such as ``"focal"``, a mapping
-        with ``name`` and options, or a function of outputs and targets that returns one value a sample. Losses in reports
-        and in evaluation are of the same function.
+        A loss for the whole task instead of the task's own: a name of :mod:`equipoise.losses` such
+        as ``"focal"``, a mapping with ``name`` and options, or a function of outputs and targets
+        that returns one value a sample. Losses in reports and in evaluation are of the same
+        function.
     report_samples : int, optional
-        How many of a client's samples its loss reports use, drawn again each round; all by default. Reports on
-        whole splits cost large clients more than a few steps of training do.
+        How many of a client's samples its loss reports use, drawn again each round; all by default.
+        Reports on whole splits cost large clients more than a few steps of training do.
 
     Examples
     --------
@@ -107,7 +109,8 @@ class Training:
         if not isinstance(self.schedule, Schedule):
             if not callable(self.schedule):
                 raise InputError(
-                    f"training.schedule must be a Schedule or a function of the round, got {self.schedule!r}"
+                    "training.schedule must be a Schedule or a function of the round, got "
+                    f"{self.schedule!r}"
                 )
             object.__setattr__(
                 self, "schedule", Schedule(kind=schedules.register(self.schedule).__name__)
@@ -138,7 +141,8 @@ class Training:
             return max(1, round(self.cohort * registered))
         if self.cohort > registered:
             raise InputError(
-                f"training.cohort asks for {self.cohort} clients, but only {registered} are registered for training"
+                f"training.cohort asks for {self.cohort} clients, but only {registered} are "
+                "registered for training"
             )
         return self.cohort
 
@@ -193,18 +197,19 @@ class Machine:
     precision : {"float32", "float64", "bfloat16"}
         ``bfloat16`` keeps parameters in float32 and lowers the arithmetic by autocast.
     chunk : int or "auto" or "measure"
-        How many clients are stacked: a number, a fixed rule from device and model, or the fastest of a few, measured
-        before round 1 and then written into the run's configuration.
+        How many clients are stacked: a number, a fixed rule from device and model, or the fastest
+        of a few, measured before round 1 and then written into the run's configuration.
     tf32 : bool
         Whether matrix units may round float32 factors to 19 bits.
     replay : bool
-        Whether a GPU records local steps once and replays them, which saves the time Python needs to launch them.
+        Whether a GPU records local steps once and replays them, which saves the time Python needs
+        to launch them.
     frozen : {"bfloat16"}, optional
-        The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and computed; by default
-        that of everything else.
+        The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and
+        computed; by default that of everything else.
     encode : bool
-        Whether samples are encoded once by the model's stem, if it has one, instead of in every step. They are not if
-        the method works on images.
+        Whether samples are encoded once by the model's stem, if it has one, instead of in every
+        step. They are not if the method works on images.
 
     Examples
     --------
@@ -231,7 +236,8 @@ class Machine:
         )
         if self.chunk not in ("auto", "measure") and not counts:
             raise InputError(
-                f"machine.chunk must be 'auto', 'measure' or a number of clients, got {self.chunk!r}"
+                "machine.chunk must be 'auto', 'measure' or a number of clients, got "
+                f"{self.chunk!r}"
             )
         kind, colon, number = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (

@@ -118,6 +118,7 @@ def in_plain_words(what: str) -> Iterator[None]:
         if reason not in _REASONS.values():
             raise
         raise InputError(
-            f"{what} cannot be called for many clients at once: {reason}; valid: operations on tensors, such as "
-            "torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1"
+            f"{what} cannot be called for many clients at once: {reason}; valid: operations on "
+            "tensors, such as torch.where(condition, a, b) or client.seen as a factor, or "
+            "machine.chunk: 1"
         ) from error

@@ -103,8 +103,9 @@ class StackedEngine:
             self.chunk = machine.chunk
             if self.chunk > 1 and self.network.unstackable:
                 raise InputError(
-                    f"machine.chunk is {self.chunk}, but the model cannot be called for many clients at once: "
-                    f"{self.network.unstackable}; valid: chunk 1 or auto, which trains them one by one"
+                    f"machine.chunk is {self.chunk}, but the model cannot be called for many "
+                    f"clients at once: {self.network.unstackable}; valid: chunk 1 or auto, which "
+                    "trains them one by one"
                 )
         else:
             largest = int(self.view.train.sizes.max(initial=1))
@@ -114,8 +115,8 @@ class StackedEngine:
         """Gather clients for a round (counted from 0)."""
         if method.needs_images and self.network.encoded:
             raise InputError(
-                f"method {method.name!r} works on images, but this engine has encoded them; valid: an engine made with "
-                "machine.carrying_out(method)"
+                f"method {method.name!r} works on images, but this engine has encoded them; valid: "
+                "an engine made with machine.carrying_out(method)"
             )
         return StackedCohort(self, method, np.sort(clients), round_)
 

@@ -29,8 +29,9 @@ def steps_of(
 ) -> Ints:
     """Return how many steps each client makes in a phase.
 
-    A range of epochs or steps in the training settings is drawn from once for each client and round, and so are
-    stragglers. A straggler stops early in every phase, after a share of its steps that is uniform in (0, 1].
+    A range of epochs or steps in the training settings is drawn from once for each client and
+    round, and so are stragglers. A straggler stops early in every phase, after a share of its steps
+    that is uniform in (0, 1].
 
     Parameters
     ----------
@@ -43,7 +44,8 @@ def steps_of(
     keys : Tensor
         One key a client, of this round.
     adapting : bool
-        Whether models are adapted for evaluation. Then a range stands for its upper end, and nobody is a straggler.
+        Whether models are adapted for evaluation. Then a range stands for its upper end, and nobody
+        is a straggler.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """Figures and tables made from run directories.
 
-Each figure has a function that computes its data and one that draws them, so that the numbers can be used without the
-picture. Drawing needs matplotlib (``pip install 'equipoise[report]'``).
+Each figure has a function that computes its data and one that draws them, so that the numbers can
+be used without the picture. Drawing needs matplotlib (``pip install 'equipoise[report]'``).
 
 Examples
 --------

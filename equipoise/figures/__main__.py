@@ -1,6 +1,7 @@
 """Figures from the command line: ``python -m equipoise.figures NAME RUN [RUN ...] --out FILE``.
 
-A run is a directory, or ``TITLE=DIRECTORY``; its title is that of its panel, by default the name of its method.
+A run is a directory, or ``TITLE=DIRECTORY``; its title is that of its panel, by default the name of
+its method.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def cost_table(costs: Mapping[str, Cost]) -> str:
     """
     first = next(iter(costs.values()), None)
     lines = [
-        "| method | messages | MB down | MB up | × first, down | × first, up | evaluations | seconds |",
+        "| method | messages | MB down | MB up | × first, down | × first, up | evaluations | "
+        "seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, own in costs.items():

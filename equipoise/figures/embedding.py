@@ -75,7 +75,8 @@ def embed_features(
     run : path
         The run directory.
     samples : int
-        At most so many samples of each group, drawn with ``seed``; seen and unseen clients of a group are drawn apart.
+        At most so many samples of each group, drawn with ``seed``; seen and unseen clients of a
+        group are drawn apart.
     perplexity : float
         Of t-SNE; at most a third of the samples is used.
     seed : int
@@ -161,8 +162,8 @@ def draw_embeddings(
     path : path
         Where to write the figure (.png, .svg or .pdf).
     by : {"domain", "group", "label"}
-        What colours say: training data of seen clients or test data of unseen ones, as in the paper; the group; the
-        label. In the last two, unseen samples are drawn as crosses.
+        What colours say: training data of seen clients or test data of unseen ones, as in the
+        paper; the group; the label. In the last two, unseen samples are drawn as crosses.
 
     Returns
     -------

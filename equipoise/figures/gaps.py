@@ -93,7 +93,8 @@ def gap_changes(run: str | Path) -> list[GapChanges]:
                 measured.setdefault(client, []).append((weight, gap))
     if not measured:
         raise InputError(
-            f"{run} has no measured changes of gaps; they are noted in rounds of the methods faa and fftgp"
+            f"{run} has no measured changes of gaps; they are noted in rounds of the methods faa "
+            "and fftgp"
         )
     clients = sorted(measured)
     return [
@@ -114,9 +115,10 @@ def sweep_gaps(
 ) -> list[GapChanges]:
     """Change the weight of one client after the other, and measure its gap under the average of the local models.
 
-    This is the measurement of the paper's figure 2. It starts from equal weights. The weight of the client is changed by
-    Δa from −``reach`` to ``reach``, within [0, 1], and the other weights are scaled. The gap is the validation loss of
-    the average minus that of the client's own local model.
+    This is the measurement of the paper's figure 2. It starts from equal weights. The weight of the
+    client is changed by Δa from −``reach`` to ``reach``, within [0, 1], and the other weights are
+    scaled. The gap is the validation loss of the average minus that of the client's own local
+    model.
 
     Parameters
     ----------

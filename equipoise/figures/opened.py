@@ -65,7 +65,8 @@ class OpenedRun:
         tensors, note = load_tensors(self.directory / GLOBAL)
         if not note["whole"]:
             raise InputError(
-                f"the run in {self.directory} has no global model: its clients keep parts of the model"
+                f"the run in {self.directory} has no global model: its clients keep parts of the "
+                "model"
             )
         return self.on_device(tensors)
 
@@ -82,8 +83,8 @@ class OpenedRun:
     def mixed(self, clients: Sequence[int], factors: NDArray[np.float64]) -> Tree:
         """Return Σ_k f_k w_k over the local models of some clients, for factors that sum to one.
 
-        Buffers, such as the variances of BatchNorm, are mixed with the factors clipped at 0 and scaled, because a
-        combination outside the convex hull of the models may make them negative.
+        Buffers, such as the variances of BatchNorm, are mixed with the factors clipped at 0 and
+        scaled, because a combination outside the convex hull of the models may make them negative.
         """
         rows = [self.local.clients.index(client) for client in clients]
         inside = np.clip(factors, 0, None)
@@ -142,7 +143,8 @@ def open_run(
     if (there := federation.fingerprint()) != config["resolved"]["fingerprint"]:
         raise InputError(
             f"the run in {directory} was trained on other data: their fingerprint is "
-            f"{config['resolved']['fingerprint']}, that of federation {federation.name!r} is {there}"
+            f"{config['resolved']['fingerprint']}, that of federation {federation.name!r} is "
+            f"{there}"
         )
     client = read_local(directory).clients[0] if local else None
     network = load(directory, client, local=local, module=module, trust=trust)
@@ -182,6 +184,7 @@ def _data_of(directory: Path, config: dict[str, Any]) -> Federation:
     described = config["data"]
     if described["name"] not in SOURCES:
         raise InputError(
-            f"the configuration of the run in {directory} does not say how its data were made; pass them as federation="
+            f"the configuration of the run in {directory} does not say how its data were made; "
+            "pass them as federation="
         )
     return load_data(**described)

@@ -25,8 +25,8 @@ class Surface:
     Attributes
     ----------
     x, y : float arrays
-        Coordinates of the grid: Euclidean distances between parameters. The origin is the first model, and the second
-        is on the x axis.
+        Coordinates of the grid: Euclidean distances between parameters. The origin is the first
+        model, and the second is on the x axis.
     loss : float array
         ``[y, x]``.
     models : dict
@@ -55,9 +55,10 @@ def loss_surface(
 ) -> Surface:
     """Compute the loss of unseen clients over the plane through three local models.
 
-    The plane is that of Garipov et al. (2018): its axes are w₂ − w₁, and the part of w₃ − w₁ that is orthogonal to it.
-    The global model of FedAvg, GA and FAA is an average of the local models. So it lies in the plane if there are three
-    of them. The loss is the mean over all test samples of the unseen clients.
+    The plane is that of Garipov et al. (2018): its axes are w₂ − w₁, and the part of w₃ − w₁ that
+    is orthogonal to it. The global model of FedAvg, GA and FAA is an average of the local models.
+    So it lies in the plane if there are three of them. The loss is the mean over all test samples
+    of the unseen clients.
 
     Parameters
     ----------
@@ -104,8 +105,8 @@ def loss_surface(
     models = dict(zip(labels_of(run, chosen), plane.corners, strict=True))
     if opened.shared_round != opened.local.round:
         raise InputError(
-            f"{run}: the global model is of round {opened.shared_round} (evaluation.select), and the local models are of "
-            f"round {opened.local.round}; use evaluation.select: last"
+            f"{run}: the global model is of round {opened.shared_round} (evaluation.select), and "
+            f"the local models are of round {opened.local.round}; use evaluation.select: last"
         )
     *at, off_plane = plane.locate(_flat(opened, opened.shared))
     models["global"] = (at[0], at[1])

@@ -1,7 +1,8 @@
 """The same methods across machines, on Flower.
 
-The round loop runs inside a Flower ``ServerApp`` and asks clients by messages; a ``ClientApp`` answers with the same
-local code that trains clients in one process. ``docs/flower.md`` shows how to deploy it.
+The round loop runs inside a Flower ``ServerApp`` and asks clients by messages; a ``ClientApp``
+answers with the same local code that trains clients in one process. ``docs/flower.md`` shows how to
+deploy it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = ["QUIET", "UNASKED", "client_app", "server_app"]
 
-# Flower reports its use, looks for updates and installs what an app depends on, unless it is told not to. Ray, on which
-# Flower's simulation runs, reports its use too.
+# Flower reports its use, looks for updates and installs what an app depends on, unless it is told
+# not to. Ray, on which Flower's simulation runs, reports its use too.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Even so, Ray asks the metadata services of clouds where it runs, and has no setting against it. It does so with
-# requests, which has a proxy for each host: this one does not exist, so the question never leaves the machine.
+# Even so, Ray asks the metadata services of clouds where it runs, and has no setting against it. It
+# does so with requests, which has a proxy for each host: this one does not exist, so the question
+# never leaves the machine.
 _NO_PROXY_THERE = "http://127.0.0.1:9"
 UNASKED = {
     f"http://{host}_proxy": _NO_PROXY_THERE

@@ -66,13 +66,15 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
     experiment : path
         The experiment's file.
     data : callable, optional
-        Makes the client's own federation, of one client, from its node's configuration. Without it a node's ``data``
-        names a directory (see `equipoise.data.silos`), or all nodes read the experiment's source and take their client.
+        Makes the client's own federation, of one client, from its node's configuration. Without it
+        a node's ``data`` names a directory (see `equipoise.data.silos`), or all nodes read the
+        experiment's source and take their client.
 
     Returns
     -------
     ClientApp
-        It answers ``train``, ``evaluate`` and ``query`` messages of :func:`equipoise.flower.server.server_app`.
+        It answers ``train``, ``evaluate`` and ``query`` messages of
+        :func:`equipoise.flower.server.server_app`.
 
     Examples
     --------
@@ -236,18 +238,20 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
     initial = silo.engine.network.initial()
     if strays := sorted(set(received) - set(initial)):
         raise RunError(
-            f"the server sent {strays[0]}, which the model here does not have; do the experiments differ?"
+            f"the server sent {strays[0]}, which the model here does not have; do the experiments "
+            "differ?"
         )
     held = {name: tensor for name, tensor in initial.items() if name not in received}
     asked = settings_of(content)
     if (mine := silo.engine.network.frozen_digest or "") != asked["frozen"]:
         raise RunError(
-            f"the frozen tensors of the model here have the hash {mine or 'of none'}, the server's {asked['frozen']}; "
-            "give both the same weights"
+            f"the frozen tensors of the model here have the hash {mine or 'of none'}, the server's "
+            f"{asked['frozen']}; give both the same weights"
         )
     if digest(held) != asked["held"]:
         raise RunError(
-            f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch differ?"
+            f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch "
+            "differ?"
         )
     return {name: received.get(name, tensor) for name, tensor in initial.items()}
 

@@ -70,7 +70,8 @@ class Ledger:
     Attributes
     ----------
     now, saved, best : dict
-        The round for each client: the current one, that of the latest checkpoint, and that at the best round so far.
+        The round for each client: the current one, that of the latest checkpoint, and that at the
+        best round so far.
     durable : bool
         Whether there are checkpoints to resume from.
     """
@@ -219,7 +220,8 @@ class FlowerEngine:
         answers = self.nodes.insist(
             requests, self._finished, read, min(self.settings.min_clients, len(asked))
         )
-        # Global and personal models may be evaluated one after the other; a client that fails once has no row.
+        # Global and personal models may be evaluated one after the other; a client that fails once
+        # has no row.
         before = self.absent if self._evaluated == self._finished else {}
         self.absent, self._evaluated = before | answers.failed, self._finished
         return answers
@@ -268,13 +270,14 @@ class FlowerEngine:
         kept = [name for name in self.layout.kept if not name.startswith(PERSONAL)]
         if kept:
             raise InputError(
-                f"evaluation.keep_local: clients of method {method.name!r} keep parts of the model ({kept[0]}), which "
-                "do not leave them on Flower; choose a method without such parts, or run it in one process"
+                f"evaluation.keep_local: clients of method {method.name!r} keep parts of the model "
+                f"({kept[0]}), which do not leave them on Flower; choose a method without such "
+                "parts, or run it in one process"
             )
         if self.settings.privacy is not None:
             raise InputError(
-                "evaluation.keep_local: with flower.privacy the server receives clipped or noisy updates, and not the "
-                "models that clients have trained; leave out one of them"
+                "evaluation.keep_local: with flower.privacy the server receives clipped or noisy "
+                "updates, and not the models that clients have trained; leave out one of them"
             )
 
     def personal_models(
@@ -308,7 +311,7 @@ class FlowerEngine:
         answers = self.nodes.ask(requests, round_)
         return answers.failed
 
-    # ---- memory ------------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def commit(self, cohort: FlowerCohort) -> None:
         """Make the memories that a cohort wrote in its round the newest ones."""
@@ -345,7 +348,7 @@ class FlowerEngine:
                 c: version for c, version in zip(clients, best, strict=True) if version
             }
 
-    # ---- messages ----------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def messages(
         self,
@@ -424,7 +427,10 @@ class FlowerCohort:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts. A run whose method has asked for this cannot be made longer."""
+        """How many rounds the run lasts.
+
+        A run whose method has asked for this cannot be made longer.
+        """
         self.engine.total_was_read = True
         return self.engine.rounds
 
@@ -448,8 +454,9 @@ class FlowerCohort:
         settings: dict[str, Any] = {"reports": json.dumps(sorted(self.wanted_reports))}
         if local != self.method.local:
             raise InputError(
-                f"method {self.method.name!r} trains with another local rule than its own, {type(local).__name__}; "
-                "on Flower clients follow the rule of the experiment and no other"
+                f"method {self.method.name!r} trains with another local rule than its own, "
+                f"{type(local).__name__}; on Flower clients follow the rule of the experiment and "
+                "no other"
             )
         once = {
             n: self.engine.delivered.digest_of(t)
@@ -559,8 +566,8 @@ class FlowerCohort:
         question_of(self.method, question)
         if self.engine.settings.privacy is not None:
             raise InputError(
-                f"flower.privacy protects parameters, but method {self.method.name!r} also asks clients for {question!r}; "
-                "choose another method or leave flower.privacy out"
+                f"flower.privacy protects parameters, but method {self.method.name!r} also asks "
+                f"clients for {question!r}; choose another method or leave flower.privacy out"
             )
         check_rows(each or {}, len(self.ids))
         text, tensors = pack(list(args))
@@ -646,8 +653,9 @@ class FlowerCohort:
         count += self._dropped
         if count < wanted:
             raise RunError(
-                f"round {self.round + 1}: {count} of {count - self._dropped + len(self.left_out)} clients answered, and "
-                f"flower.min_clients is {wanted} ({reasons(self.left_out)}); the last checkpoint is intact"
+                f"round {self.round + 1}: {count} of {count - self._dropped + len(self.left_out)} "
+                f"clients answered, and flower.min_clients is {wanted} ({reasons(self.left_out)}); "
+                "the last checkpoint is intact"
             )
 
     @property
@@ -666,7 +674,8 @@ class FlowerCohort:
         self.engine.settings.privacy.check(local)
         if self.engine.network.buffers:
             raise InputError(
-                "flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm"
+                "flower.privacy would put noise on the statistics of BatchNorm; choose a model "
+                "with GroupNorm"
             )
 
 

@@ -79,7 +79,8 @@ class Owner(NamedTuple):
     key : str
         The fingerprint of its public key, or its node id if Flower does not tell keys.
     home : str
-        A hash of the secret in its memory directory; see :func:`equipoise.flower.memory.proof_of_home`.
+        A hash of the secret in its memory directory; see
+        :func:`equipoise.flower.memory.proof_of_home`.
     name : str
         The name its client registered with.
     """
@@ -111,8 +112,8 @@ def read_invited(path: Path) -> dict[int, Invited]:
     Parameters
     ----------
     path : Path
-        A YAML file with a mapping for each number; it may hold ``key`` (a public key in one line, the path of a ``.pub``
-        file, or a fingerprint) and ``name``.
+        A YAML file with a mapping for each number; it may hold ``key`` (a public key in one line,
+        the path of a ``.pub`` file, or a fingerprint) and ``name``.
 
     Returns
     -------
@@ -135,7 +136,8 @@ def read_invited(path: Path) -> dict[int, Invited]:
         facts = {} if given is None else given
         if not isinstance(facts, Mapping):
             raise InputError(
-                f"{path}: client {number} must have keys with values, such as name: north, got {given!r}"
+                f"{path}: client {number} must have keys with values, such as name: north, got "
+                f"{given!r}"
             )
         for name, value in facts.items():
             if name not in ("key", "name"):
@@ -238,8 +240,9 @@ class Owners:
             return None
         where = self.path.parent if self.path else "RUN_DIRECTORY"
         return (
-            f"client {client} belongs to the node that registered it first ({owner.key}); if this one is to take its "
-            f"place, stop the other and run `equipoise flower release {client} {where}`"
+            f"client {client} belongs to the node that registered it first ({owner.key}); if this "
+            f"one is to take its place, stop the other and run `equipoise flower release {client} "
+            f"{where}`"
         )
 
     def claim(self, client: int, node: Owner) -> None:

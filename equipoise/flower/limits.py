@@ -20,7 +20,10 @@ _LONGEST = 80
 
 
 class Refusal(RunError):
-    """A client does not do what it was asked to do. The reason is logged there, and sent to the server."""
+    """A client does not do what it was asked to do.
+
+    The reason is logged there, and sent to the server.
+    """
 
 
 def shown(value: object) -> str:
@@ -42,8 +45,8 @@ class Limits:
     Parameters
     ----------
     methods : tuple of str, optional
-        The methods that may run here; all by default. A method that combines parts of several methods, or wraps another,
-        is allowed if all of these are.
+        The methods that may run here; all by default. A method that combines parts of several
+        methods, or wraps another, is allowed if all of these are.
     max_epochs : float, optional
         The most passes over the training data in a round, in all phases together.
     evaluate_only : bool
@@ -107,7 +110,8 @@ class Limits:
         for what, them in phases.items():
             if (passes := epochs_of(them, experiment.training, samples)) > self.max_epochs:
                 raise Refusal(
-                    f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes {passes:g}"
+                    f"this silo allows {self.max_epochs:g} epochs in a round, but {what} takes "
+                    f"{passes:g}"
                 )
 
 

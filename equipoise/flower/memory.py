@@ -75,7 +75,8 @@ def check_name(name: str, what: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise Refusal(
-            f"{shown(name)} is not a name for a {what}: it must have letters, digits, _, - and . only, and no . in front"
+            f"{shown(name)} is not a name for a {what}: it must have letters, digits, _, - and . "
+            "only, and no . in front"
         )
     return name
 

@@ -18,7 +18,8 @@ from equipoise.method import Sees
 
 EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml", "README.md"
 
-# Added below an experiment that has no guard. It is off by default, because the right bound depends on the task.
+# Added below an experiment that has no guard. It is off by default, because the right bound depends
+# on the task.
 _GUARD = Template(
     """
 # One client that sends wrong updates can spoil the model. To bound every update by twice the median norm of all of them,
@@ -105,9 +106,11 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     Parameters
     ----------
     directory : Path
-        Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names hold.
+        Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names
+        hold.
     experiment : Path
-        The experiment's file; the app gets a copy that says how many clients to wait for, and the files it imports.
+        The experiment's file; the app gets a copy that says how many clients to wait for, and the
+        files it imports.
 
     Returns
     -------
@@ -129,8 +132,8 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     name = directory.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"{name!r} is no name for a Flower app; it must begin with a letter and hold up to 32 letters, digits and "
-            "hyphens"
+            f"{name!r} is no name for a Flower app; it must begin with a letter and hold up to 32 "
+            "letters, digits and hyphens"
         )
     content = read_yaml(experiment)
     read = experiment_from(content, str(experiment))
@@ -167,7 +170,8 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     for own in filter(None, map(file_of, read.imports)):
         if own.name in contents:
             raise InputError(
-                f"{experiment}: imports {own.name!r}, a name the app needs; call the file something else"
+                f"{experiment}: imports {own.name!r}, a name the app needs; call the file "
+                "something else"
             )
         contents[own.name] = own.read_text(encoding="utf-8")
     directory.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,8 @@ class Nodes:
         Raises
         ------
         RunError
-            If they do not register in time; the message names the nodes that were refused, with reasons.
+            If they do not register in time; the message names the nodes that were refused, with
+            reasons.
         """
         wanted, deadline = self.settings.clients, time.monotonic() + self.settings.wait
         while len(self.node_of) < wanted:
@@ -103,9 +104,9 @@ class Nodes:
                     f"; node {node} was refused: {reason}" for node, reason in self.refused.items()
                 )
                 raise RunError(
-                    f"{len(self.node_of)} of {wanted} clients have registered within {self.settings.wait:g} s "
-                    f"(flower.clients, flower.wait; Flower simulates as many as --federation-config "
-                    f"'num-supernodes=N' says){why}"
+                    f"{len(self.node_of)} of {wanted} clients have registered within "
+                    f"{self.settings.wait:g} s (flower.clients, flower.wait; Flower simulates as "
+                    f"many as --federation-config 'num-supernodes=N' says){why}"
                 )
             time.sleep(_LOOK_FOR_ANSWERS)
 
@@ -137,7 +138,8 @@ class Nodes:
             for node, client in list(self._client_of.items()):
                 if node not in online:
                     self._forget(client, node)
-            # A node that was refused and then restarted, perhaps with another configuration, is asked again.
+            # A node that was refused and then restarted, perhaps with another configuration, is
+            # asked again.
             self.refused = {node: why for node, why in self.refused.items() if node in online}
             strangers = (
                 set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
@@ -181,7 +183,8 @@ class Nodes:
             self.node_of.get(said.client),
         )
         wrong = self.owners.objection(said.client, owner)
-        # Before round 1 both have just answered; later the other may be the same client before a restart.
+        # Before round 1 both have just answered; later the other may be the same client before a
+        # restart.
         if wrong is None and other is not None and strict:
             wrong = (
                 f"nodes {other} and {node} both say they are client {said.client}; "

@@ -46,7 +46,8 @@ def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
         raise Refusal(f"{shown(asked.get('question'))} is not a question")
     if kind == "query.kept" and not silo.experiment.evaluation.average_kept:
         raise Refusal(
-            "the parts of the model that clients keep were asked for, but evaluation.average_kept is off"
+            "the parts of the model that clients keep were asked for, but evaluation.average_kept "
+            "is off"
         )
     if kind in ("query.kept", "query.ask") and silo.privacy is not None:
         what = (
@@ -63,7 +64,8 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
         raise Refusal("this client evaluates models and never trains")
     if "local" in asked and asked["local"] != json.dumps(describe_part(experiment.method.local)):
         raise Refusal(
-            f"the message has a local rule of its own, {shown(asked['local'])}; the experiment's is used here"
+            f"the message has a local rule of its own, {shown(asked['local'])}; the experiment's "
+            "is used here"
         )
     if settings_of(content, EVALUATION).get(LOCAL) and not experiment.evaluation.local:
         raise Refusal("an evaluation of the local model was asked for, but evaluation.local is off")
@@ -75,5 +77,6 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
         raise Refusal(str(error)) from error
     if silo.engine.network.buffers:
         raise Refusal(
-            "flower.privacy would put noise on the statistics of BatchNorm; choose a model with GroupNorm"
+            "flower.privacy would put noise on the statistics of BatchNorm; choose a model with "
+            "GroupNorm"
         )

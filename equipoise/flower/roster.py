@@ -37,7 +37,8 @@ class Description:
     task, shape, outputs, class_names
         What a model for its data must have; the same for all clients.
     home : str
-        Identifies the disk of its memory, to distinguish a restarted SuperNode from another one with the same number.
+        Identifies the disk of its memory, to distinguish a restarted SuperNode from another one
+        with the same number.
     """
 
     client: int
@@ -109,7 +110,8 @@ class Sizes:
 class Roster:
     """The registered clients: a federation without data, as far as the round loop needs it.
 
-    Clients keep their numbers. A number without a registered client has no samples and is neither seen nor unseen.
+    Clients keep their numbers. A number without a registered client has no samples and is neither
+    seen nor unseen.
 
     Parameters
     ----------
@@ -142,7 +144,8 @@ class Roster:
         Raises
         ------
         InputError
-            If a new client's data need another model than the others'; the message names both clients.
+            If a new client's data need another model than the others'; the message names both
+            clients.
         """
         for said in sorted(newcomers, key=lambda said: said.client):
             first = next(iter(self.known.values()), said)
@@ -247,8 +250,8 @@ class Roster:
     def pooled(self) -> Federation:
         """Refuse to put the data in one place."""
         raise InputError(
-            "method 'central' puts all data in one place, but on Flower they stay with the clients; "
-            "choose another method, or train it in one process with `equipoise run`"
+            "method 'central' puts all data in one place, but on Flower they stay with the "
+            "clients; choose another method, or train it in one process with `equipoise run`"
         )
 
     def fingerprint(self) -> str:

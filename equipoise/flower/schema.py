@@ -112,7 +112,7 @@ def _several(names: Iterable[str]) -> str:
     return ", ".join(shown(name) for name in listed[:3]) + more
 
 
-# ---- answers -----------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +128,9 @@ class Number:
     needed : bool
         Whether an answer without it, or with NaN, cannot be used.
     judged : bool
-        Whether an answer with a value outside of the range cannot be used. Otherwise the value is passed on, and is left
-        out where rows of metrics are made; see :func:`equipoise.run.records.client_rows`.
+        Whether an answer with a value outside of the range cannot be used. Otherwise the value is
+        passed on, and is left out where rows of metrics are made; see
+        :func:`equipoise.run.records.client_rows`.
 
     Examples
     --------
@@ -170,7 +171,8 @@ class Number:
         slack = 1e-9
         if not self.low - slack * abs(self.low) <= number <= self.high + slack * abs(self.high):
             raise Misfit(
-                f"answered with {number:g} as {self.called}, which is not in the range from {self.low:g} to {self.high:g}"
+                f"answered with {number:g} as {self.called}, which is not in the range from "
+                f"{self.low:g} to {self.high:g}"
             )
         return number
 
@@ -190,7 +192,8 @@ class Answer:
     form : str
         The form of the answer to a question; see :func:`equipoise.flower.wire.unpack`.
     lacks : bool
-        Whether the client says that it has lost something that it was sent once. Then there is nothing else.
+        Whether the client says that it has lost something that it was sent once. Then there is
+        nothing else.
     """
 
     content: RecordDict
@@ -219,15 +222,18 @@ class Schema:
     client, round
         Who must answer, and for which round (counted from 0).
     trees : mapping
-        By the name of a record of arrays, the tensors whose names, types and shapes the arrays must have.
+        By the name of a record of arrays, the tensors whose names, types and shapes the arrays must
+        have.
     open_trees : sequence of str
         Records of arrays whose names, types and shapes the server does not know.
     numbers : mapping
         By the name of a record of numbers, the numbers that clients may report.
     counted : mapping
-        The records in which clients may also count samples by the values of attributes, and how many samples there are.
+        The records in which clients may also count samples by the values of attributes, and how
+        many samples there are.
     question : bool
-        Whether the answer is one to a question: with a form, and with one row in every array of ``answer``.
+        Whether the answer is one to a question: with a form, and with one row in every array of
+        ``answer``.
     withheld : collection of str
         What the server did not send because the client should have it.
     largest : float
@@ -352,7 +358,8 @@ class Schema:
             dtype = _OPEN_TYPES.get(array.dtype)
             if dtype is None:
                 raise Misfit(
-                    f"answered with {name} of type {shown(array.dtype)}; valid: {', '.join(_OPEN_TYPES)}"
+                    f"answered with {name} of type {shown(array.dtype)}; valid: "
+                    f"{', '.join(_OPEN_TYPES)}"
                 )
             shape = tuple(array.shape)
             if len(shape) > _MOST_AXES or not all(0 <= length < _LARGEST_SHAPE for length in shape):
@@ -360,7 +367,8 @@ class Schema:
             if self.question and shape[:1] != (1,):
                 raise Misfit(f"answered with {name} of shape {shown(shape)} instead of one row")
             tree[name] = _tensor(name, array, dtype, shape)
-        # Answers to questions are sums over samples, and depend on a model that another client may have spoiled.
+        # Answers to questions are sums over samples, and depend on a model that another client may
+        # have spoiled.
         if wrong := _beyond(tree, LARGEST_REPORT if self.question else LARGEST):
             raise Misfit(wrong)
         return tree
@@ -396,8 +404,8 @@ def _tree(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
 def _tensor(name: str, array: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Read an array whose bytes must be what it declares.
 
-    The header is compared with the only one that is valid, and not parsed: NumPy's own parser can be brought to warn,
-    to use much memory and to raise all kinds of errors.
+    The header is compared with the only one that is valid, and not parsed: NumPy's own parser can
+    be brought to warn, to use much memory and to raise all kinds of errors.
     """
     if array.stype != NUMPY:
         raise Misfit(f"answered with {name} written as {shown(array.stype)}; valid: {NUMPY}")
@@ -485,7 +493,7 @@ def alike(answers: Mapping[int, Answer]) -> dict[int, Answer]:
     return {client: answer for client, answer in answers.items() if forms[client] == usual}
 
 
-# ---- the numbers of a run ------------------------------------------------------------------------------------------------
+# ---- the numbers of a run ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -603,7 +611,7 @@ def measured_by(
     return measured
 
 
-# ---- registrations -------------------------------------------------------------------------------------------------------
+# ---- registrations -------------------------------------------------------------------------------
 
 
 def read_registration(content: RecordDict, settings: FlowerSettings) -> Description:
@@ -725,11 +733,13 @@ def _check_together(said: Description) -> None:
     """Refuse values that are valid by themselves but not together."""
     if said.group not in said.group_names:
         raise Misfit(
-            f"it registered with the unknown group {shown(said.group)}; valid: {_several(said.group_names)}"
+            f"it registered with the unknown group {shown(said.group)}; valid: "
+            f"{_several(said.group_names)}"
         )
     if not said.unseen and not said.sizes["train"]:
         raise Misfit(
-            "it registered without training samples; valid: one or more, or unseen=true for a client to test on"
+            "it registered without training samples; valid: one or more, or unseen=true for a "
+            "client to test on"
         )
     if said.class_names is not None and len(said.class_names) != said.outputs:
         raise Misfit(
@@ -740,7 +750,8 @@ def _check_together(said: Description) -> None:
 def usual_first(newcomers: Iterable[Description]) -> list[Description]:
     """Order newcomers by their numbers, those first whose data need the model that most of them need.
 
-    The first client that is admitted decides which model all others must fit; a single one must not decide that.
+    The first client that is admitted decides which model all others must fit; a single one must not
+    decide that.
 
     Examples
     --------
@@ -759,7 +770,7 @@ def usual_first(newcomers: Iterable[Description]) -> list[Description]:
     return sorted(newcomers, key=lambda said: needs[said.client] != usual)
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def capped_shares(shares: Tensor, largest: float | None) -> Tensor:

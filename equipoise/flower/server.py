@@ -95,8 +95,8 @@ def serve(
     """
     if experiment.flower.privacy is not None and experiment.evaluation.average_kept:
         raise InputError(
-            "evaluation.average_kept asks clients for parts of the model without the protection of flower.privacy; "
-            "leave out one of them"
+            "evaluation.average_kept asks clients for parts of the model without the protection of "
+            "flower.privacy; leave out one of them"
         )
     directory = Path(out).expanduser() if out else None
     # Clients are not stacked here, so there is no chunk size to measure.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from equipoise.checks import UNLESS_DEFAULT, count, one_of, real
 from equipoise.errors import InputError
 
-# A model that one client has spoiled makes the losses of all others large, and they must not be blamed for it. So the
-# bound is far beyond the losses of a model that works; numbers up to it can still be squared and added up.
+# A model that one client has spoiled makes the losses of all others large, and they must not be
+# blamed for it. So the bound is far beyond the losses of a model that works; numbers up to it can
+# still be squared and added up.
 LARGEST_REPORT = 1e24
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ class Privacy:
     Parameters
     ----------
     clip : float
-        Largest L2 norm of the difference between the parameters a client sends and those it received.
+        Largest L2 norm of the difference between the parameters a client sends and those it
+        received.
     epsilon : float, optional
-        Privacy budget of one update: Gaussian noise is added on the client. Without it updates are only clipped.
+        Privacy budget of one update: Gaussian noise is added on the client. Without it updates are
+        only clipped.
     delta : float
         Failure probability of the noise.
     sensitivity : float, optional
@@ -95,19 +98,24 @@ class FlowerSettings:
     privacy : Privacy, optional
         Clipping and noise on the clients' side.
     max_client : int, optional
-        The largest client number that may register; by default 9,999, or ten times ``clients`` if that is more.
+        The largest client number that may register; by default 9,999, or ten times ``clients`` if
+        that is more.
     max_share : float, optional
-        The largest share that one client may have of the weights of a round, if clients are weighted by size.
+        The largest share that one client may have of the weights of a round, if clients are
+        weighted by size.
     max_loss : float
         The largest loss that a client may report, and the negative of the smallest one.
     max_answer : float
-        The most megabytes of uploads, or of the answer to a question. Updates of parameters have a known size.
+        The most megabytes of uploads, or of the answer to a question. Updates of parameters have a
+        known size.
     identity : {"memory", "key"}
-        Who may come back under a client's number besides the node that registered it first: a node with the same memory
-        directory, or none but the one with the same key. Keys stay the same where SuperNodes are started with one.
+        Who may come back under a client's number besides the node that registered it first: a node
+        with the same memory directory, or none but the one with the same key. Keys stay the same
+        where SuperNodes are started with one.
     roster : str, optional
-        A file on the server that lists the clients that may join; see :func:`equipoise.flower.identity.read_invited`.
-        A relative path is one beside the experiment's file.
+        A file on the server that lists the clients that may join; see
+        :func:`equipoise.flower.identity.read_invited`. A relative path is one beside the
+        experiment's file.
 
     Examples
     --------
@@ -148,11 +156,13 @@ class FlowerSettings:
         for name in ("wait", "timeout"):
             if not 0 < getattr(self, name) < inf:
                 raise InputError(
-                    f"flower.{name} must be a number of seconds above 0, got {getattr(self, name)!r}"
+                    f"flower.{name} must be a number of seconds above 0, got "
+                    f"{getattr(self, name)!r}"
                 )
         if self.min_clients > self.clients:
             raise InputError(
-                f"flower.min_clients is {self.min_clients}, more than the flower.clients={self.clients} waited for"
+                f"flower.min_clients is {self.min_clients}, more than the "
+                f"flower.clients={self.clients} waited for"
             )
 
     @property

@@ -42,7 +42,8 @@ class Silo:
     client : int
         The client's stable number.
     engine : StackedEngine
-        The engine that trains in this process, over a federation in which the client has its number.
+        The engine that trains in this process, over a federation in which the client has its
+        number.
     unseen : bool
         Whether the client is held out of training.
     root : Path
@@ -100,7 +101,8 @@ def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
 def client_number(node: NodeConfig) -> int:
     """Find a client's stable number in its node's configuration.
 
-    It is ``client``; else, in a simulation, ``partition-id``; else the number at the end of the data directory's name.
+    It is ``client``; else, in a simulation, ``partition-id``; else the number at the end of the
+    data directory's name.
 
     Examples
     --------
@@ -112,14 +114,15 @@ def client_number(node: NodeConfig) -> int:
             number = node[key]
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise InputError(
-                    f"{key} in the node's configuration must be a whole number from 0, got {number!r}"
+                    f"{key} in the node's configuration must be a whole number from 0, got "
+                    f"{number!r}"
                 )
             return number
     if named := re.search(r"(\d+)$", Path(str(node.get("data", ""))).name):
         return int(named[1])
     raise InputError(
-        f"the node's configuration {dict(node)!r} does not say which client this is; "
-        "start the SuperNode with --node-config 'client=3', or a data directory whose name ends in the number"
+        f"the node's configuration {dict(node)!r} does not say which client this is; start the "
+        "SuperNode with --node-config 'client=3', or a data directory whose name ends in the number"
     )
 
 
@@ -133,8 +136,9 @@ def open_silo(
     experiment : Path
         The experiment's file.
     run_config, node : mapping
-        Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of its own), ``memory``,
-        ``device``, ``unseen``, ``min-cell`` (a smallest cell above that of the experiment) and ``limits`` (a file).
+        Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of
+        its own), ``memory``, ``device``, ``unseen``, ``min-cell`` (a smallest cell above that of
+        the experiment) and ``limits`` (a file).
     own : callable, optional
         Makes the client's own federation, of one client, from the node's configuration.
 
@@ -146,10 +150,12 @@ def open_silo(
     Raises
     ------
     Refusal
-        If the experiment goes beyond the limits of the silo, or the run weakens the protection of updates.
+        If the experiment goes beyond the limits of the silo, or the run weakens the protection of
+        updates.
     """
     client = client_number(node)
-    # A process that answers many messages reads the file, the data and the model once, unless the file changes.
+    # A process that answers many messages reads the file, the data and the model once, unless the
+    # file changes.
     settings = str(run_config.get("set", ""))
     if "device" in node:
         settings += f"; machine.device={node['device']}"
@@ -261,13 +267,15 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
         )
     if experiment.data["test"] == "group":
         raise InputError(
-            "data.test: group needs the test samples of other clients, which a client with data of its own cannot read; "
-            "valid: a copy of the group's test samples in the file test.npz of every client's directory"
+            "data.test: group needs the test samples of other clients, which a client with data of "
+            "its own cannot read; valid: a copy of the group's test samples in the file test.npz "
+            "of every client's directory"
         )
     if experiment.data["leave_out"] is not None:
         raise InputError(
-            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data that nodes have in directories of their "
-            "own; leave it out and set unseen=true for the nodes that must not train"
+            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data that nodes "
+            "have in directories of their own; leave it out and set unseen=true for the nodes "
+            "that must not train"
         )
     return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
 
@@ -275,7 +283,8 @@ def _silo_options(experiment: Experiment) -> dict[str, Any]:
 def placed(federation: Federation, client: int) -> Federation:
     """Return a federation of one client its stable number; the clients before it are empty.
 
-    Random numbers depend on a client's number, so with it the client trains as in a federation of all clients.
+    Random numbers depend on a client's number, so with it the client trains as in a federation of
+    all clients.
 
     Examples
     --------
@@ -285,7 +294,8 @@ def placed(federation: Federation, client: int) -> Federation:
     """
     if federation.clients != 1:
         raise InputError(
-            f"a node's own data must hold one client, its own; federation {federation.name!r} has {federation.clients}"
+            f"a node's own data must hold one client, its own; federation {federation.name!r} has "
+            f"{federation.clients}"
         )
 
     def moved(split: Split) -> Split:

@@ -32,7 +32,8 @@ _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMB
 NUMPY = "numpy.ndarray"
 """How arrays are written; the name is Flower's."""
 
-# Records for evaluation in messages of training: what the server asks for, and metrics of local models by split.
+# Records for evaluation in messages of training: what the server asks for, and metrics of local
+# models by split.
 EVALUATION, LOCAL = "evaluation", "local"
 
 

@@ -61,7 +61,8 @@ def register(
     sees : Sees
         What it lets the server see.
     method : bool
-        Whether the name stands for a whole method, with the usual parts around it, or for a part only.
+        Whether the name stands for a whole method, with the usual parts around it, or for a part
+        only.
 
     Returns
     -------
@@ -77,7 +78,8 @@ def register(
         before = _PARTS.get(name, part)
         if (before.__module__, before.__qualname__) != (part.__module__, part.__qualname__):
             raise InputError(
-                f"the name {name!r} of {part.__qualname__} is taken by {before.__qualname__}; choose another"
+                f"the name {name!r} of {part.__qualname__} is taken by {before.__qualname__}; "
+                "choose another"
             )
         part.name, part.paper, part.sees = name, paper, sees
         _PARTS[name] = part
@@ -97,25 +99,27 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
         )
     if not dataclasses.is_dataclass(part):
         raise InputError(
-            f"{part.__qualname__} is not yet a dataclass when it is registered; valid: @register({name!r}), "
-            f"below it @dataclass(frozen=True), below that class {part.__name__}"
+            f"{part.__qualname__} is not yet a dataclass when it is registered; valid: "
+            f"@register({name!r}), below it @dataclass(frozen=True), below that class "
+            f"{part.__name__}"
         )
     for field in dataclasses.fields(part):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError(
-                f"{part.__qualname__}, registered as {name!r}, has no default for {field.name}; give it one, "
-                "so that a name alone makes a part"
+                f"{part.__qualname__}, registered as {name!r}, has no default for {field.name}; "
+                "give it one, so that a name alone makes a part"
             )
     for server in (Sampler, Aggregation):
         if issubclass(part, server) and part.begin is not server.begin and not part.needs_everyone:
             raise InputError(
-                f"{part.__qualname__}, registered as {name!r}, has a method 'begin', which is called only for parts that "
-                "say needs_everyone = True"
+                f"{part.__qualname__}, registered as {name!r}, has a method 'begin', which is "
+                "called only for parts that say needs_everyone = True"
             )
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
             raise InputError(
-                f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method {needed!r}"
+                f"{part.__qualname__}, registered as {name!r}, is {_a(kind)} without a method "
+                f"{needed!r}"
             )
 
 
@@ -216,14 +220,16 @@ def build(
         The clients' weights before the aggregation changes them; by default those of the local
         rule's or the aggregation's paper.
     sampling : str, mapping or Sampler, optional
-        The sampler: ``uniform`` (the default), ``size``, or another registered one with its options.
+        The sampler: ``uniform`` (the default), ``size``, or another registered one with its
+        options.
     guard : str, mapping or Guard, optional
-        What happens to updates before they are combined: ``norm``, ``krum``, ``multikrum``, or another registered guard
-        with its options.
+        What happens to updates before they are combined: ``norm``, ``krum``, ``multikrum``, or
+        another registered guard with its options.
     **options
-        The method's own hyper-parameters, or other parts to put in place of its own: ``local=``, ``aggregation=``,
-        ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a part. A hyper-parameter that is a method itself is
-        a name, a mapping or a method. Of a method that wraps a host, weights and parts are those of the host.
+        The method's own hyper-parameters, or other parts to put in place of its own: ``local=``,
+        ``aggregation=``, ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a
+        part. A hyper-parameter that is a method itself is a name, a mapping or a method. Of a
+        method that wraps a host, weights and parts are those of the host.
 
     Returns
     -------
@@ -253,8 +259,9 @@ def build(
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
     if options and main not in made.values():
         raise InputError(
-            f"method {name!r}: {', '.join(options)} belong to its own {' and '.join(slots_of(type(main)))}, "
-            f"which was exchanged; leave them out or name the other method"
+            f"method {name!r}: {', '.join(options)} belong to its own "
+            f"{' and '.join(slots_of(type(main)))}, which was exchanged; leave them out or name "
+            "the other method"
         )
     usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
     return Method(name=name, weights=weights or usual, **made)
@@ -310,7 +317,8 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         raise InputError(f"{where} must be a name, a mapping or a part, got {value!r}")
     if slot and isinstance(part, Wrapper):
         raise InputError(
-            f"{where}: {part.name!r} wraps a whole method; valid: method: {{name: {part.name}, host: ...}}"
+            f"{where}: {part.name!r} wraps a whole method; valid: method: {{name: {part.name}, "
+            f"host: ...}}"
         )
     if slot and not isinstance(part, SLOTS[slot]):
         raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")

@@ -19,18 +19,20 @@ from equipoise.tree import Tree, tree_map
 class Afl(Aggregation):
     """Solve min_w max_λ Σ λ_k F_k(w): w ← Σ λ_k w_k, and λ ← Π(λ + γ_λ F(w)), with Π onto the simplex of all clients.
 
-    F is taken at the received w, so w and λ are updated simultaneously. λ begins at the clients' prior, their shares of all
-    samples; in the authors' experiments it begins uniform, as with ``weights: uniform``. From then on λ alone weights
-    clients, and their numbers of samples do not matter. When only some take
-    part, their λ is scaled to sum to one, and their losses are raised by K/|S|, which keeps the ascent unbiased for
-    uniform sampling; if all of their λ is zero the model stays.
+    F is taken at the received w, so w and λ are updated simultaneously. λ begins at the clients'
+    prior, their shares of all samples; in the authors' experiments it begins uniform, as with
+    ``weights: uniform``. From then on λ alone weights clients, and their numbers of samples do not
+    matter. When only some take part, their λ is scaled to sum to one, and their losses are raised
+    by K/|S|, which keeps the ascent unbiased for uniform sampling; if all of their λ is zero the
+    model stays.
 
     Parameters
     ----------
     ascent : float
         γ_λ, at least 0; 0 leaves λ at the prior.
     average : bool
-        Whether the model handed out is the mean of w over all rounds, as in the paper, or the last w.
+        Whether the model handed out is the mean of w over all rounds, as in the paper, or the last
+        w.
     """
 
     ascent: float = 0.1

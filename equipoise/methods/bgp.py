@@ -21,36 +21,38 @@ from equipoise.methods.perfedavg import MetaGradient
 class BalancedTraining(LocalRule):
     """Take turns between a step on the task and a step that also aligns the local with the received model.
 
-    With w the client's model, η the learning rate and two batches, each its own, a pair of steps is (algorithm 2)
+    With w the client's model, η the learning rate and two batches, each its own, a pair of steps is
+    (algorithm 2)
 
     - w′ = w − η ∇L_task(w), on the first batch (eq. 12),
     - w ← w′ − η ∇L_meta(w′), on the second, with L_meta = L_task + λ L_align (eq. 13).
 
-    L_align is the CORAL distance, on the second batch, between what the received model and the local one make of it: their
-    features, or what the model says (:meth:`equipoise.models.base.Model.aligned`). No second derivatives are taken. Both
-    steps are steps of the optimizer of the training settings, which keeps one state for both (momentum, Adam's moments). So
-    without alignment BGP is plain training on twice as many batches: an epoch is b pairs of batches, 2b steps, where other
-    rules make b.
+    L_align is the CORAL distance, on the second batch, between what the received model and the
+    local one make of it: their features, or what the model says
+    (:meth:`equipoise.models.base.Model.aligned`). No second derivatives are taken. Both steps are
+    steps of the optimizer of the training settings, which keeps one state for both (momentum,
+    Adam's moments). So without alignment BGP is plain training on twice as many batches: an epoch
+    is b pairs of batches, 2b steps, where other rules make b.
 
-    The paper does not say in which mode the received model is: here as in evaluation, with its own BatchNorm statistics and
-    without dropout.
+    The paper does not say in which mode the received model is: here as in evaluation, with its own
+    BatchNorm statistics and without dropout.
 
-    With ``restore`` a pair of steps is one step, as in the authors' code of GRACE: each batch is cut into halves, the
-    gradient of L_meta is taken at w′ on the second half, and the optimizer applies it to w. The step to w′ is
-    a plain gradient step with the current learning rate. Then an epoch has b steps. BatchNorm statistics follow the first
-    half.
+    With ``restore`` a pair of steps is one step, as in the authors' code of GRACE: each batch is
+    cut into halves, the gradient of L_meta is taken at w′ on the second half, and the optimizer
+    applies it to w. The step to w′ is a plain gradient step with the current learning rate. Then an
+    epoch has b steps. BatchNorm statistics follow the first half.
 
-    The ablations of tables 13 and 14: "only DA" is ``meta: false``, all steps on L_meta and an epoch of b steps; "only
-    ML" is ``align: 0`` with ``restore``, which is first-order Per-FedAvg on the halves of batches with α = η. (The
-    paper's rows of "only ML" equal those of Per-FedAvg.)
+    The ablations of tables 13 and 14: "only DA" is ``meta: false``, all steps on L_meta and an
+    epoch of b steps; "only ML" is ``align: 0`` with ``restore``, which is first-order Per-FedAvg on
+    the halves of batches with α = η. (The paper's rows of "only ML" equal those of Per-FedAvg.)
 
     Parameters
     ----------
     align : float
         λ, at least 0; 1 in the paper.
     alignment : {"domainbed", "deepcoral"}
-        The form of L_align; see :func:`equipoise.masked.coral`. The paper cites Sun and Saenko's ("deepcoral") for what
-        was best in DomainBed, whose own form compares means, too.
+        The form of L_align; see :func:`equipoise.masked.coral`. The paper cites Sun and Saenko's
+        ("deepcoral") for what was best in DomainBed, whose own form compares means, too.
     restore : bool
         Whether the second step is made from w and not from w′.
     meta : bool
@@ -68,7 +70,8 @@ class BalancedTraining(LocalRule):
         one_of(self.alignment, CORAL_FORMS, f"{self.name}.alignment")
         if self.restore and not self.meta:
             raise InputError(
-                f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes none"
+                f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes "
+                "none"
             )
 
     def phases(self) -> Sequence[Phase]:

@@ -132,7 +132,8 @@ class Client2Vec(Wrapper):
                 raise unknown("use", use, USES, where="client2vec.uses")
         if not self.uses or len(set(self.uses)) < len(self.uses):
             raise InputError(
-                f"client2vec.uses must name each use once, got {list(self.uses)!r}; valid: {', '.join(USES)}"
+                f"client2vec.uses must name each use once, got {list(self.uses)!r}; valid: "
+                f"{', '.join(USES)}"
             )
         one_of(self.compare, COMPARED, "client2vec.compare")
         real(self.tau, "client2vec.tau")
@@ -145,8 +146,8 @@ class Client2Vec(Wrapper):
         check_release("client2vec", self.clip, self.noise, self.privacy_delta)
         if self.clip is not None and self.index is not None:
             raise InputError(
-                "client2vec.clip is for an index that clients are asked for, but client2vec.index names a file; valid: an "
-                "index made with clip and noise of the local rule dsaign"
+                "client2vec.clip is for an index that clients are asked for, but client2vec.index "
+                "names a file; valid: an index made with clip and noise of the local rule dsaign"
             )
         self._refuse_host()
         self._read_about_index()
@@ -169,8 +170,8 @@ class Client2Vec(Wrapper):
         if "aggregation" in self.uses and (reason := host.aggregation.ignores_prior):
             others = [use for use in USES if use != "aggregation"]
             raise InputError(
-                f"client2vec.uses: aggregation changes the weights that {host.name!r} begins with, which do not matter "
-                f"there: {reason}; valid: {', '.join(others)}"
+                f"client2vec.uses: aggregation changes the weights that {host.name!r} begins with, "
+                f"which do not matter there: {reason}; valid: {', '.join(others)}"
             )
 
     def _read_about_index(self) -> None:
@@ -178,14 +179,15 @@ class Client2Vec(Wrapper):
         if self.index is None:
             if self.width is not None or self.digest is not None:
                 raise InputError(
-                    "client2vec.width and client2vec.digest belong to client2vec.index, which is missing"
+                    "client2vec.width and client2vec.digest belong to client2vec.index, which is "
+                    "missing"
                 )
             return
         if not Path(self.index).exists():
             if self.width is None:
                 raise InputError(
-                    f"client2vec.index: there is no file {self.index}; valid: a file, or client2vec.width on machines "
-                    "that need not read it"
+                    f"client2vec.index: there is no file {self.index}; valid: a file, or "
+                    "client2vec.width on machines that need not read it"
                 )
             return
         found = ClientIndex.read(self.index)
@@ -193,11 +195,12 @@ class Client2Vec(Wrapper):
             given = getattr(self, name)
             if given not in (None, known):
                 raise InputError(
-                    f"client2vec.{name} is {given!r}, but that of the index in {self.index} is {known!r}"
+                    f"client2vec.{name} is {given!r}, but that of the index in {self.index} is "
+                    f"{known!r}"
                 )
             object.__setattr__(self, name, known)
 
-    # ---- the index ---------------------------------------------------------------------------------------------------
+    # ---- the index -------------------------------------------------------------------------------
 
     @property
     def needs_everyone(self) -> bool:  # type: ignore[override]
@@ -270,7 +273,7 @@ class Client2Vec(Wrapper):
             clients["features"], clients["labels"], clients["size"], members, self.compare
         )
 
-    # ---- sampling ----------------------------------------------------------------------------------------------------
+    # ---- sampling --------------------------------------------------------------------------------
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Draw clients that are similar to those of the round before."""
@@ -296,7 +299,7 @@ class Client2Vec(Wrapper):
         last = clients["last"].index_put((here,), torch.full_like(here, state.round + 1))
         return state.with_server(**{_KEPT: {**clients, "last": last}})
 
-    # ---- aggregation -------------------------------------------------------------------------------------------------
+    # ---- aggregation -----------------------------------------------------------------------------
 
     def _profit(self, state: State, cohort: Cohort) -> Tensor:
         """Return A of all clients, the present cohort included."""
@@ -325,7 +328,7 @@ class Client2Vec(Wrapper):
         kept = {**state.server[_KEPT], "profit": self._profit(state, cohort)}
         return new.with_server(**{_KEPT: kept}).with_notes(prior=weighed.prior)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     @property
     def _sends_index(self) -> tuple[str, ...]:

@@ -18,14 +18,15 @@ from equipoise.methods import register
 class Ditto(LocalRule):
     """Minimise F_k(v_k) + λ/2 ‖v_k − wᵗ‖² for the personal model v_k, and F_k(w) for the global one.
 
-    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model as received, so
-    it is constant during a round. v_k never leaves the client, and is constant while the client
-    does not take part. Any aggregation can be used for the global model.
+    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model
+    as received, so it is constant during a round. v_k never leaves the client, and is constant
+    while the client does not take part. Any aggregation can be used for the global model.
 
-    v_k starts as a copy of the global model that the client receives when it first takes part. In the authors' code all
-    v_k start at the first global model w⁰; with all clients in round 1 this is the same. Clients are weighted by their
-    numbers of samples here, unless ``weights`` says otherwise. The authors draw clients by these numbers and count them
-    alike: ``{name: ditto, sampling: size, weights: uniform}``.
+    v_k starts as a copy of the global model that the client receives when it first takes part. In
+    the authors' code all v_k start at the first global model w⁰; with all clients in round 1 this
+    is the same. Clients are weighted by their numbers of samples here, unless ``weights`` says
+    otherwise. The authors draw clients by these numbers and count them alike: ``{name: ditto,
+    sampling: size, weights: uniform}``.
 
     Parameters
     ----------

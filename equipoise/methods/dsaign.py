@@ -157,8 +157,8 @@ class Gathered(View):
         """Refuse images and other samples that are no embeddings, and leave the model as it is."""
         if len(shape) != 1:
             raise InputError(
-                f"view 'gathered' sends embeddings to the server, but a sample has shape {tuple(shape)}; valid: vectors, as "
-                "data.encode makes them"
+                "view 'gathered' sends embeddings to the server, but a sample has shape "
+                f"{tuple(shape)}; valid: vectors, as data.encode makes them"
             )
         return model
 

@@ -15,8 +15,8 @@ from equipoise.methods import register
 class FedBN(LocalRule):
     """Train everything; parameters and statistics of BatchNorm layers are the client's own, the rest is shared.
 
-    The paper counts clients alike. A client that has never taken part fits BatchNorm layers to its own data, with
-    everything else as received.
+    The paper counts clients alike. A client that has never taken part fits BatchNorm layers to its
+    own data, with everything else as received.
     """
 
     keeps = "batchnorm"

@@ -18,13 +18,14 @@ from equipoise.methods import register
 class FedCLIP(LocalRule):
     """Train an adapter after CLIP's image encoder; its usual model is ``clipadapter``.
 
-    The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss instead: with s_ij the
-    score of image i and the prompt of image j's class, a batch of n images has the loss
+    The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss
+    instead: with s_ij the score of image i and the prompt of image j's class, a batch of n images
+    has the loss
 
         − 1/(2n) Σ_i [ log(exp s_ii / Σ_j exp s_ij) + log(exp s_ii / Σ_j exp s_ji) ],
 
-    in which other images of the same class count as wrong answers. The authors weight all clients equally
-    (``weights: uniform``).
+    in which other images of the same class count as wrong answers. The authors weight all clients
+    equally (``weights: uniform``).
 
     Parameters
     ----------
@@ -49,7 +50,8 @@ class FedCLIP(LocalRule):
         scores = output @ chosen.T
         own = scores.diagonal(dim1=-2, dim2=-1)
         if client.mask is not None:
-            # Padding is neither a wrong prompt nor a wrong image. Its own score stays, so that its values are finite.
+            # Padding is neither a wrong prompt nor a wrong image. Its own score stays, so that its
+            # values are finite.
             beside = ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
             here = client.mask.to(torch.bool)
             scores = scores.masked_fill(
@@ -63,8 +65,8 @@ class FedCLIP(LocalRule):
 class PromptFL(LocalRule):
     """Train the context of CLIP's prompts with the task's loss; its usual model is ``clipprompts``.
 
-    The context vectors are averaged with the method's client weights. (The authors' code keeps references to one model for
-    all clients, so that its average is the last client's model.)
+    The context vectors are averaged with the method's client weights. (The authors' code keeps
+    references to one model for all clients, so that its average is the last client's model.)
     """
 
     usual_model = "clipprompts"

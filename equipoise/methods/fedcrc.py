@@ -59,17 +59,20 @@ class SlowHead(Aggregation):
 class FedCRC(LocalRule, Aggregation):
     """Train features under the received head, a personal head on them, then the head with the personal one as teacher.
 
-    Client i minimises, one after the other, L_i(f, h_g) over f (eq. 4), L_i(f, h_i) over its personal head h_i (eq. 5)
-    and L_i(f, h_g) + λ KL(h_i(z) ‖ h_g(z)) over h_g (eqs. 6, 7), with L_i the cross-entropy and z = f(x). The server's
-    half is :class:`SlowHead`. The global model (f, h_g) and every personal model (f, h_i) come from one run.
+    Client i minimises, one after the other, L_i(f, h_g) over f (eq. 4), L_i(f, h_i) over its
+    personal head h_i (eq. 5) and L_i(f, h_g) + λ KL(h_i(z) ‖ h_g(z)) over h_g (eqs. 6, 7), with L_i
+    the cross-entropy and z = f(x). The server's half is :class:`SlowHead`. The global model (f,
+    h_g) and every personal model (f, h_i) come from one run.
 
-    The paper leaves open: how long each step lasts (here as long as the training settings say, each), which way KL
-    points (here h_i teaches, as the text says), and what frozen parts do (here what they do in evaluation: BatchNorm
-    statistics change with the features only). h_i begins as a copy of the head its client first receives; a client that
-    has never taken part makes one by the second step alone.
+    The paper leaves open: how long each step lasts (here as long as the training settings say,
+    each), which way KL points (here h_i teaches, as the text says), and what frozen parts do (here
+    what they do in evaluation: BatchNorm statistics change with the features only). h_i begins as a
+    copy of the head its client first receives; a client that has never taken part makes one by the
+    second step alone.
 
-    Eq. 5 names f without saying whether it has moved. The paper's order says so, and is followed; but features that
-    have just been fitted to the client leave h_i little to learn, and are averaged away afterwards.
+    Eq. 5 names f without saying whether it has moved. The paper's order says so, and is followed;
+    but features that have just been fitted to the client leave h_i little to learn, and are
+    averaged away afterwards.
 
     Parameters
     ----------

@@ -88,7 +88,8 @@ class Customization(LocalRule):
         """Refuse a model without GC-Net."""
         if not isinstance(getattr(model, "features", None), Customized):
             raise InputError(
-                f"method {self.name!r} trains prompts and GC-Net, which the model lacks; valid: model 'fedgc'"
+                f"method {self.name!r} trains prompts and GC-Net, which the model lacks; valid: "
+                "model 'fedgc'"
             )
         return model
 
@@ -300,7 +301,8 @@ class FedGR(Grouping):
             )
         if self.index is not None and self.groups in ("classtoken", "given") and not self.sends:
             raise InputError(
-                f"{self.name}.index is not used with {self.name}.groups={self.groups!r}; valid: groups='index'"
+                f"{self.name}.index is not used with {self.name}.groups={self.groups!r}; valid: "
+                "groups='index'"
             )
         real(self.q, f"{self.name}.q", least=-1)
         for name in ("delta", "gamma"):
@@ -325,8 +327,8 @@ class FedGR(Grouping):
             getattr(model, "features", None), Customized | Prompted
         ):
             raise InputError(
-                f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as vitprompts or fedgc; "
-                "valid for other models: groups='given' or groups='index'"
+                f"{self.name}.groups='classtoken' needs a model with a frozen transformer, such as "
+                "vitprompts or fedgc; valid for other models: groups='given' or groups='index'"
             )
         return model
 

@@ -19,14 +19,16 @@ from equipoise.tree import flat_rows
 class FedMgda(Aggregation):
     """Step along the shortest mixture of normalised updates: w ← w − η Σ λ_k Δ_k, with Δ_k = (w − w_k)/‖w − w_k‖.
 
-    λ minimises ‖Σ λ_k Δ_k‖² over weights that sum to one, are not negative and differ from 1/|S| by at most ε. A client
-    whose update is zero has Δ_k = 0: with ε = 1 no step is better for all than none, and w stays. Steps are at most η
-    long, whatever the clients' learning rate. Buffers are averaged with λ.
+    λ minimises ‖Σ λ_k Δ_k‖² over weights that sum to one, are not negative and differ from 1/|S| by
+    at most ε. A client whose update is zero has Δ_k = 0: with ε = 1 no step is better for all than
+    none, and w stays. Steps are at most η long, whatever the clients' learning rate. Buffers are
+    averaged with λ.
 
     Parameters
     ----------
     epsilon : float
-        ε in [0, 1]; 0 is the plain mean of normalised updates, 1 the multiple-gradient descent algorithm.
+        ε in [0, 1]; 0 is the plain mean of normalised updates, 1 the multiple-gradient descent
+        algorithm.
     lr : float
         η, the length of a step all clients agree on.
     decay : float

@@ -29,14 +29,15 @@ _FEWEST = 2
 class FedMix(LocalRule, Aggregation):
     """Minimise the mixup loss of a client's images and the mean images of all clients, expanded to first order in λ.
 
-    Before round 1 each client divides its training samples into parts of M_k and sends the mean image x̄ and the mean
-    one-hot label ȳ of each part. The server sends all means to all clients, once. For each batch a client draws one
-    pair (x̄, ȳ) and minimises
+    Before round 1 each client divides its training samples into parts of M_k and sends the mean
+    image x̄ and the mean one-hot label ȳ of each part. The server sends all means to all clients,
+    once. For each batch a client draws one pair (x̄, ȳ) and minimises
 
         (1 − λ) ℓ(f(x′), y) + λ ℓ(f(x′), ȳ) + λ ⟨∂/∂x′ (1 − λ) ℓ(f(x′), y), x̄⟩,  x′ = (1 − λ) x,
 
-    for each sample. The derivative is that of the sample's own loss, so the last term has no factor 1/B (some public
-    code differentiates the mean of a batch). Images of bytes are mixed as numbers from 0 to 1.
+    for each sample. The derivative is that of the sample's own loss, so the last term has no factor
+    1/B (some public code differentiates the mean of a batch). Images of bytes are mixed as numbers
+    from 0 to 1.
 
     Clients that join later receive the means but add none.
 
@@ -45,8 +46,9 @@ class FedMix(LocalRule, Aggregation):
     lam : float
         λ, at least 0 and below 1; 0 is FedAvg.
     means : int
-        How many means a client sends, so that M_k is its number of training samples divided by this. A client with
-        too few samples sends fewer means, so that each is the mean of two samples or more.
+        How many means a client sends, so that M_k is its number of training samples divided by
+        this. A client with too few samples sends fewer means, so that each is the mean of two
+        samples or more.
     """
 
     lam: float = 0.05
@@ -87,7 +89,8 @@ class FedMix(LocalRule, Aggregation):
         if client.y.is_floating_point() or client.y.dim() != 1:
             kind = str(client.y.dtype).removeprefix("torch.")
             raise InputError(
-                f"fedmix mixes labels, one class for each sample, but y holds {kind} of shape {tuple(client.y.shape)}"
+                f"fedmix mixes labels, one class for each sample, but y holds {kind} of shape "
+                f"{tuple(client.y.shape)}"
             )
         images = pixels(client.x, client.network.dtype)
         # Questions know where samples are in the split.

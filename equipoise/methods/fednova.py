@@ -14,20 +14,22 @@ from equipoise.methods import register
 class FedNova(Aggregation):
     """Average directions instead of differences: w ← w + τ_eff Σ p_k (w_k − w)/‖a_k‖₁.
 
-    The update of a client is −η Σ_t a_{k,t} g_{k,t}, a sum over its gradients. FedAvg therefore follows clients that make
-    more steps further, and converges to the minimum of another objective than Σ p_k F_k. Divided by ‖a_k‖₁, the update is
-    a mean of gradients, whatever the number of steps. For SGD ‖a_k‖₁ is the number of steps; momentum and FedProx's
-    proximal term are accounted for as in the paper (:func:`equipoise.optimizers.gradient_weights`). If all clients do the
-    same work, this is FedAvg.
+    The update of a client is −η Σ_t a_{k,t} g_{k,t}, a sum over its gradients. FedAvg therefore
+    follows clients that make more steps further, and converges to the minimum of another objective
+    than Σ p_k F_k. Divided by ‖a_k‖₁, the update is a mean of gradients, whatever the number of
+    steps. For SGD ‖a_k‖₁ is the number of steps; momentum and FedProx's proximal term are accounted
+    for as in the paper (:func:`equipoise.optimizers.gradient_weights`). If all clients do the same
+    work, this is FedAvg.
 
-    Choices: with momentum, τ_eff is Σ p_k ‖a_k‖₁, as in the authors' program, so that the steps of the server are as long
-    as those of FedAvg. Of optimizers other than SGD, ‖a_k‖₁ is the number of steps. Buffers of BatchNorm are averaged.
+    Choices: with momentum, τ_eff is Σ p_k ‖a_k‖₁, as in the authors' program, so that the steps of
+    the server are as long as those of FedAvg. Of optimizers other than SGD, ‖a_k‖₁ is the number of
+    steps. Buffers of BatchNorm are averaged.
 
     Parameters
     ----------
     effective : {"weights", "steps"}
-        τ_eff, how far the server goes: Σ p_k ‖a_k‖₁, or the mean number of steps Σ p_k τ_k. Both are the same for SGD
-        without momentum.
+        τ_eff, how far the server goes: Σ p_k ‖a_k‖₁, or the mean number of steps Σ p_k τ_k. Both
+        are the same for SGD without momentum.
     """
 
     effective: str = "weights"

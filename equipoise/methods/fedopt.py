@@ -1,6 +1,7 @@
 """Server optimizers: FedAvgM (Hsu et al., 2019), FedAdam and FedYogi (Reddi et al., 2021).
 
-They treat Δ = w − Σ a_k w_k as a gradient. Only parameters are stepped; buffers are averaged as in FedAvg.
+They treat Δ = w − Σ a_k w_k as a gradient. Only parameters are stepped; buffers are averaged as in
+FedAvg.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class FedAvgM(Aggregation):
     lr : float
         η.
     variant : {"hsu", "dampened", "nesterov"}
-        ``dampened`` adds (1−β)Δ instead of Δ, as the MOON code does; ``nesterov`` steps along βv + Δ, as FL-bench does.
+        ``dampened`` adds (1−β)Δ instead of Δ, as the MOON code does; ``nesterov`` steps along βv +
+        Δ, as FL-bench does.
     """
 
     momentum: float = 0.9

@@ -14,8 +14,9 @@ from equipoise.methods import register
 class FedPer(LocalRule):
     """Train features and head together; the head stays with the client.
 
-    All heads begin alike, and there is no global head: ``evaluation.average_kept`` measures a global model with the mean
-    of the clients' heads. A client that has never taken part trains a head on the features as they are.
+    All heads begin alike, and there is no global head: ``evaluation.average_kept`` measures a
+    global model with the mean of the clients' heads. A client that has never taken part trains a
+    head on the features as they are.
     """
 
     keeps = "head"

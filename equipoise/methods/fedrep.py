@@ -15,9 +15,10 @@ from equipoise.methods import register
 class FedRep(LocalRule):
     """Train the client's own head on the received features, then the features under that head; the head stays.
 
-    The paper counts n local epochs of which the last is the features'; here they are said apart. All heads begin alike,
-    and there is no global head: ``evaluation.average_kept`` measures a global model with the mean of the clients'
-    heads. A client that has never taken part does the first of the two steps.
+    The paper counts n local epochs of which the last is the features'; here they are said apart.
+    All heads begin alike, and there is no global head: ``evaluation.average_kept`` measures a
+    global model with the mean of the clients' heads. A client that has never taken part does the
+    first of the two steps.
 
     Parameters
     ----------

@@ -18,11 +18,11 @@ from equipoise.tree import norms, scaled
 class SharpnessGradient:
     """The gradient at w + ε, where ε is the step of length ρ that raises the loss most: ε = ρ g/‖g‖, g = ∇f(w).
 
-    The norm is taken over all parameters that move, of each client separately. Both gradients are taken
-    on the same batch. If g is 0, so is ε.
+    The norm is taken over all parameters that move, of each client separately. Both gradients are
+    taken on the same batch. If g is 0, so is ε.
 
-    The adaptive form (ASAM, Kwon et al., 2021) is ε = ρ T² g/‖T g‖ with T = |w| + η, element by element and
-    for all parameters. (Public code scales the tensors called "weight" only.)
+    The adaptive form (ASAM, Kwon et al., 2021) is ε = ρ T² g/‖T g‖ with T = |w| + η, element by
+    element and for all parameters. (Public code scales the tensors called "weight" only.)
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ class SharpnessGradient:
 class FedSam(LocalRule):
     """Minimise the largest loss within a distance ρ of w: step along the gradient at w + ρ g/‖g‖.
 
-    A step costs two gradients. See :class:`SharpnessGradient`. BatchNorm statistics and the reported
-    training loss are those at w.
+    A step costs two gradients. See :class:`SharpnessGradient`. BatchNorm statistics and the
+    reported training loss are those at w.
 
     Parameters
     ----------

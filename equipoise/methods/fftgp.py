@@ -19,16 +19,18 @@ from equipoise.methods.ga import GeneralizationAdjustment, generalization_adjust
 class FairnessAwareAggregation(GeneralizationAdjustment):
     """Take each gap for linear in its client's weight, and choose the weights that make all gaps equal (eqs. 8-11).
 
-    The cohort is asked for its validation metric twice, inside ``combine``: of the average under a, and of the average
-    under a′, a step of GA away. With slopes K_k = (a′_k − a_k)/(G_k − G′_k) the gaps meet at G* = Σ K_k G_k / Σ K_k, and
-    a*_k = a_k + K_k (G_k − G*). See :func:`equal_gap_weights` for what happens where that is not defined.
+    The cohort is asked for its validation metric twice, inside ``combine``: of the average under a,
+    and of the average under a′, a step of GA away. With slopes K_k = (a′_k − a_k)/(G_k − G′_k) the
+    gaps meet at G* = Σ K_k G_k / Σ K_k, and a*_k = a_k + K_k (G_k − G*). See
+    :func:`equal_gap_weights` for what happens where that is not defined.
 
     Parameters
     ----------
     step, decay, centred, metric
         As in GA, which makes a′.
     every : int
-        Ask in the last of every n rounds, and let GA adjust the weights in the others, which costs no message (table 15).
+        Ask in the last of every n rounds, and let GA adjust the weights in the others, which costs
+        no message (table 15).
     slope_limit : float, optional
         The largest K; by default there is none.
     """
@@ -90,8 +92,8 @@ def slopes(
 ) -> Tensor:
     """Return K_k = (a′_k − a_k)/(G_k − G′_k), how much weight lowers a client's gap by one.
 
-    It is 0 where a client has no gap, where the gap did not change, and where it is negative: there more weight would widen
-    the gap, which the linear relation rules out.
+    It is 0 where a client has no gap, where the gap did not change, and where it is negative: there
+    more weight would widen the gap, which the linear relation rules out.
 
     Examples
     --------
@@ -122,8 +124,8 @@ def equal_gap_weights(a: Tensor, gap: Tensor, slope: Tensor, otherwise: Tensor) 
     Returns
     -------
     Tensor
-        On the simplex. Where an a*_k lies outside [0, 1] it is clipped and all are scaled, and gaps are then not quite
-        equal.
+        On the simplex. Where an a*_k lies outside [0, 1] it is clipped and all are scaled, and gaps
+        are then not quite equal.
 
     Examples
     --------

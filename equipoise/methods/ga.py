@@ -17,12 +17,13 @@ from equipoise.methods import register
 class GeneralizationAdjustment(Aggregation):
     """Raise a_k by d_r (G_k − Ḡ) / max_j |G_j − Ḡ|, with G_k how much worse the global model is than the client's own.
 
-    Both are measured on the client's validation split: its own model θ_k after training in round r − 1, and the global model
-    it receives in round r. So a round costs no further message. Weights begin equal and stay on the simplex: they are
-    clipped at 0 and scaled to the sum they had. With centred gaps they stay as they are if all gaps are equal.
+    Both are measured on the client's validation split: its own model θ_k after training in round r
+    − 1, and the global model it receives in round r. So a round costs no further message. Weights
+    begin equal and stay on the simplex: they are clipped at 0 and scaled to the sum they had. With
+    centred gaps they stay as they are if all gaps are equal.
 
-    A client without validation data, or that did not take part in the round before, has no gap and keeps its weight. In a
-    cohort that is a part of all clients, weights are scaled to sum to one.
+    A client without validation data, or that did not take part in the round before, has no gap and
+    keeps its weight. In a cohort that is a part of all clients, weights are scaled to sum to one.
 
     Parameters
     ----------
@@ -33,7 +34,8 @@ class GeneralizationAdjustment(Aggregation):
     centred : bool
         Whether gaps are centred (the paper), or not (its public code).
     metric : {"loss", "score"}
-        What gaps are differences of; a gap in a score that should be high is the client's own less the global model's.
+        What gaps are differences of; a gap in a score that should be high is the client's own less
+        the global model's.
     """
 
     step: float = 0.2

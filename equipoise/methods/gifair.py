@@ -33,7 +33,8 @@ from equipoise.methods import register
 from equipoise.tree import PERSONAL, Parts, Tree
 
 log = logging.getLogger("equipoise")
-# A factor that is nearer to one changes little; clients with a smaller share of all samples are few.
+# A factor that is nearer to one changes little; clients with a smaller share of all samples are
+# few.
 _LITTLE, _FEW = 0.01, 0.01
 
 
@@ -42,16 +43,18 @@ _LITTLE, _FEW = 0.01, 0.01
 class Gifair(LocalRule, Aggregation):
     """Minimise Σ p_k F_k(θ) + λ Σ_{i<j} |L_i(θ) − L_j(θ)|, with L_i the mean loss of the clients A_i of group i.
 
-    By Lemma 1 client k then minimises (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k its share of all
-    training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss share one r. The factor scales the
-    client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d groups it stays
-    positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so
-    by less than the smallest p_k |A_{s_k}|: with one very small group, weights change little, and a warning says so
-    before round 1.
+    By Lemma 1 client k then minimises (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k
+    its share of all training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss
+    share one r. The factor scales the client's steps, whatever its optimizer, and is all that is
+    sent besides θ (Remark 3). With d groups it stays positive for λ < λ_max = min_k p_k
+    |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so by less than the smallest p_k
+    |A_{s_k}|: with one very small group, weights change little, and a warning says so before round
+    1.
 
-    The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling (Remark 2). With
-    ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients drawn by p_k (Algorithm 2). Clients
-    that have not yet taken part count with their loss of the first model, asked for before round 1.
+    The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling
+    (Remark 2). With ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients
+    drawn by p_k (Algorithm 2). Clients that have not yet taken part count with their loss of the
+    first model, asked for before round 1.
 
     Parameters
     ----------
@@ -60,16 +63,17 @@ class Gifair(LocalRule, Aggregation):
     relative : bool
         Whether ``lam`` is a fraction of λ_max.
     fairness : {"group", "individual"}
-        Between the federation's groups, or between clients, each a group of its own. With ``index``,
-        groups are clusters of clients.
+        Between the federation's groups, or between clients, each a group of its own. With
+        ``index``, groups are clusters of clients.
     exact : bool
-        Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of reporting those of its
-        own θ_k.
+        Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of
+        reporting those of its own θ_k.
     personal : bool
         GIFAIR-FL-Per (Algorithm 3): clients keep their θ_k as personal models.
     index : str, optional
-        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data that name no groups: groups
-        are clusters of the index. Only the server reads it. The notes of a round give the group of each client.
+        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data that
+        name no groups: groups are clusters of the index. Only the server reads it. The notes of a
+        round give the group of each client.
     compare : {"both", "features", "labels"}
         Which part of the index is clustered.
     clusters : int
@@ -77,7 +81,8 @@ class Gifair(LocalRule, Aggregation):
     clustering, choice : str
         How; see :func:`equipoise.clustering.cluster_points`.
     digest : str, optional
-        The hash of the index in the file. It is filled in, so that a run is not resumed with another index.
+        The hash of the index in the file. It is filled in, so that a run is not resumed with
+        another index.
     """
 
     lam: float = 0.5
@@ -107,7 +112,8 @@ class Gifair(LocalRule, Aggregation):
             raise InputError(f"gifair.lam must be {valid}, got {self.lam!r}")
         if self.exact and self.personal:
             raise InputError(
-                "gifair.exact asks for losses of the global model, but gifair.personal ranks those of personal models"
+                "gifair.exact asks for losses of the global model, but gifair.personal ranks those "
+                "of personal models"
             )
 
         if self.index is not None and self.fairness != "group":
@@ -150,8 +156,8 @@ class Gifair(LocalRule, Aggregation):
         largest = float(share.min()) / (len(members) - 1) if len(members) > 1 else float("inf")
         if not self.relative and self.lam >= largest:
             raise InputError(
-                f"gifair.lam must be below λ_max = {largest:.6g} for this federation, or some client would walk "
-                f"uphill; got {self.lam!r}"
+                f"gifair.lam must be below λ_max = {largest:.6g} for this federation, or some "
+                f"client would walk uphill; got {self.lam!r}"
             )
         # With a single group r is 0, and no λ is too large.
         strength = self.lam * largest if self.relative and len(members) > 1 else self.lam
@@ -207,8 +213,9 @@ def _say_if_little_changes(
     if affected <= _FEW:
         smallest = int(everyone.ids[int(share.argmin())])
         log.warning(
-            "gifair: lambda_max = %.3g, because of client %d; clients with %.1f %% of all samples have factors within 1 %% "
-            "of one, so this is nearly FedAvg. Groups of more equal size leave more to redistribute.",
+            "gifair: lambda_max = %.3g, because of client %d; clients with %.1f %% of all samples "
+            "have factors within 1 %% of one, so this is nearly FedAvg. Groups of more equal size "
+            "leave more to redistribute.",
             largest,
             smallest,
             100 * (1 - affected),

@@ -21,20 +21,23 @@ SIMILARITIES = ("model", "tensors", "early_tensors")
 class Grace(BalancedTraining, Aggregation):
     """Weight clients by how much their updates point the way of the others', and train them with an alignment.
 
-    The server takes g_k = w − w_k and c_k, the mean of cos(g_k, g_j) over the other clients j, and steps to
-    w − η_s Σ a_k g_k with a_k ∝ p_k c_k, where p_k is the share of training samples. See :func:`agreement_weights` for
-    negative cosines. Buffers are averaged with a. A client with g_k = 0 has cosines of 0.
+    The server takes g_k = w − w_k and c_k, the mean of cos(g_k, g_j) over the other clients j, and
+    steps to w − η_s Σ a_k g_k with a_k ∝ p_k c_k, where p_k is the share of training samples. See
+    :func:`agreement_weights` for negative cosines. Buffers are averaged with a. A client with g_k =
+    0 has cosines of 0.
 
-    Clients train as in BGP with ``restore``, as in the authors' code: on halves of batches, without moving to where the
-    gradient is taken. That code aligns by a contrastive loss; its CORAL loss is not public, so that of BGP is used.
+    Clients train as in BGP with ``restore``, as in the authors' code: on halves of batches, without
+    moving to where the gradient is taken. That code aligns by a contrastive loss; its CORAL loss is
+    not public, so that of BGP is used.
 
     Parameters
     ----------
     align, alignment, restore, meta
         As in BGP. The code's default weight is 1; its documented commands set 0.1.
     similarity : {"model", "tensors", "early_tensors"}
-        Of what cosines are taken: of the updates as a whole; of each of their tensors, whose cosines are averaged; or the
-        same with weights that fall linearly from the first tensor to 0 for the last.
+        Of what cosines are taken: of the updates as a whole; of each of their tensors, whose
+        cosines are averaged; or the same with weights that fall linearly from the first tensor to 0
+        for the last.
     server_lr : float
         η_s, above 0.
     """
@@ -98,8 +101,9 @@ def mean_cosines(state: State, updates: Updates, similarity: str = "model") -> T
 def agreement_weights(prior: Tensor, agreement: Tensor) -> Tensor:
     """Return weights in proportion to the prior times the cosines, made positive first.
 
-    If the smallest cosine is negative, it is subtracted from all and 0.001 added. (The authors' code then divides by the
-    largest if that is above 1, which changes nothing, because weights are scaled to sum to one.)
+    If the smallest cosine is negative, it is subtracted from all and 0.001 added. (The authors'
+    code then divides by the largest if that is above 1, which changes nothing, because weights are
+    scaled to sum to one.)
 
     Parameters
     ----------

@@ -38,21 +38,23 @@ _AMPLITUDE = "inputs.amplitude"
 class HarmoFL(LocalRule, Aggregation):
     """Give the images of all clients the same mean amplitudes Ã, and train at perturbed weights.
 
-    The method puts a layer before the model that replaces the amplitudes of each image by Ã and keeps its
-    phases (:class:`~equipoise.models.fourier.AmplitudeNorm`). Local steps use the gradient at w + δ with
-    δ = α g/‖g‖, as in FedSAM.
+    The method puts a layer before the model that replaces the amplitudes of each image by Ã and
+    keeps its phases (:class:`~equipoise.models.fourier.AmplitudeNorm`). Local steps use the
+    gradient at w + δ with δ = α g/‖g‖, as in FedSAM.
 
-    Ã is the average over clients of the mean amplitude of their training images. It is computed once, before
-    round 1, and never changes. (In the paper, clients use a running mean of their own batches during round 1,
-    and Ã is the average of these.) It is part of the model and is sent with it.
+    Ã is the average over clients of the mean amplitude of their training images. It is computed
+    once, before round 1, and never changes. (In the paper, clients use a running mean of their own
+    batches during round 1, and Ã is the average of these.) It is part of the model and is sent with
+    it.
 
     Parameters
     ----------
     alpha : float
         α, at least 0.
     low : int, optional
-        Replace the amplitudes of the frequencies from -low to low only. By default all are replaced, as in
-        the paper's equation. The public code uses 0: the mean brightness of each channel.
+        Replace the amplitudes of the frequencies from -low to low only. By default all are
+        replaced, as in the paper's equation. The public code uses 0: the mean brightness of each
+        channel.
     """
 
     alpha: float = 0.05
@@ -60,7 +62,8 @@ class HarmoFL(LocalRule, Aggregation):
     usual_weights: ClassVar[str] = "uniform"
     needs_everyone: ClassVar[bool] = True
     needs_images: ClassVar[bool] = True
-    # Another aggregation would leave the amplitude at zero. The tree itself is empty: Ã is sent with the model.
+    # Another aggregation would leave the amplitude at zero. The tree itself is empty: Ã is sent
+    # with the model.
     receives = sends = ("amplitude",)
 
     def __post_init__(self) -> None:
@@ -76,8 +79,10 @@ class HarmoFL(LocalRule, Aggregation):
             Headed.forward,
         ):
             raise InputError(
-                f"harmofl changes images before the model sees them, but {type(model).__name__} has a forward of its own; "
-                'valid: equipoise.models.base.Model(features, head), or train(..., head="classifier")'
+                f"harmofl changes images before the model sees them, but {type(model).__name__} "
+                "has a forward of its own; "
+                "valid: equipoise.models.base.Model(features, head), or train(..., "
+                'head="classifier")'
             )
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         model.inputs = AmplitudeNorm(shape, self.low).to(dtype)

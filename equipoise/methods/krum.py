@@ -20,11 +20,11 @@ from equipoise.tree import Tree
 class _Neighbours(Guard):
     """What Krum and multi-Krum share: the score of a client is the sum of its n − f − 2 smallest squared distances.
 
-    The distance of two clients covers everything they send. With parameters only, it is the paper's ‖w_i − w_j‖².
-    BatchNorm statistics and each tree of uploads are further terms; if there are any, each term is divided by its median
-    over pairs of clients, because their scales differ. Of clients with equal scores, those with lower ids are kept.
-    Weights of the clients that are kept are those that the aggregation gives them; the paper's mean is that of
-    ``weights: uniform``.
+    The distance of two clients covers everything they send. With parameters only, it is the paper's
+    ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms; if there are any,
+    each term is divided by its median over pairs of clients, because their scales differ. Of
+    clients with equal scores, those with lower ids are kept. Weights of the clients that are kept
+    are those that the aggregation gives them; the paper's mean is that of ``weights: uniform``.
 
     Parameters
     ----------
@@ -129,7 +129,8 @@ def squared_distances(received: Tree, updates: Updates) -> Tensor:
 
 
 def _distances(stacked: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Tensor:
-    # Differences from the received model are short, so that little is lost when inner products are subtracted.
+    # Differences from the received model are short, so that little is lost when inner products are
+    # subtracted.
     products = []
     for name, stack in stacked.items():
         for piece in differences(stack, origin.get(name)):

@@ -1,7 +1,8 @@
 """The coordinate-wise median and the trimmed mean (Yin et al., 2018).
 
-Both treat every number of the model on its own. All clients count the same, whatever sizes they have declared: a weight
-would let a client that claims many samples decide the median. BatchNorm statistics are treated like parameters.
+Both treat every number of the model on its own. All clients count the same, whatever sizes they
+have declared: a weight would let a client that claims many samples decide the median. BatchNorm
+statistics are treated like parameters.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Median(Aggregation):
 class TrimmedMean(Aggregation):
     """The mean of the clients' models without the largest and smallest values, number by number.
 
-    Of n clients, ⌈share · n⌉ values are left out at either end, but never so many that none remain: at most
-    ⌊(n − 1) / 2⌋, which makes it the median.
+    Of n clients, ⌈share · n⌉ values are left out at either end, but never so many that none remain:
+    at most ⌊(n − 1) / 2⌋, which makes it the median.
 
     Parameters
     ----------

@@ -19,17 +19,18 @@ from equipoise.tree import Tree, flat_rows, pieces
 class NormBound(Guard):
     """Scale updates that are too long: w_k ← w + min(1, B / ‖w_k − w‖) (w_k − w).
 
-    Updates within the bound B stay as they are, bit for bit. BatchNorm statistics and each tree of uploads (such as
-    SCAFFOLD's control variates, measured from zero) have norms and bounds of their own, because their scale differs.
-    The median of an even number of norms is the lower one, so half of the clients cannot raise it.
+    Updates within the bound B stay as they are, bit for bit. BatchNorm statistics and each tree of
+    uploads (such as SCAFFOLD's control variates, measured from zero) have norms and bounds of their
+    own, because their scale differs. The median of an even number of norms is the lower one, so
+    half of the clients cannot raise it.
 
     Parameters
     ----------
     bound : float, optional
         B for the parameters. Without it, B is a multiple of the median norm.
     multiple : float
-        The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and always for buffers
-        and uploads.
+        The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
+        always for buffers and uploads.
 
     Examples
     --------
@@ -86,8 +87,8 @@ class NormBound(Guard):
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
     """Return the L2 norm of each client's difference from a tree, over all tensors, in float64 on the CPU.
 
-    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it does not hold are
-    measured from zero.
+    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it
+    does not hold are measured from zero.
 
     Examples
     --------

@@ -20,13 +20,15 @@ from equipoise.optimizers import Column, Sgd, descended
 class MetaGradient:
     """The gradient of F(w) = f(w − α ∇f(w)), each f on a batch of its own.
 
-    That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first order leaves the Hessian out; with δ its product with v
-    is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch. In first order, both f may be different losses.
+    That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first order leaves the Hessian out; with
+    δ its product with v is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch. In first order,
+    both f may be different losses.
 
     Parameters
     ----------
     alpha : float or Tensor, optional
-        α, the inner step: one number, or a column over clients. By default the learning rate of the training settings.
+        α, the inner step: one number, or a column over clients. By default the learning rate of the
+        training settings.
     delta : float, optional
         δ; without it the gradient is of first order.
 
@@ -76,18 +78,19 @@ class MetaGradient:
 class PerFedAvg(LocalRule):
     """Minimise the mean over clients of f_k(w − α ∇f_k(w)); personal models are one inner step away from the global one.
 
-    A step takes the gradient of that (see :class:`MetaGradient`) and hands it to the optimizer of the training settings,
-    whose learning rate is the paper's β. It looks at two batches, or three with ``hessian``, so an epoch has half or a
-    third as many steps as elsewhere and costs about as much. The paper counts clients alike.
+    A step takes the gradient of that (see :class:`MetaGradient`) and hands it to the optimizer of
+    the training settings, whose learning rate is the paper's β. It looks at two batches, or three
+    with ``hessian``, so an epoch has half or a third as many steps as elsewhere and costs about as
+    much. The paper counts clients alike.
 
     Parameters
     ----------
     alpha : float
-        α, the inner step, at least 0. It does not follow the schedule, neither in training nor when personal models are
-        made.
+        α, the inner step, at least 0. It does not follow the schedule, neither in training nor when
+        personal models are made.
     hessian : bool
-        Whether to use second derivatives, by finite differences of length ``delta`` (Per-FedAvg (HF)), or to leave them
-        out (Per-FedAvg (FO)).
+        Whether to use second derivatives, by finite differences of length ``delta`` (Per-FedAvg
+        (HF)), or to leave them out (Per-FedAvg (FO)).
     delta : float
         δ, above 0.
     adapt_steps : int

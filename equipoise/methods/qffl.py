@@ -21,9 +21,9 @@ _TINY = 1e-10
 class QFedAvg(Aggregation):
     """q-FedAvg, which minimises Σ F_k^{q+1}/(q+1): w ← w − Σ Δ_k / Σ h_k over the cohort.
 
-    With F_k the client's training loss at the received w and w_k its trained parameters, Δ_k = F_k^q L (w − w_k) and
-    h_k = q F_k^{q−1} ‖L (w − w_k)‖² + L F_k^q. Sizes play no role here: the paper lets them decide who takes part
-    (``sampling: size``). With q = 0 this is the plain mean.
+    With F_k the client's training loss at the received w and w_k its trained parameters, Δ_k =
+    F_k^q L (w − w_k) and h_k = q F_k^{q−1} ‖L (w − w_k)‖² + L F_k^q. Sizes play no role here: the
+    paper lets them decide who takes part (``sampling: size``). With q = 0 this is the plain mean.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ class QFedAvg(Aggregation):
             raise InputError(f"qffl.q must be at least 0 and finite, got {self.q!r}")
         if self.lipschitz is not None and not 0 < self.lipschitz < float("inf"):
             raise InputError(
-                f"qffl.lipschitz must be above 0 and finite, or None for 1/lr, got {self.lipschitz!r}"
+                "qffl.lipschitz must be above 0 and finite, or None for 1/lr, got "
+                f"{self.lipschitz!r}"
             )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
@@ -53,7 +54,8 @@ class QFedAvg(Aggregation):
         constant = (
             torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
         )
-        # Dividing every power by that of the largest loss leaves the ratio alone, and keeps large q from overflowing.
+        # Dividing every power by that of the largest loss leaves the ratio alone, and keeps large q
+        # from overflowing.
         power = (loss / loss.max()) ** self.q
         curvature = power + self.q * power / loss * constant * squared_differences(state, updates)
         return state.with_global(

@@ -16,9 +16,9 @@ from equipoise.methods import register
 class Local(LocalRule, Aggregation):
     """Each client trains a model of its own; nothing is sent.
 
-    A client that has never been drawn trains for one round before it is evaluated, and so does one that is held out
-    of training but has training samples. So nobody is evaluated with the initial model. For models that have trained
-    equally long, all clients must take part in all rounds.
+    A client that has never been drawn trains for one round before it is evaluated, and so does one
+    that is held out of training but has training samples. So nobody is evaluated with the initial
+    model. For models that have trained equally long, all clients must take part in all rounds.
     """
 
     keeps = "all"

@@ -30,9 +30,10 @@ from equipoise.tree import Tree, inner_product, tree_map
 class Scaffold(LocalRule, Aggregation):
     """Every local gradient is corrected by c − c_k; c_k follows the client's own mean gradient (option II).
 
-    A client steps along ∇F_k(y) + c − c_k, then c_k⁺ = c_k − c + (x − y)/(K η) with K steps of rate η. The server moves
-    x by η_g times the mean of y − x, and c by |S|/N times the mean of c_k⁺ − c_k. (x − y)/(K η) is the mean gradient for
-    plain SGD; with momentum or Adam it is the mean step over η.
+    A client steps along ∇F_k(y) + c − c_k, then c_k⁺ = c_k − c + (x − y)/(K η) with K steps of rate
+    η. The server moves x by η_g times the mean of y − x, and c by |S|/N times the mean of c_k⁺ −
+    c_k. (x − y)/(K η) is the mean gradient for plain SGD; with momentum or Adam it is the mean step
+    over η.
 
     Parameters
     ----------

@@ -19,9 +19,10 @@ from equipoise.methods import register
 class Term(Aggregation):
     """Tilted losses: w ← Σ a_k w_k with a_k ∝ p_k exp(t F_k), the gradient of (1/t) log Σ p_k exp(t F_k).
 
-    F_k is the client's training loss at the received model, p the cohort's prior. With ``tilts="groups"`` (TERM-Group,
-    the paper's hierarchical form) whole groups are tilted by t and clients within a group by τ: a_k ∝ p_k exp(τ F_k)
-    exp((t − τ) R_g), with R_g = (1/τ) log of the p-weighted mean of exp(τ F_k) over the group of k.
+    F_k is the client's training loss at the received model, p the cohort's prior. With
+    ``tilts="groups"`` (TERM-Group, the paper's hierarchical form) whole groups are tilted by t and
+    clients within a group by τ: a_k ∝ p_k exp(τ F_k) exp((t − τ) R_g), with R_g = (1/τ) log of the
+    p-weighted mean of exp(τ F_k) over the group of k.
 
     Parameters
     ----------

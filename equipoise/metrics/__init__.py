@@ -50,7 +50,8 @@ COLUMNS = (
 )
 """The columns that every row of ``metrics.jsonl`` may have."""
 
-# Words that have a meaning in the names of a study's metrics, such as ``val.global.unseen.auroc.mean``.
+# Words that have a meaning in the names of a study's metrics, such as
+# ``val.global.unseen.auroc.mean``.
 _WORDS = (
     "train",
     "val",
@@ -114,16 +115,18 @@ class Metric:
         object.__setattr__(self, "name", name)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InputError(
-                f"a metric cannot be called {name!r}; valid: letters, digits and underscores, such as 'mae'"
+                f"a metric cannot be called {name!r}; valid: letters, digits and underscores, such "
+                "as 'mae'"
             )
         if name in RESERVED:
             raise InputError(
-                f"a metric cannot be called {name!r}, which has another meaning in journals and tables; choose another "
-                "name"
+                f"a metric cannot be called {name!r}, which has another meaning in journals and "
+                "tables; choose another name"
             )
         if not isinstance(self.higher_is_better, bool):
             raise InputError(
-                f"higher_is_better of metric {name!r} must be true or false, got {self.higher_is_better!r}"
+                f"higher_is_better of metric {name!r} must be true or false, got "
+                f"{self.higher_is_better!r}"
             )
         object.__setattr__(self, "range", _range(self.range, name))
         if self.tasks is not None:
@@ -191,7 +194,8 @@ class Metric:
             return float(value)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"metric {self.name!r} returned {value!r}; valid: one number, or None if it is undefined"
+                f"metric {self.name!r} returned {value!r}; valid: one number, or None if it is "
+                "undefined"
             ) from error
 
     def fault(self, value: float) -> str | None:
@@ -273,7 +277,8 @@ def register(
         before = _METRICS.get(metric.name, metric).function
         if _place(before) != _place(function):
             raise InputError(
-                f"the name {metric.name!r} of a metric is taken by {':'.join(map(str, _place(before)))}; choose another"
+                f"the name {metric.name!r} of a metric is taken by "
+                f"{':'.join(map(str, _place(before)))}; choose another"
             )
         _METRICS[metric.name] = metric
         return function
@@ -374,7 +379,8 @@ def _one(given: Any, where: str) -> Metric:
             f"Metric(function={called}, higher_is_better=...) or register it"
         )
     raise InputError(
-        f"{where} must be names of metrics, or metrics, got {given!r}; valid names: {', '.join(names())}"
+        f"{where} must be names of metrics, or metrics, got {given!r}; valid names: "
+        f"{', '.join(names())}"
     )
 
 
@@ -399,12 +405,13 @@ def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str]
     for metric in metrics:
         if not metric.fits(task):
             raise InputError(
-                f"evaluation.metrics: {metric.name!r} is for {' and '.join(metric.tasks or ())}, but the task is {task.name}"
+                f"evaluation.metrics: {metric.name!r} is for {' and '.join(metric.tasks or ())}, "
+                f"but the task is {task.name}"
             )
         if metric.name in (task.score, *measured) and not metric.measured_by(task):
             raise InputError(
-                f"evaluation.metrics: {metric.name!r} is what the task {task.name} measures anyway; give the metric "
-                "another name"
+                f"evaluation.metrics: {metric.name!r} is what the task {task.name} measures "
+                "anyway; give the metric another name"
             )
 
 

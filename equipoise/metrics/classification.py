@@ -1,4 +1,7 @@
-"""Metrics of classification. Outputs are scores before the softmax; the largest one is the prediction."""
+"""Metrics of classification.
+
+Outputs are scores before the softmax; the largest one is the prediction.
+"""
 
 from __future__ import annotations
 

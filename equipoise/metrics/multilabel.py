@@ -1,4 +1,7 @@
-"""Metrics of multi-label classification. Outputs are scores before the sigmoid; classes above 0 are predicted."""
+"""Metrics of multi-label classification.
+
+Outputs are scores before the sigmoid; classes above 0 are predicted.
+"""
 
 from __future__ import annotations
 

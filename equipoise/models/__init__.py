@@ -1,4 +1,8 @@
-"""Models by name. All that are here have two parts, ``features`` and ``head``; see :class:`equipoise.models.base.Model`."""
+"""Models by name.
+
+All that are here have two parts, ``features`` and ``head``; see
+:class:`equipoise.models.base.Model`.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +51,9 @@ def register(maker: M) -> M:
     Parameters
     ----------
     maker : callable
-        Takes the shape of a sample, the number of classes and options by keyword, with defaults and types, and returns a
-        :class:`equipoise.models.base.Model` or any other module; see :func:`equipoise.models.headed.with_head`.
+        Takes the shape of a sample, the number of classes and options by keyword, with defaults and
+        types, and returns a :class:`equipoise.models.base.Model` or any other module; see
+        :func:`equipoise.models.headed.with_head`.
 
     Returns
     -------
@@ -69,8 +74,8 @@ def register(maker: M) -> M:
 def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **options: Any) -> Model:
     """Build a model and draw its initial parameters from a seed.
 
-    The same seed gives the same parameters wherever and whenever it is used; the global random generator is neither
-    read nor changed.
+    The same seed gives the same parameters wherever and whenever it is used; the global random
+    generator is neither read nor changed.
 
     Parameters
     ----------

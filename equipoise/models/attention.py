@@ -14,8 +14,8 @@ from equipoise.models.layers import LayerNorm, Linear
 class Attention(nn.Module):
     """Self-attention with several heads: softmax(q kᵀ / √d) v for each head, then a linear layer.
 
-    By default it is made of matrix products, which can be stacked with ``torch.func.vmap``, differentiated twice, and give
-    the same bits on every run.
+    By default it is made of matrix products, which can be stacked with ``torch.func.vmap``,
+    differentiated twice, and give the same bits on every run.
 
     Parameters
     ----------
@@ -24,16 +24,17 @@ class Attention(nn.Module):
     heads : int
         How many heads share them.
     fused : bool
-        Whether to use PyTorch's fused attention. It is faster and needs less memory, but cannot be stacked or
-        differentiated twice. It is meant for the inside of a :class:`~equipoise.models.frozen.Frozen`, which takes care of
-        both.
+        Whether to use PyTorch's fused attention. It is faster and needs less memory, but cannot be
+        stacked or differentiated twice. It is meant for the inside of a
+        :class:`~equipoise.models.frozen.Frozen`, which takes care of both.
     qkv_bias : bool
         Whether queries, keys and values have a bias.
 
     Attributes
     ----------
     causal : bool
-        Whether a token attends only to itself and to those before it, as in a text encoder; by default to all.
+        Whether a token attends only to itself and to those before it, as in a text encoder; by
+        default to all.
 
     Examples
     --------
@@ -66,8 +67,9 @@ class Attention(nn.Module):
         Tensor
             The same shape, or ``[samples, 1, width]``.
         """
-        # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]. Split before axes are
-        # swapped, so that the gradients are joined in the order in which the linear layer reads them.
+        # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]. Split
+        # before axes are swapped, so that the gradients are joined in the order in which the linear
+        # layer reads them.
         parts = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k, v = (part.transpose(-2, -3) for part in parts)
         q = q[:, :, :1] if class_only else q

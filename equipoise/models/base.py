@@ -15,8 +15,8 @@ class Model(nn.Module):
     """A network in named parts, so that methods can say which part moves, is shared or stays with the client.
 
     Methods may attach further parts with ``add_module``. ``forward`` does not call them, with one
-    exception: ``inputs``, a module that changes samples before anything else sees them. Samples are then
-    not encoded in advance.
+    exception: ``inputs``, a module that changes samples before anything else sees them. Samples are
+    then not encoded in advance.
 
     Attributes
     ----------
@@ -26,12 +26,15 @@ class Model(nn.Module):
     Parameters
     ----------
     features : nn.Module
-        Maps a batch of inputs to a batch of vectors ``z`` (papers: extractor, body, representation).
+        Maps a batch of inputs to a batch of vectors ``z`` (papers: extractor, body,
+        representation).
     head : nn.Module
-        Maps ``z`` to the outputs: one score a class, or the predicted values (papers: predictor, classifier).
+        Maps ``z`` to the outputs: one score a class, or the predicted values (papers: predictor,
+        classifier).
     stem : nn.Module, optional
-        The frozen beginning of the model. It must treat samples one by one and have no parameter with
-        ``requires_grad``. The engine encodes the data with it once, and ``features`` gets the result.
+        The frozen beginning of the model. It must treat samples one by one and have no parameter
+        with ``requires_grad``. The engine encodes the data with it once, and ``features`` gets the
+        result.
 
     Raises
     ------
@@ -61,8 +64,9 @@ class Model(nn.Module):
         )
         if moving:
             raise InputError(
-                f"parameter {moving[0]!r} of the stem requires a gradient, but a stem never moves; valid: parameters with "
-                "requires_grad=False, such as those of equipoise.models.frozen.Frozen(stem)"
+                f"parameter {moving[0]!r} of the stem requires a gradient, but a stem never moves; "
+                "valid: parameters with requires_grad=False, such as those of "
+                "equipoise.models.frozen.Frozen(stem)"
             )
         self.inputs: nn.Module | None = None
         self.stem = stem
@@ -97,8 +101,9 @@ class Model(nn.Module):
     def aligned(self, z: Tensor) -> Tensor:
         """Return what methods align between two models, such as BGP's local and received one: by default z, pooled.
 
-        A model that is better compared elsewhere overrides this. A model that learns prompts for text, for example, returns
-        its text features, one row a class, and sets ``aligned_rows = "classes"``.
+        A model that is better compared elsewhere overrides this. A model that learns prompts for
+        text, for example, returns its text features, one row a class, and sets ``aligned_rows =
+        "classes"``.
 
         Parameters
         ----------
@@ -184,7 +189,8 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     features: Any = getattr(model, "features", None)
     if not isinstance(features, nn.Module):
         raise InputError(
-            f"the method needs a model made of features and a head, but {type(model).__name__} is not; valid: the name of "
+            f"the method needs a model made of features and a head, but {type(model).__name__} is "
+            "not; valid: the name of "
             'the layer that is its head, such as train(..., head="classifier")'
         )
     z: Tensor = features(stem(x.long() if embeds else x))

@@ -1,8 +1,8 @@
 """CLIP (Radford et al., 2021): a frozen image encoder whose classes are described in words.
 
-The image encoder is the stem, so images are encoded once. Scores are CLIP's: the cosine of the image's and the prompt's
-embedding, times a frozen scale. What is trained is an adapter of the image's embedding (FedCLIP), the context of the prompts
-(PromptFL), or nothing (zero-shot).
+The image encoder is the stem, so images are encoded once. Scores are CLIP's: the cosine of the
+image's and the prompt's embedding, times a frozen scale. What is trained is an adapter of the
+image's embedding (FedCLIP), the context of the prompts (PromptFL), or nothing (zero-shot).
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def clip(
     heads: int = 4,
     mlp_ratio: float = 2.0,
 ) -> Model:
-    """Build CLIP as it is, for zero-shot classification. Nothing is trained: use it with ``rounds: 0``.
+    """Build CLIP as it is, for zero-shot classification.
+
+    Nothing is trained: use it with ``rounds: 0``.
 
     Parameters
     ----------
@@ -59,11 +61,12 @@ def clip(
     classes : int
         Number of classes.
     source : str, optional
-        A pretrained CLIP with its tokenizer: a directory, or a name on the Hugging Face hub. Without one it is a small CLIP
-        with random weights, drawn from the seed, that reads texts byte by byte.
+        A pretrained CLIP with its tokenizer: a directory, or a name on the Hugging Face hub.
+        Without one it is a small CLIP with random weights, drawn from the seed, that reads texts
+        byte by byte.
     class_names : tuple of str, optional
-        The names of the classes, in the order of the labels; underscores stand for spaces. By default those of the
-        federation. Without a source they may be left out.
+        The names of the classes, in the order of the labels; underscores stand for spaces. By
+        default those of the federation. Without a source they may be left out.
     template : str
         The prompt, with ``{}`` for the name of the class.
     fused : bool
@@ -74,8 +77,8 @@ def clip(
     Returns
     -------
     Model
-        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head`` compares them with those of
-        the prompts.
+        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head``
+        compares them with those of the prompts.
 
     Examples
     --------
@@ -111,7 +114,8 @@ def clipadapter(
     With f the embedding of an image and two linear layers W₁ and W₂, the adapted embedding is
 
     - ``attention``: softmax(W₂ tanh(W₁ f + b₁) + b₂) ⊙ f, as in FedCLIP,
-    - ``residual``: (1 − r) f + r relu(W₂ relu(W₁ f)), CLIP-Adapter (Gao et al., 2024), which the FFT-GP paper describes.
+    - ``residual``: (1 − r) f + r relu(W₂ relu(W₁ f)), CLIP-Adapter (Gao et al., 2024), which the
+      FFT-GP paper describes.
 
     Parameters
     ----------
@@ -120,15 +124,16 @@ def clipadapter(
     adapter : {"attention", "residual"}
         The form of the adapter.
     width_factor : float
-        Width of the adapter's hidden layer, as a multiple of the embedding's: 1, 2, 4 and 8 in figure 4 of FFT-GP.
+        Width of the adapter's hidden layer, as a multiple of the embedding's: 1, 2, 4 and 8 in
+        figure 4 of FFT-GP.
     ratio : float
         r of the residual form.
 
     Returns
     -------
     Model
-        ``stem`` makes embeddings of images, ``features`` is the adapter and scales them to length 1, and ``head`` compares
-        them with those of the prompts.
+        ``stem`` makes embeddings of images, ``features`` is the adapter and scales them to length
+        1, and ``head`` compares them with those of the prompts.
 
     Examples
     --------
@@ -167,8 +172,9 @@ def clipprompts(
 ) -> PromptModel:
     """Build a frozen CLIP with learned prompts, which are all that is trained (PromptFL, Guo et al., 2024).
 
-    The prompt of a class is ``[start, context, name of the class, full stop, end]``, as in CoOp (Zhou et al., 2022): the
-    context vectors are the same for all classes, and the name stands at the end.
+    The prompt of a class is ``[start, context, name of the class, full stop, end]``, as in CoOp
+    (Zhou et al., 2022): the context vectors are the same for all classes, and the name stands at
+    the end.
 
     Parameters
     ----------
@@ -180,8 +186,8 @@ def clipprompts(
     Returns
     -------
     PromptModel
-        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head`` holds the context and the
-        frozen text encoder and compares images with prompts.
+        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head``
+        holds the context and the frozen text encoder and compares images with prompts.
 
     Examples
     --------
@@ -208,8 +214,8 @@ class Parts(NamedTuple):
     text : Frozen
         A :class:`TextEncoder`.
     embed : callable
-        Returns the vectors of the tokens of a text, ``[tokens, token width]``, from its start to the token at which the
-        text encoder is read out.
+        Returns the vectors of the tokens of a text, ``[tokens, token width]``, from its start to
+        the token at which the text encoder is read out.
     log_scale : float
         Logarithm of the factor on cosines.
     width : int
@@ -298,7 +304,8 @@ class TextEncoder(nn.Module):
     positions : Tensor
         Added to the vectors, ``[most tokens, token width]``.
     blocks : sequence of Block
-        In them a token attends only to those before it, so what follows the end of a text changes nothing.
+        In them a token attends only to those before it, so what follows the end of a text changes
+        nothing.
     norm : nn.Module
         Applied to the token at the end of each text.
     projection : nn.Module
@@ -363,7 +370,8 @@ def embedded(
     Returns
     -------
     tuple of Tensor
-        ``[texts, tokens, token width]``, zero after the ends, and one-hot rows ``[texts, tokens + context]``.
+        ``[texts, tokens, token width]``, zero after the ends, and one-hot rows ``[texts, tokens +
+        context]``.
 
     Examples
     --------
@@ -377,9 +385,9 @@ def embedded(
     for text, row in zip(texts, rows, strict=True):
         if len(row) + context > len(encoder.positions):
             raise InputError(
-                f"the prompt {text!r} of model {model!r} has {len(row)} tokens"
-                f"{f' and {context} vectors of context' if context else ''}, but the text encoder takes at most "
-                f"{len(encoder.positions)}; valid: shorter names"
+                f"the prompt {text!r} of model {model!r} has {len(row)} "
+                f"tokens{f' and {context} vectors of context' if context else ''}, but the text "
+                f"encoder takes at most {len(encoder.positions)}; valid: shorter names"
             )
     words = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     last = torch.tensor([len(row) - 1 + context for row in rows])
@@ -440,8 +448,9 @@ class Adapter(nn.Module):
 class FixedPrompts(nn.Module):
     """A head that compares embeddings with those of fixed prompts.
 
-    The embeddings of the prompts are computed once, in float64. They are no buffer: their last bits depend on the machine,
-    and the hash of frozen tensors must not. ``identity``, the hash of what they are computed from, takes their place in it.
+    The embeddings of the prompts are computed once, in float64. They are no buffer: their last bits
+    depend on the machine, and the hash of frozen tensors must not. ``identity``, the hash of what
+    they are computed from, takes their place in it.
 
     Parameters
     ----------
@@ -503,7 +512,8 @@ class LearnedPrompts(nn.Module):
     encoder : Frozen
         A :class:`TextEncoder`.
     words : Tensor
-        The vectors of each prompt's other tokens, its start first, ``[classes, tokens, token width]``.
+        The vectors of each prompt's other tokens, its start first, ``[classes, tokens, token
+        width]``.
     ends : Tensor
         One-hot rows ``[classes, tokens + context]``: where each prompt ends.
     context : int
@@ -578,21 +588,23 @@ def _prompts(
     """Put the names of the classes into a prompt."""
     if not isinstance(template, str) or template.count("{}") != 1:
         raise InputError(
-            f"template of model {model!r} must be text with one {{}} for the class, got {template!r}"
+            f"template of model {model!r} must be text with one {{}} for the class, got "
+            f"{template!r}"
         )
     if class_names is None:
         if source is not None:
             raise InputError(
-                f"model {model!r} needs the names of the {classes} classes, and the data do not say them; valid: the "
-                f"option class_names, such as model: {{name: {model}, class_names: [cat, dog]}}, or data that do, such as "
-                "imagefolder"
+                f"model {model!r} needs the names of the {classes} classes, and the data do not "
+                f"say them; valid: the option class_names, such as model: {{name: {model}, "
+                f"class_names: [cat, dog]}}, or data that do, such as imagefolder"
             )
         # A text encoder with random weights knows no words.
         class_names = [str(label) for label in range(classes)]
     names = several(class_names, f"class_names of model {model!r}", _name)
     if len(names) != classes:
         raise InputError(
-            f"class_names of model {model!r} must be {classes} names, one a class, got {list(names)}"
+            f"class_names of model {model!r} must be {classes} names, one a class, got "
+            f"{list(names)}"
         )
     return [template.replace("{}", name.replace("_", " ")) for name in names]
 

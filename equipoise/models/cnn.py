@@ -17,9 +17,10 @@ def cnn2(
 ) -> Model:
     """Build two convolutions followed by two fully connected layers (GIFAIR-FL, section 5.1.3).
 
-    The paper gives no widths. The defaults are those of the CNN that FedAvg was introduced with (McMahan et al., 2017):
-    5x5 convolutions with 32 and 64 channels that keep the image size, a 2x2 max-pool after each, 512 hidden units. That
-    is 1,663,370 parameters for 28x28 grey images and ten classes.
+    The paper gives no widths. The defaults are those of the CNN that FedAvg was introduced with
+    (McMahan et al., 2017): 5x5 convolutions with 32 and 64 channels that keep the image size, a 2x2
+    max-pool after each, 512 hidden units. That is 1,663,370 parameters for 28x28 grey images and
+    ten classes.
 
     Parameters
     ----------
@@ -64,8 +65,9 @@ def cnn4(
 ) -> Model:
     """Build four convolutions followed by one fully connected layer (FedCRC).
 
-    The paper gives no widths. Chosen here: 3x3 convolutions that keep the image size, with 32, 32, 64 and 64 channels,
-    and a 2x2 max-pool after the second and the fourth, so that images of 8x8 still fit.
+    The paper gives no widths. Chosen here: 3x3 convolutions that keep the image size, with 32, 32,
+    64 and 64 channels, and a 2x2 max-pool after the second and the fourth, so that images of 8x8
+    still fit.
 
     Parameters
     ----------
@@ -79,7 +81,8 @@ def cnn4(
     Returns
     -------
     Model
-        ``features`` holds the four convolutions; ``head`` is the fully connected layer (FedCRC's predictor).
+        ``features`` holds the four convolutions; ``head`` is the fully connected layer (FedCRC's
+        predictor).
 
     Examples
     --------
@@ -116,14 +119,16 @@ def bncnn(
 ) -> Model:
     """Build convolutions and fully connected layers with BatchNorm after each (a small form of FedBN's digits model).
 
-    Convolutions keep the image size, with a 2x2 max-pool after each of the first. FedBN's own widths are ``channels=(64,
-    64, 128)`` and ``hidden=(2048, 512)``. ``channels=(64, 64, 64, 64)``, ``hidden=()``, ``kernel=3`` and ``pools=4`` make
-    four convolutions and one fully connected layer, as FedBABU and FedCRC describe theirs.
+    Convolutions keep the image size, with a 2x2 max-pool after each of the first. FedBN's own
+    widths are ``channels=(64, 64, 128)`` and ``hidden=(2048, 512)``. ``channels=(64, 64, 64, 64)``,
+    ``hidden=()``, ``kernel=3`` and ``pools=4`` make four convolutions and one fully connected
+    layer, as FedBABU and FedCRC describe theirs.
 
     Parameters
     ----------
     shape : tuple of int
-        Channels, height and width of one image, at least 4x4; twice that for every pool more than two.
+        Channels, height and width of one image, at least 4x4; twice that for every pool more than
+        two.
     classes : int
         Number of classes, or of outputs in regression.
     channels : sequence of int
@@ -135,14 +140,15 @@ def bncnn(
     pools : int
         How many of the convolutions a max-pool follows.
     running : bool
-        Whether BatchNorm keeps running statistics and evaluates by them. Without, a client's samples are normalised by their
-        own mean and variance in evaluation too, as public code of FedBABU does: accuracy then depends on what else a client
-        holds.
+        Whether BatchNorm keeps running statistics and evaluates by them. Without, a client's
+        samples are normalised by their own mean and variance in evaluation too, as public code of
+        FedBABU does: accuracy then depends on what else a client holds.
 
     Returns
     -------
     Model
-        ``features`` ends after the last hidden layer; ``head`` is the last linear layer, without BatchNorm.
+        ``features`` ends after the last hidden layer; ``head`` is the last linear layer, without
+        BatchNorm.
 
     Examples
     --------
@@ -153,7 +159,8 @@ def bncnn(
     depth, height, width = image(shape, "bncnn", smallest=2**halvings)
     if count(kernel, "kernel of model 'bncnn'") % 2 == 0:
         raise InputError(
-            f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image size"
+            f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image "
+            "size"
         )
     keeps = flag(running, "running of model 'bncnn'")
     layers: list[nn.Module] = []
@@ -182,8 +189,9 @@ def pflcnn(
 ) -> Model:
     """Build the CIFAR-10 model of pfl-research's benchmarks, for comparing speed like with like.
 
-    Two 3x3 convolutions without padding (32 and 64 channels), a 2x2 max-pool, 128 hidden units, dropout before and
-    after the hidden layer: 1,626,442 parameters for 3x32x32 images and ten classes.
+    Two 3x3 convolutions without padding (32 and 64 channels), a 2x2 max-pool, 128 hidden units,
+    dropout before and after the hidden layer: 1,626,442 parameters for 3x32x32 images and ten
+    classes.
 
     Parameters
     ----------

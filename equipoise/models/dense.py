@@ -1,4 +1,7 @@
-"""Models without convolutions: logistic regression and the multilayer perceptron. Any sample shape will do."""
+"""Models without convolutions: logistic regression and the multilayer perceptron.
+
+Any sample shape will do.
+"""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def dsaign(
     width = torch.Size(shape).numel()
     if 2 * width % _TOKEN:
         raise InputError(
-            f"model 'dsaign' cuts embeddings into tokens of {_TOKEN} numbers, but one of shape {tuple(shape)} has {width} "
-            f"numbers; valid: a multiple of {_TOKEN // 2}"
+            f"model 'dsaign' cuts embeddings into tokens of {_TOKEN} numbers, but one of shape "
+            f"{tuple(shape)} has {width} numbers; valid: a multiple of {_TOKEN // 2}"
         )
     if projection not in PROJECTIONS:
         raise unknown("projection", projection, PROJECTIONS, where="model 'dsaign'")
@@ -115,7 +115,8 @@ def dsaign(
     if text is not None:
         if labels is not None:
             raise InputError(
-                "model 'dsaign' takes label vectors from a file (labels) or from a text encoder (text), not both"
+                "model 'dsaign' takes label vectors from a file (labels) or from a text encoder "
+                "(text), not both"
             )
         head = _described(text, label_texts(class_names, classes, template), width)
     else:
@@ -170,7 +171,8 @@ def label_texts(
         )
     if class_names is None:
         raise InputError(
-            f"model 'dsaign' needs the names of the {classes} classes for the option text, and the data do not say them; "
+            f"model 'dsaign' needs the names of the {classes} classes for the option text, and the "
+            "data do not say them; "
             "valid: the option class_names, such as model: {name: dsaign, class_names: [cat, dog]}"
         )
     names = several(class_names, "class_names of model 'dsaign'", _name)
@@ -201,8 +203,9 @@ def _described(source: str, texts: list[str], width: int) -> LabelCosines:
     encoder = text_encoder(source)
     if encoder.width != width:
         raise InputError(
-            f"text encoder {source!r} of model 'dsaign' makes embeddings of {encoder.width} numbers, but those of samples "
-            f"have {width}; valid: encoders of one width, such as the two of a CLIP"
+            f"text encoder {source!r} of model 'dsaign' makes embeddings of {encoder.width} "
+            f"numbers, but those of samples have {width}; valid: encoders of one width, such as "
+            "the two of a CLIP"
         )
     identity = hashlib.sha256(repr((encoder.digest, texts)).encode()).hexdigest()
     return LabelCosines(encoder.to(torch.float64)(texts).to(torch.get_default_dtype()), identity)
@@ -219,7 +222,8 @@ def _label_vectors(path: str, classes: int, width: int) -> Tensor:
     if found is None or tuple(found.shape) != (classes, width):
         shape = None if found is None else tuple(found.shape)
         raise InputError(
-            f"labels of model 'dsaign': {path} must have a tensor 'labels' of shape {(classes, width)}, got {shape}"
+            f"labels of model 'dsaign': {path} must have a tensor 'labels' of shape "
+            f"{(classes, width)}, got {shape}"
         )
     return found.float()
 

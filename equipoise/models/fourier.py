@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from equipoise.models.base import pixels
 
-# Coefficients smaller than this share of an image's largest one are rounding errors, and so is their phase.
+# Coefficients smaller than this share of an image's largest one are rounding errors, and so is
+# their phase.
 _NEGLIGIBLE = 1e-6
 
 
@@ -27,8 +28,8 @@ def amplitudes(x: Tensor, low: int | None = None) -> Tensor:
     Returns
     -------
     Tensor
-        ``[..., vertical frequencies, horizontal frequencies]``: the vertical ones 0, 1, ..., -1, the
-        horizontal ones from 0 up.
+        ``[..., vertical frequencies, horizontal frequencies]``: the vertical ones 0, 1, ..., -1,
+        the horizontal ones from 0 up.
 
     Examples
     --------
@@ -50,8 +51,8 @@ def amplitudes(x: Tensor, low: int | None = None) -> Tensor:
 class AmplitudeNorm(nn.Module):
     """Gives all images the same amplitudes and leaves each its own phases (HarmoFL's Ψ).
 
-    A coefficient F of an image becomes Ã F/|F|, where Ã is the amplitude at its frequency. Coefficients
-    that are 0 up to rounding have no phase and stay as they are.
+    A coefficient F of an image becomes Ã F/|F|, where Ã is the amplitude at its frequency.
+    Coefficients that are 0 up to rounding have no phase and stay as they are.
 
     Parameters
     ----------

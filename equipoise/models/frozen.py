@@ -22,8 +22,9 @@ Output = Tensor | tuple[Tensor, ...]
 def plain_attention() -> Iterator[None]:
     """Let ``scaled_dot_product_attention`` use plain matrix products while the block runs.
 
-    Fused attention has no second derivative and no rule for ``vmap``. :class:`Frozen` uses this inside transforms of
-    ``torch.func``. Code that calls ``torch.autograd.grad(..., create_graph=True)`` must wrap the forward pass in it.
+    Fused attention has no second derivative and no rule for ``vmap``. :class:`Frozen` uses this
+    inside transforms of ``torch.func``. Code that calls ``torch.autograd.grad(...,
+    create_graph=True)`` must wrap the forward pass in it.
 
     Examples
     --------
@@ -68,25 +69,26 @@ def inside_frozen() -> bool:
 class Frozen(nn.Module):
     """A module that never moves.
 
-    Its parameters require no gradient, and it stays in evaluation mode whatever its parent does. Gradients flow through
-    it to its inputs.
+    Its parameters require no gradient, and it stays in evaluation mode whatever its parent does.
+    Gradients flow through it to its inputs.
 
-    Stacked clients share it: under one level of ``torch.func.vmap`` their samples are put into one batch,
-    ``[clients, samples, ...]`` becomes ``[clients * samples, ...]``, and autograd records an ordinary call. Inside any
-    other combination of transforms, such as a loss that uses ``torch.func.grad``, the module is called as it is, with
-    plain attention (see :func:`plain_attention`).
+    Stacked clients share it: under one level of ``torch.func.vmap`` their samples are put into one
+    batch, ``[clients, samples, ...]`` becomes ``[clients * samples, ...]``, and autograd records an
+    ordinary call. Inside any other combination of transforms, such as a loss that uses
+    ``torch.func.grad``, the module is called as it is, with plain attention (see
+    :func:`plain_attention`).
 
     Parameters
     ----------
     module : nn.Module
-        A function of a batch that treats samples one by one. It takes tensors with the samples along their first axis,
-        and returns such a tensor or a tuple of them.
+        A function of a batch that treats samples one by one. It takes tensors with the samples
+        along their first axis, and returns such a tensor or a tuple of them.
 
     Attributes
     ----------
     dtype : torch.dtype
-        The type of the output where no input has a floating point type. It is the type the module was given with and
-        follows ``to``, but not :meth:`lower`.
+        The type of the output where no input has a floating point type. It is the type the module
+        was given with and follows ``to``, but not :meth:`lower`.
 
     Examples
     --------
@@ -120,8 +122,8 @@ class Frozen(nn.Module):
     def lower(self, dtype: torch.dtype) -> Frozen:
         """Convert the module to another floating point type, such as ``torch.bfloat16``.
 
-        Floating point inputs are cast to it, and outputs are cast back to the type of the first such input. Without one,
-        as for images in bytes, outputs have the type ``self.dtype``.
+        Floating point inputs are cast to it, and outputs are cast back to the type of the first
+        such input. Without one, as for images in bytes, outputs have the type ``self.dtype``.
 
         Parameters
         ----------
@@ -140,7 +142,8 @@ class Frozen(nn.Module):
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
-                f"a frozen module cannot be lowered to {dtype!r}; valid: floating point types such as torch.bfloat16"
+                f"a frozen module cannot be lowered to {dtype!r}; valid: floating point types such "
+                "as torch.bfloat16"
             )
         self.module.to(dtype)
         return self
@@ -166,7 +169,8 @@ class Frozen(nn.Module):
         stack = transforms()
         if not stack:
             return self._call(*inputs, **named)
-        # Clients may have tensors of their own here if someone stacked them; these cannot share a batch.
+        # Clients may have tensors of their own here if someone stacked them; these cannot share a
+        # batch.
         own = any(_functorch.is_functorch_wrapped_tensor(tensor) for tensor in self._tensors())
         if stack != [_functorch.TransformType.Vmap] or own:
             with plain_attention():
@@ -211,8 +215,8 @@ class Frozen(nn.Module):
 class _Fold(torch.autograd.Function):
     """A call of a function of samples with the samples of all clients.
 
-    Only the rule for ``vmap`` is ever used. Its tensors are ordinary ones, so that autograd records what it does with them
-    like any other operation, and no gradient is needed here.
+    Only the rule for ``vmap`` is ever used. Its tensors are ordinary ones, so that autograd records
+    what it does with them like any other operation, and no gradient is needed here.
     """
 
     @staticmethod
@@ -248,8 +252,8 @@ class _Fold(torch.autograd.Function):
 def transforms() -> list[Any]:
     """List the kinds of the transforms of ``torch.func`` that are active, outermost first.
 
-    PyTorch has no public way to ask for them. This is the one place that uses its internals for it, which are the same
-    from version 2.6 on.
+    PyTorch has no public way to ask for them. This is the one place that uses its internals for it,
+    which are the same from version 2.6 on.
 
     Examples
     --------
@@ -283,8 +287,8 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     Returns
     -------
     frozenset of str
-        Dotted names, as ``named_parameters`` and ``named_buffers`` give them. A tensor that lies in several places has a
-        name for each.
+        Dotted names, as ``named_parameters`` and ``named_buffers`` give them. A tensor that lies in
+        several places has a name for each.
 
     Examples
     --------

@@ -1,8 +1,9 @@
 """Functions of PyTorch that models call in their own code, carried out so that clients can be stacked.
 
-Layers are replaced by :func:`equipoise.models.layers.convert`. Functions that draw random numbers, such as
-``torch.nn.functional.dropout``, cannot be. While a :class:`Carried` is active, they draw the engine's random numbers, and
-attention is made of matrix products, which can be stacked and differentiated twice.
+Layers are replaced by :func:`equipoise.models.layers.convert`. Functions that draw random numbers,
+such as ``torch.nn.functional.dropout``, cannot be. While a :class:`Carried` is active, they draw
+the engine's random numbers, and attention is made of matrix products, which can be stacked and
+differentiated twice.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def advice(drawing: Sequence[str]) -> str:
     return "use nn.Dropout, torch.nn.functional.dropout, torch.rand or torch.randn, whose numbers can be drawn again"
 
 
-# ---- dropout -----------------------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def _key_in_training() -> Tensor | None:
@@ -159,7 +160,7 @@ def _low_level(replacement: Callable[..., Tensor], *, inplace: bool) -> Callable
     return lambda input, p, train: replacement(input, p, train, inplace)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def _drawn(shape: Sequence[int], draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -226,7 +227,7 @@ def _normal_(input: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any)
     )
 
 
-# ---- attention ---------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def attention_weights(
@@ -241,7 +242,8 @@ def attention_weights(
     scores : Tensor
         ``[..., queries, keys]``.
     masks : sequence of Tensor or None
-        Truth values, true where a key takes part, or numbers that are added to the scores. Each of them broadcasts.
+        Truth values, true where a key takes part, or numbers that are added to the scores. Each of
+        them broadcasts.
     is_causal : bool
         Whether query i takes part of keys 0 to i only.
 
@@ -269,7 +271,8 @@ def attention_weights(
         allowed = inside if allowed is None else allowed & inside
     if allowed is None:
         return scores.softmax(-1)
-    # The lowest number instead of minus infinity, whose softmax has no gradient where everything is excluded.
+    # The lowest number instead of minus infinity, whose softmax has no gradient where everything is
+    # excluded.
     return torch.where(allowed, scores, lowest).softmax(-1) * allowed
 
 
@@ -327,8 +330,8 @@ def _multi_head_attention(
     """Do what ``F.multi_head_attention_forward`` does, whose arguments these are; a causal mask comes as ``attn_mask``."""
     if query.dim() != 3 or static_k is not None or static_v is not None:
         raise InputError(
-            f"attention is called with queries of shape {tuple(query.shape)}; valid: a batch of three dimensions, and no "
-            "static keys or values"
+            f"attention is called with queries of shape {tuple(query.shape)}; valid: a batch of "
+            "three dimensions, and no static keys or values"
         )
     own = (q_proj_weight, k_proj_weight, v_proj_weight)
     factors: Any = (

@@ -13,15 +13,17 @@ from equipoise.models.base import Model
 def with_head(module: nn.Module, head: str) -> Headed:
     """Divide a module into features and a head, for methods that treat the two differently.
 
-    Everything outside the named layer is ``features``, and the layer is ``head``. The module itself is used, not a copy.
+    Everything outside the named layer is ``features``, and the layer is ``head``. The module itself
+    is used, not a copy.
 
     Parameters
     ----------
     module : nn.Module
         Any model, such as a ``ViTForImageClassification`` of Hugging Face.
     head : str
-        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that compute with z need a module
-        that calls it once, with one tensor, and returns what it returns.
+        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that
+        compute with z need a module that calls it once, with one tensor, and returns what it
+        returns.
 
     Returns
     -------
@@ -148,8 +150,8 @@ class Body(nn.Module):
 
     def _never_called(self) -> InputError:
         return InputError(
-            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to be the head; valid: a layer "
-            "that the forward pass calls, or a model without a head"
+            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to "
+            "be the head; valid: a layer that the forward pass calls, or a model without a head"
         )
 
 
@@ -176,7 +178,8 @@ class _Place(nn.Module):
         arguments = [*given, *named.values()]
         if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
             raise InputError(
-                f"the head is called with {len(arguments)} arguments; valid: a layer that takes one tensor, z"
+                f"the head is called with {len(arguments)} arguments; valid: a layer that takes "
+                "one tensor, z"
             )
         raise _Reached(arguments[0])
 
@@ -217,6 +220,7 @@ def tensor_of(output: Any) -> Tensor:
     keys = list(output) if isinstance(output, dict) else []
     which = f"output[{keys[0]!r}]" if keys else "output[0]"
     raise InputError(
-        f"the model returns a {type(output).__name__}; valid: one tensor, or an object with the attribute logits. Wrap the "
-        f"model in a module whose forward returns its tensor, such as {which}"
+        f"the model returns a {type(output).__name__}; valid: one tensor, or an object with the "
+        "attribute logits. Wrap the model in a module whose forward returns its tensor, such as "
+        f"{which}"
     )

@@ -1,13 +1,14 @@
 """BatchNorm and max-pooling of stacked clients, as Triton kernels for a GPU.
 
-What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and writes once; its
-gradient reads input and upper gradient twice and writes once. Max-pooling goes over its tensors once each way. Leading
-axes may lie in memory in any order, because a grouped convolution puts samples before clients, and results lie as
-their input does, so that no layer has to copy.
+What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and
+writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling goes
+over its tensors once each way. Leading axes may lie in memory in any order, because a grouped
+convolution puts samples before clients, and results lie as their input does, so that no layer has
+to copy.
 
-There are no atomic operations: sums run in a fixed order that depends on samples and positions alone, so the same
-input gives the same bits, whoever shares the stack. Only imported where Triton is installed: see
-``equipoise.models.layers``.
+There are no atomic operations: sums run in a fixed order that depends on samples and positions
+alone, so the same input gives the same bits, whoever shares the stack. Only imported where Triton
+is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def work_on(device: torch.device) -> bool:
     return True
 
 
-# ---- BatchNorm --------------------------------------------------------------------------------------------------------
+# ---- BatchNorm -----------------------------------------------------------------------------------
 
-# A program holds a tile of one channel of one client, samples by positions, in registers: 16 values a thread.
+# A program holds a tile of one channel of one client, samples by positions, in registers: 16 values
+# a thread.
 _TILE = 4096
 
 
@@ -329,11 +331,13 @@ def norm(
     x : Tensor
         A batch ``[samples, channels, ...]``.
     mask : Tensor or None
-        Which rows are samples (one) and which padding (zero), ``[samples]``; all are samples without one.
+        Which rows are samples (one) and which padding (zero), ``[samples]``; all are samples
+        without one.
     weight, bias : Tensor or None
         ``[channels]``, both or neither.
     running_mean, running_var : Tensor or None
-        Running statistics, ``[channels]``, both or neither. They serve where a channel has a single value.
+        Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
+        value.
     momentum : float
         How far the running statistics move.
     eps : float
@@ -518,8 +522,8 @@ def _flat(x: Tensor) -> Tensor:
 def _one_client(stacked: Tensor) -> Tensor:
     """Remove the axis of clients, of length 1.
 
-    Autograd does not take the result for a view. A view of a custom function's output must not be changed in place, and
-    models may do that: ``y += x`` after BatchNorm.
+    Autograd does not take the result for a view. A view of a custom function's output must not be
+    changed in place, and models may do that: ``y += x`` after BatchNorm.
     """
     one: Tensor = torch.ops.aten._unsafe_view(stacked, stacked.shape[1:])
     return one
@@ -538,7 +542,7 @@ def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | No
     return stacked.flatten(0, 1)
 
 
-# ---- memory order -----------------------------------------------------------------------------------------------------
+# ---- memory order --------------------------------------------------------------------------------
 
 
 def _order(x: Tensor) -> list[int]:
@@ -557,10 +561,10 @@ def _in_place(ordered: Tensor, order: Sequence[int]) -> Tensor:
     return ordered.permute(*(order.index(axis) for axis in range(3)), *range(3, ordered.dim()))
 
 
-# ---- max-pooling ------------------------------------------------------------------------------------------------------
+# ---- max-pooling ---------------------------------------------------------------------------------
 
-# Results a program writes, and its warps. A thread takes one window forward, so that a warp's loads lie close together,
-# and eight inputs backward, because those it writes in one go.
+# Results a program writes, and its warps. A thread takes one window forward, so that a warp's loads
+# lie close together, and eight inputs backward, because those it writes in one go.
 _WINDOWS, _INPUTS = (256, 8), (1024, 4)
 
 
@@ -642,7 +646,8 @@ def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
     x : Tensor
         A batch ``[samples, channels, height, width]``.
     window : tuple of two int
-        Height and width of a window; at most 127 values. Rows and columns that fill no window are left out.
+        Height and width of a window; at most 127 values. Rows and columns that fill no window are
+        left out.
 
     Returns
     -------

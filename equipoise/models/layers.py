@@ -1,8 +1,9 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
-``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and padded embedding layers by
-these, and recurrent ones by those of :mod:`equipoise.models.sequences`. Outside the engine they behave exactly like the
-layers they replace, so a finished model is an ordinary ``nn.Module``.
+``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and
+padded embedding layers by these, and recurrent ones by those of :mod:`equipoise.models.sequences`.
+Outside the engine they behave exactly like the layers they replace, so a finished model is an
+ordinary ``nn.Module``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Forward:
 
 
 _current: Forward | None = None
-# How often each layer with dropout has drawn in the current pass, and how often functions have in each part.
+# How often each layer with dropout has drawn in the current pass, and how often functions have in
+# each part.
 _calls: dict[nn.Module | str, int] = {}
 # The part of the model that is being applied.
 _part = ""
@@ -81,8 +83,9 @@ def current_pass() -> Forward | None:
 def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
     """Return the key of a draw in the current pass; each call returns another one.
 
-    Keys of layers depend on the layer's number. Those of functions depend on the part of the model and on how many of them
-    have drawn before, so that a part draws the same numbers alone and in a pass of the whole model.
+    Keys of layers depend on the layer's number. Those of functions depend on the part of the model
+    and on how many of them have drawn before, so that a part draws the same numbers alone and in a
+    pass of the whole model.
 
     Parameters
     ----------
@@ -109,7 +112,8 @@ def kept_units(x: Tensor, p: float, key: Tensor, channels: bool) -> tuple[Tensor
     Returns
     -------
     tuple
-        A boolean mask that broadcasts to the batch, and the probability of keeping, a multiple of 1/65536.
+        A boolean mask that broadcasts to the batch, and the probability of keeping, a multiple of
+        1/65536.
     """
     threshold = round((1 - p) * 65536)
     shape = x.shape[:2] + (1,) * (x.dim() - 2) if channels else x.shape
@@ -154,15 +158,17 @@ def _module_with_triton(name: str, device: torch.device) -> Any:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the samples of one client: padding rows never enter its statistics.
 
-    A batch that leaves a channel a single value has no variance; it is normalised with the running statistics, and leaves
-    them alone. New statistics are assigned, never written in place, so that the caller decides whether to keep them. A layer
-    without running statistics normalises every batch by its own, at rest and in evaluation too, as PyTorch's does.
+    A batch that leaves a channel a single value has no variance; it is normalised with the running
+    statistics, and leaves them alone. New statistics are assigned, never written in place, so that
+    the caller decides whether to keep them. A layer without running statistics normalises every
+    batch by its own, at rest and in evaluation too, as PyTorch's does.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         if layer.momentum is None:
             raise InputError(
-                "BatchNorm with momentum=None (a cumulative average) cannot be federated; give it a momentum"
+                "BatchNorm with momentum=None (a cumulative average) cannot be federated; give it "
+                "a momentum"
             )
         super().__init__(
             layer.num_features,
@@ -173,9 +179,11 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             device="meta",
         )
         _adopt(self, layer)
-        # A count of batches has no meaning after averaging, and nothing reads it while momentum is a number.
+        # A count of batches has no meaning after averaging, and nothing reads it while momentum is
+        # a number.
         self.num_batches_tracked = None
-        # Set by the engine: statistics of a part that does not move in this phase are frozen with it.
+        # Set by the engine: statistics of a part that does not move in this phase are frozen with
+        # it.
         self.moves = True
 
     @staticmethod
@@ -201,7 +209,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if _current is None:
             return super().forward(x)
         if self.weight is not None:
-            # Autocast may have lowered the input; statistics stay in the precision of the parameters.
+            # Autocast may have lowered the input; statistics stay in the precision of the
+            # parameters.
             x = x.to(self.weight.dtype)
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
@@ -257,7 +266,8 @@ def masked_norm(
     weight, bias : Tensor or None
         ``[channels]``.
     running_mean, running_var : Tensor or None
-        Running statistics, ``[channels]``, both or neither. They serve where a channel has a single value.
+        Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
+        value.
     momentum : float
         How far the running statistics move.
     eps : float
@@ -333,8 +343,9 @@ class LayerNorm(nn.LayerNorm):
 def _nested() -> bool:
     """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
 
-    PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and variance as constants if they
-    are differentiated again (https://github.com/pytorch/functorch/issues/534).
+    PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
+    variance as constants if they are differentiated again
+    (https://github.com/pytorch/functorch/issues/534).
     """
     return len(transforms()) > 1
 
@@ -342,14 +353,16 @@ def _nested() -> bool:
 class Dropout(nn.Module):
     """Dropout whose mask is a hash of the client, phase, step and layer.
 
-    With ``channels`` whole channels are dropped, as ``nn.Dropout2d`` does. The probability is rounded to a multiple of
-    1/65536 and the scale follows the rounded value, so the expectation is exact.
+    With ``channels`` whole channels are dropped, as ``nn.Dropout2d`` does. The probability is
+    rounded to a multiple of 1/65536 and the scale follows the rounded value, so the expectation is
+    exact.
     """
 
     def __init__(self, p: float, layer: int, channels: bool) -> None:
         super().__init__()
         self.p, self.layer, self.channels = p, layer, channels
-        # Set by the engine: what does not move in this phase sees the features it will see when it is used.
+        # Set by the engine: what does not move in this phase sees the features it will see when it
+        # is used.
         self.moves = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -366,8 +379,9 @@ class Dropout(nn.Module):
 class Linear(nn.Linear):
     """A linear layer that is one matrix product a client, however many leading axes its input has.
 
-    If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights by it once for every
-    sample, and copies the weights for each. With all leading axes in one there is nothing to copy.
+    If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights
+    by it once for every sample, and copies the weights for each. With all leading axes in one there
+    is nothing to copy.
 
     Parameters
     ----------
@@ -419,9 +433,10 @@ def _split_products(x: Tensor) -> Any:
 class Convolution(nn.Conv2d):
     """A convolution that stacked clients can afford in full float32 precision.
 
-    Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast grouped kernels for TF32 and
-    bfloat16, but in float32 it works through the groups one after the other. Cutting the images into patches and
-    multiplying matrices, one product for all clients, is several times faster there.
+    Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast
+    grouped kernels for TF32 and bfloat16, but in float32 it works through the groups one after the
+    other. Cutting the images into patches and multiplying matrices, one product for all clients, is
+    several times faster there.
     """
 
     def __init__(self, layer: nn.Conv2d) -> None:
@@ -465,7 +480,8 @@ class Convolution(nn.Conv2d):
 class _PatchProduct(torch.autograd.Function):
     """The convolution of stacked clients as a product of patches and weights, one matrix product a client.
 
-    Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading axis of clients.
+    Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading
+    axis of clients.
     """
 
     @staticmethod
@@ -628,9 +644,10 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 def convert(module: nn.Module) -> nn.Module:
     """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
 
-    Parameters and buffers keep their names, their values and their identity, so what shares them goes on doing so. Classes
-    derived from those of PyTorch are left as they are if they do anything else. Nothing inside a ``Frozen`` is replaced: it
-    sees the samples of all clients as one ordinary batch, in evaluation mode.
+    Parameters and buffers keep their names, their values and their identity, so what shares them
+    goes on doing so. Classes derived from those of PyTorch are left as they are if they do anything
+    else. Nothing inside a ``Frozen`` is replaced: it sees the samples of all clients as one
+    ordinary batch, in evaluation mode.
 
     Examples
     --------

@@ -54,9 +54,10 @@ _UNRELATED = (
 def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: bool = False) -> Model:
     """Build a pretrained image model with a new head: ResNet, MobileNetV2, ViT, DINOv2 or the image encoder of CLIP.
 
-    It takes bytes, or floating point numbers from 0 to 1, and normalises them as ``preprocessor_config.json`` of the source
-    says; without that file, as is usual for ImageNet. Images are not resized: convolutional networks take any size, and the
-    positions of transformers are interpolated for the given one. Parameters are float32. Dropout and stochastic depth that
+    It takes bytes, or floating point numbers from 0 to 1, and normalises them as
+    ``preprocessor_config.json`` of the source says; without that file, as is usual for ImageNet.
+    Images are not resized: convolutional networks take any size, and the positions of transformers
+    are interpolated for the given one. Parameters are float32. Dropout and stochastic depth that
     the source may have been trained with are off.
 
     Parameters
@@ -66,17 +67,18 @@ def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: boo
     classes : int
         Number of classes, or of outputs in regression.
     source : str
-        A directory with ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes it, or a name on the
-        Hugging Face hub. With a directory nothing is downloaded.
+        A directory with ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes
+        it, or a name on the Hugging Face hub. With a directory nothing is downloaded.
     freeze : bool
         Whether only the head is trained. The data are then encoded once.
 
     Returns
     -------
     Model
-        ``features`` ends with one vector an image: the average over positions of convolutional networks, the class token of
-        transformers, CLIP's embedding. ``head`` is a linear layer drawn from the seed. With ``freeze`` the encoder is the
-        ``stem``, and ``features`` does nothing.
+        ``features`` ends with one vector an image: the average over positions of convolutional
+        networks, the class token of transformers, CLIP's embedding. ``head`` is a linear layer
+        drawn from the seed. With ``freeze`` the encoder is the ``stem``, and ``features`` does
+        nothing.
 
     Raises
     ------
@@ -142,8 +144,9 @@ def encoder(source: str) -> ImageEncoder:
     Returns
     -------
     ImageEncoder
-        Maps images ``[samples, channels, height, width]`` to vectors ``[samples, width]``. The positions of transformers are
-        interpolated in every call with images of another size than that of the source.
+        Maps images ``[samples, channels, height, width]`` to vectors ``[samples, width]``. The
+        positions of transformers are interpolated in every call with images of another size than
+        that of the source.
 
     Examples
     --------
@@ -366,7 +369,8 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
     def embed(words: str) -> Tensor:
         with _quiet(_library("a tokenizer")):
             tokens = torch.tensor(tokenizer(words)["input_ids"])
-        # Files written before version 4.31 name another token; transformers then takes the one with the highest number.
+        # Files written before version 4.31 name another token; transformers then takes the one with
+        # the highest number.
         last = tokens.argmax() if end == 2 else (tokens == end).int().argmax()
         return table[tokens[: int(last) + 1]]
 
@@ -439,8 +443,8 @@ class _Source:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise InputError(
-                f"source {source!r} of {user} is no directory, and the Hugging Face hub gave nothing of that name "
-                f"({reason}); valid: {_VALID}"
+                f"source {source!r} of {user} is no directory, and the Hugging Face hub gave "
+                f"nothing of that name ({reason}); valid: {_VALID}"
             ) from error
         return content if content is None or isinstance(content, dict) else {}
 
@@ -463,8 +467,8 @@ class _Source:
         )
         if {len(mean), len(std)} != {channels}:
             raise InputError(
-                f"source {self.name!r} of {self.user} normalises {len(mean)} channels, but takes {channels}; see its "
-                "preprocessor_config.json"
+                f"source {self.name!r} of {self.user} normalises {len(mean)} channels, but takes "
+                f"{channels}; see its preprocessor_config.json"
             )
         return Normalise(mean, std)
 
@@ -490,8 +494,8 @@ class _Source:
                 ) from error
         if missing := sorted(outcome["missing_keys"]):
             raise InputError(
-                f"source {self.name!r} of {self.user} lacks {missing[0]!r} and thereby {len(missing)} of the weights of a "
-                f"{name}; valid: {_VALID}"
+                f"source {self.name!r} of {self.user} lacks {missing[0]!r} and thereby "
+                f"{len(missing)} of the weights of a {name}; valid: {_VALID}"
             )
         return model.float()
 
@@ -513,7 +517,8 @@ class _Source:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reason = str(error).strip().partition("\n")[0]
                 raise InputError(
-                    f"the tokenizer of source {self.name!r} of {self.user} cannot be loaded: {reason}; valid: {valid}"
+                    f"the tokenizer of source {self.name!r} of {self.user} cannot be loaded: "
+                    f"{reason}; valid: {valid}"
                 ) from error
 
 
@@ -573,7 +578,8 @@ def _backbone(
     channels = config.get("num_channels", 3)
     if shape is not None and shape[0] != channels:
         raise InputError(
-            f"source {source.name!r} of {source.user} takes images with {channels} channels, got shape {shape}"
+            f"source {source.name!r} of {source.user} takes images with {channels} channels, got "
+            f"shape {shape}"
         )
     return FAMILIES[source.kind](source, source.normalise(channels), shape, frozen, fused)
 
@@ -613,7 +619,8 @@ class Convolutional(nn.Module):
     normalise : Normalise
         Applied to images first.
     body : nn.Module
-        A model of ``transformers`` whose first output is a map ``[samples, channels, height, width]``.
+        A model of ``transformers`` whose first output is a map ``[samples, channels, height,
+        width]``.
 
     Examples
     --------
@@ -682,7 +689,8 @@ def _mobilenet_v2(
     body = source.load("MobileNetV2Model", add_pooling_layer=False)
     for layer in body.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            # There it is 0.997, which is how much of the old statistics TensorFlow keeps. PyTorch's momentum is the rest.
+            # There it is 0.997, which is how much of the old statistics TensorFlow keeps. PyTorch's
+            # momentum is the rest.
             layer.momentum = 1 - 0.997
     return Convolutional(normalise, body), body.conv_1x1.convolution.out_channels
 
@@ -743,8 +751,8 @@ def _clip(
     ), projection.out_features
 
 
-# Not "eager": that computes softmax in float32 even where everything else is float64. Inside ``plain_attention`` this one is
-# plain matrix products too.
+# Not "eager": that computes softmax in float32 even where everything else is float64. Inside
+# ``plain_attention`` this one is plain matrix products too.
 _SDPA = {"attn_implementation": "sdpa"}
 
 
@@ -762,8 +770,8 @@ def _tokens(
     patch, size = _pair(config.patch_size), _pair(config.image_size)
     if shape is not None and (shape[1] < patch[0] or shape[2] < patch[1]):
         raise InputError(
-            f"shape {shape} is too small for source {source.name!r} of {source.user}: images must be at least "
-            f"{patch[0]} x {patch[1]}"
+            f"shape {shape} is too small for source {source.name!r} of {source.user}: images must "
+            f"be at least {patch[0]} x {patch[1]}"
         )
     # Without initial values, which would be drawn from the global generator.
     project = nn.utils.skip_init(
@@ -812,8 +820,9 @@ def _layers(model: Any) -> list[Layer]:
 def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
     """Return a layer of ``transformers`` as a block with fewer and larger operations, for use where it never moves.
 
-    Queries, keys and values become one product, and scales of the residual branches (DINOv2) are multiplied into the
-    weights before them. So a frozen layer also has the same tensors whatever version of ``transformers`` read it.
+    Queries, keys and values become one product, and scales of the residual branches (DINOv2) are
+    multiplied into the weights before them. So a frozen layer also has the same tensors whatever
+    version of ``transformers`` read it.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
 """Matrix products with float32 accuracy on tensor cores, which round their factors to TF32.
 
-A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x rounded to
-11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x h_w; the term
-left out, l_x l_w, is below 2⁻²² of the product.
+A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x
+rounded to 11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x
+h_w; the term left out, l_x l_w, is below 2⁻²² of the product.
 
-Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small terms
-first, and these sums are added in float32 as usual.
+Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small
+terms first, and these sums are added in float32 as usual.
 
 Only imported where Triton is installed: see ``equipoise.models.layers``.
 """
@@ -24,8 +24,8 @@ _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
 # The parts of x and w that are on their way from memory while others are multiplied, in bytes.
 _STAGE = 4 * _TILE["INNER"] * (_TILE["ROWS"] + 2 * _TILE["COLUMNS"])
-# Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200, B200. On others, such
-# as cards for games, three TF32 products take longer than one in float32.
+# Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200,
+# B200. On others, such as cards for games, three TF32 products take longer than one in float32.
 _FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
 
 

@@ -43,7 +43,8 @@ def charlstm(
     Returns
     -------
     Model
-        ``features`` ends with what the last LSTM layer puts out at the last character; ``head`` is the dense layer.
+        ``features`` ends with what the last LSTM layer puts out at the last character; ``head`` is
+        the dense layer.
 
     Examples
     --------
@@ -139,8 +140,8 @@ class Lstm(nn.Module):
             getattr(self, f"{name}_l{layer}")
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
-        # What does not depend on the step before is one product for all steps; stacked clients make it one a client only
-        # where it has no axis of steps.
+        # What does not depend on the step before is one product for all steps; stacked clients make
+        # it one a client only where it has no axis of steps.
         driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
             0, steps.shape[:2]
         )
@@ -188,8 +189,9 @@ def recurrence(driven: Tensor, weight: Tensor) -> Tensor:
 class FusedRecurrence(torch.autograd.Function):
     """What :func:`recurrence` does, with PyTorch's own GPU kernel for a cell: a fifth of the kernels of plain operations.
 
-    Takes ``[steps, clients, samples, 4 * hidden]``, the weights ``[clients, 4 * hidden, hidden]``, and whether a gradient
-    will be asked for. Gives the outputs, and for the gradient the cells and the open gates of every step.
+    Takes ``[steps, clients, samples, 4 * hidden]``, the weights ``[clients, 4 * hidden, hidden]``,
+    and whether a gradient will be asked for. Gives the outputs, and for the gradient the cells and
+    the open gates of every step.
     """
 
     @staticmethod

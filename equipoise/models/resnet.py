@@ -25,17 +25,19 @@ def resnet18(
     classes : int
         Number of classes, or of outputs in regression.
     norm : {"batch", "group"}
-        Normalisation after each convolution. ``"group"`` keeps no statistics, so nothing about a client's data is
-        averaged into the global model besides its parameters.
+        Normalisation after each convolution. ``"group"`` keeps no statistics, so nothing about a
+        client's data is averaged into the global model besides its parameters.
     width : int
         Channels of the first stage; the later stages have 2, 4 and 8 times as many.
     groups : int
-        How many groups of channels ``norm="group"`` normalises together. Two divide every even width.
+        How many groups of channels ``norm="group"`` normalises together. Two divide every even
+        width.
 
     Returns
     -------
     Model
-        ``features`` ends with the average over the image, ``8 * width`` numbers; ``head`` is the linear layer.
+        ``features`` ends with the average over the image, ``8 * width`` numbers; ``head`` is the
+        linear layer.
 
     Examples
     --------

@@ -19,8 +19,9 @@ _ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
 class Recurrent(nn.Module):
     """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products, because theirs cannot be stacked.
 
-    Parameters have the same names. Dropout between layers is a hash of client, phase, step and layer, as in
-    :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's own loop, which is faster.
+    Parameters have the same names. Dropout between layers is a hash of client, phase, step and
+    layer, as in :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's
+    own loop, which is faster.
 
     Parameters
     ----------
@@ -70,19 +71,21 @@ class Recurrent(nn.Module):
         Parameters
         ----------
         input : Tensor
-            ``[samples, steps, inputs]`` with ``batch_first``, otherwise ``[steps, samples, inputs]``.
+            ``[samples, steps, inputs]`` with ``batch_first``, otherwise ``[steps, samples,
+            inputs]``.
         hx : Tensor or tuple of Tensor, optional
             The first states, as PyTorch's layers take them.
         """
         if isinstance(input, PackedSequence):
             raise InputError(
-                "a recurrent layer is called with a packed sequence, whose lengths differ between clients; pass the padded "
-                "sequences, and take the outputs that count with torch.gather"
+                "a recurrent layer is called with a packed sequence, whose lengths differ between "
+                "clients; pass the padded sequences, and take the outputs that count with "
+                "torch.gather"
             )
         if input.dim() != 3:
             raise InputError(
-                f"a recurrent layer is called with a tensor of shape {tuple(input.shape)}; valid: a batch of sequences, with "
-                "three dimensions"
+                f"a recurrent layer is called with a tensor of shape {tuple(input.shape)}; valid: "
+                "a batch of sequences, with three dimensions"
             )
         rate = self._rate()
         if not rate and not transforms() and not input.is_cuda:

@@ -17,7 +17,8 @@ from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, plain_attention
 from equipoise.models.layers import LayerNorm, Linear
 
-# The standard deviation that vision transformers draw tokens and positions with (Dosovitskiy et al., 2021).
+# The standard deviation that vision transformers draw tokens and positions with (Dosovitskiy et
+# al., 2021).
 TOKEN_SPREAD = 0.02
 
 
@@ -56,7 +57,8 @@ def vit(
     Returns
     -------
     Model
-        ``features`` ends with the class token after the last normalisation; ``head`` is the linear layer.
+        ``features`` ends with the class token after the last normalisation; ``head`` is the linear
+        layer.
 
     Examples
     --------
@@ -82,8 +84,8 @@ def vitprompts(
 ) -> Model:
     """Build a frozen vision transformer with learned prompts and a head (shallow prompt tuning, Jia et al., 2022).
 
-    Prompts are tokens that stand after those of the image, ``[class token, patches, prompts]``, and have no positions. They
-    and the head are all that moves.
+    Prompts are tokens that stand after those of the image, ``[class token, patches, prompts]``, and
+    have no positions. They and the head are all that moves.
 
     Parameters
     ----------
@@ -92,8 +94,8 @@ def vitprompts(
     classes : int
         Number of classes, or of outputs in regression.
     source : str, optional
-        A pretrained ViT, DINOv2 or CLIP: a directory, or a name on the Hugging Face hub. Without one the transformer is that
-        of model ``vit``, frozen as the seed has drawn it.
+        A pretrained ViT, DINOv2 or CLIP: a directory, or a name on the Hugging Face hub. Without
+        one the transformer is that of model ``vit``, frozen as the seed has drawn it.
     prompts : int
         How many prompts.
     fused : bool
@@ -104,8 +106,8 @@ def vitprompts(
     Returns
     -------
     Model
-        ``stem`` makes tokens of an image; ``features`` holds the prompts and the frozen encoder and ends with the class
-        token; ``head`` is the linear layer.
+        ``stem`` makes tokens of an image; ``features`` holds the prompts and the frozen encoder and
+        ends with the class token; ``head`` is the linear layer.
 
     Examples
     --------
@@ -209,8 +211,8 @@ def refuse_beside(source: str, small: Mapping[str, Any], model: str) -> None:
     """
     if changed := [name for name, value in small.items() if value != SMALL[name]]:
         raise InputError(
-            f"{changed[0]}={small[changed[0]]} of model {model!r} has no meaning beside source={source!r}, which has a "
-            "shape of its own; valid: one of the two"
+            f"{changed[0]}={small[changed[0]]} of model {model!r} has no meaning beside "
+            f"source={source!r}, which has a shape of its own; valid: one of the two"
         )
 
 
@@ -260,8 +262,9 @@ def _small(
 class Tokens(nn.Module):
     """Images as tokens: linear maps of their patches after a class token, with positions added to all.
 
-    Patches are cut by reshaping and not by a convolution, so that stacked clients make one matrix product each. What is
-    left of an image at the right and at the bottom, if the patch does not divide it, is ignored.
+    Patches are cut by reshaping and not by a convolution, so that stacked clients make one matrix
+    product each. What is left of an image at the right and at the bottom, if the patch does not
+    divide it, is ignored.
 
     Parameters
     ----------
@@ -280,7 +283,8 @@ class Tokens(nn.Module):
     norm : nn.Module, optional
         Applied to tokens last.
     any_size : bool
-        Whether to take images of other sizes and to interpolate the positions each time. See also :meth:`fit`.
+        Whether to take images of other sizes and to interpolate the positions each time. See also
+        :meth:`fit`.
 
     Examples
     --------
@@ -336,7 +340,8 @@ class Tokens(nn.Module):
         pixels = self.prepare(x)[..., : rows * down, : columns * across]
         if pixels.is_floating_point():
             pixels = pixels.to(self.class_token.dtype)
-        # [samples, channels, rows, down, columns, across] -> [samples, rows * columns, channels * down * across]
+        # [samples, channels, rows, down, columns, across] -> [samples, rows * columns, channels *
+        # down * across]
         patches = pixels.unflatten(-1, (columns, across)).unflatten(-3, (rows, down))
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         tokens = torch.cat([self.class_token.expand(len(x), 1, -1), self.project(patches)], 1)
@@ -348,7 +353,8 @@ class Tokens(nn.Module):
         if grid != self.grid and not self.any_size:
             down, across = (n * p for n, p in zip(self.grid, self.patch, strict=True))
             raise InputError(
-                f"the model was built for images of {down} x {across} pixels, got {x.shape[-2]} x {x.shape[-1]}"
+                f"the model was built for images of {down} x {across} pixels, got {x.shape[-2]} x "
+                f"{x.shape[-1]}"
             )
         return grid
 
@@ -367,8 +373,8 @@ class Encoder(nn.Module):
     Parameters
     ----------
     blocks : sequence of nn.Module
-        Each maps tokens ``[samples, tokens, width]`` to such tokens. The last one computes only what the class token
-        needs, if it is a :class:`~equipoise.models.attention.Block`.
+        Each maps tokens ``[samples, tokens, width]`` to such tokens. The last one computes only
+        what the class token needs, if it is a :class:`~equipoise.models.attention.Block`.
     norm : nn.Module
         Applied last.
     fused : bool

@@ -55,8 +55,8 @@ def write_report(
         A directory for all figures as PNG, PDF and SVG. This needs Matplotlib
         (``pip install 'equipoise[report]'``).
     trust : bool
-        Whether to execute the code that runs import, where their tasks are not known without it; see
-        :func:`equipoise.load`.
+        Whether to execute the code that runs import, where their tasks are not known without it;
+        see :func:`equipoise.load`.
 
     Returns
     -------

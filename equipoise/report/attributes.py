@@ -22,9 +22,9 @@ _OVER_ROUNDS = {
     "equalized_odds_difference": "equalised odds difference",
 }
 _INTRO = (
-    "All samples of the clients together, by the values of their attributes. The selection rate is the share of "
-    "positive predictions. TPR and FPR are the shares of positive predictions among samples with a positive and with a "
-    "negative target. Differences should be 0, ratios 1."
+    "All samples of the clients together, by the values of their attributes. The selection rate is "
+    "the share of positive predictions. TPR and FPR are the shares of positive predictions among "
+    "samples with a positive and with a negative target. Differences should be 0, ratios 1."
 )
 
 
@@ -90,8 +90,8 @@ def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
 def _withheld(found: Mapping[str, Any]) -> str:
     """Say whose counts are missing."""
     said = [
-        f"{name}: {plural(of['withheld'], 'sample')} of {plural(of['withheld_clients'], 'client')} not counted, "
-        f"{of['without_targets']:,} more without score, TPR and FPR"
+        f"{name}: {plural(of['withheld'], 'sample')} of {plural(of['withheld_clients'], 'client')} "
+        f"not counted, {of['without_targets']:,} more without score, TPR and FPR"
         for name, of in found.items()
         if of["withheld"] or of["without_targets"]
     ]

@@ -1,7 +1,7 @@
 """Charts: what a figure shows, independent of how it is drawn.
 
-A chart is drawn twice: as SVG inside the report (:mod:`equipoise.report.svg`), whose colours follow those of the page, and
-with Matplotlib for papers (:mod:`equipoise.report.files`).
+A chart is drawn twice: as SVG inside the report (:mod:`equipoise.report.svg`), whose colours follow
+those of the page, and with Matplotlib for papers (:mod:`equipoise.report.files`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def find_entries(
     Parameters
     ----------
     paths : sequence of paths
-        Run directories, and directories of studies, whose runs are in ``<setting>/<method>/seed<k>``.
+        Run directories, and directories of studies, whose runs are in
+        ``<setting>/<method>/seed<k>``.
     trust : bool
         Whether to execute the code that runs import, where their tasks are not known without it.
 
@@ -104,8 +105,8 @@ def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str
     )
     if not found:
         raise InputError(
-            f"{directory} holds no run and no study: there is neither a config.yaml in it nor in any "
-            "<setting>/<method>/seed<k> below it"
+            f"{directory} holds no run and no study: there is neither a config.yaml in it nor in "
+            "any <setting>/<method>/seed<k> below it"
         )
     entries: list[Entry] = []
     left_out: dict[Path, str] = {}

@@ -99,7 +99,8 @@ def table(
     body = "".join(f"<tr>{_row(row, textual)}</tr>" for row in rows)
     said = escape(caption, quote=True)
     return (
-        f'<div class="scroll" role="region" aria-label="{said}" tabindex="0"><table><caption><span>{escape(caption)}</span></caption>'
+        f'<div class="scroll" role="region" aria-label="{said}" '
+        f'tabindex="0"><table><caption><span>{escape(caption)}</span></caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

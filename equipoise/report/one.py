@@ -48,7 +48,7 @@ def sections(record: RunRecord) -> list[Section]:
     ]
 
 
-# ---- headline --------------------------------------------------------------------------------------------------------
+# ---- headline ------------------------------------------------------------------------------------
 
 
 def headline(record: RunRecord) -> Section:
@@ -91,8 +91,8 @@ def which(record: RunRecord, part: Part) -> str:
             split="validation" if part.split == "val" else "test"
         ),
         "Averaged how?": (
-            f"Each client has one value, the mean {record.score} over its own samples. The mean is over "
-            f"{plural(record.parts[part]['clients'], 'client')}: each client counts once."
+            f"Each client has one value, the mean {record.score} over its own samples. The mean is "
+            f"over {plural(record.parts[part]['clients'], 'client')}: each client counts once."
         ),
         "At which round?": at_round(record),
     }
@@ -151,7 +151,7 @@ def metrics_table(record: RunRecord) -> str:
     )
 
 
-# ---- clients ---------------------------------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def clients(record: RunRecord) -> Section:
         if a in values and b in values
     ]
     intro = (
-        "Each mark is one client, from the worst served to the best. Colour and shape show its group. "
-        "All panels have the same scale, except for that of personal against global models."
+        "Each mark is one client, from the worst served to the best. Colour and shape show its "
+        "group. All panels have the same scale, except for that of personal against global models."
     )
     return Section(
         "clients",
@@ -233,8 +233,8 @@ def strip(
     order = sorted(values, key=lambda client: sign * values[client])
     summary = record.parts[part]
     says = (
-        f"{plural(len(order), 'client')}: from {number(values[order[0]])} to {number(values[order[-1]])}, "
-        f"mean {number(summary['mean'])}."
+        f"{plural(len(order), 'client')}: from {number(values[order[0]])} to "
+        f"{number(values[order[-1]])}, mean {number(summary['mean'])}."
     )
     axis = "clients, worst first"
     if len(order) > MOST_IN_A_LINE and len(colours.labels) > 1:
@@ -323,7 +323,7 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     )
 
 
-# ---- over rounds -----------------------------------------------------------------------------------------------------
+# ---- over rounds ---------------------------------------------------------------------------------
 
 
 def progress(record: RunRecord) -> Section:
@@ -402,8 +402,9 @@ def group_means(
             series.append(Series(label, list(points), list(points.values()), hue=hue))
     last = of_part[max(of_part)]
     says = (
-        f"At round {max(of_part)} the best group is {last['best_group_name']} ({number(last['best_group'])}), the worst "
-        f"{last['worst_group_name']} ({number(last['worst_group'])})."
+        f"At round {max(of_part)} the best group is {last['best_group_name']} "
+        f"({number(last['best_group'])}), the worst {last['worst_group_name']} "
+        f"({number(last['worst_group'])})."
     )
     title = f"Mean of each group: {part.words}"
     return Chart(f"groups-{part.model}-{part.who}", title, says, "round", record.score, series)
@@ -429,7 +430,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
     )
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def weights(record: RunRecord, before: str = "") -> Section:
@@ -529,7 +530,7 @@ def correlations(
     ]
 
 
-# ---- sampling and clusters -------------------------------------------------------------------------------------------
+# ---- sampling and clusters -----------------------------------------------------------------------
 
 
 def sampling(record: RunRecord) -> Section:
@@ -582,8 +583,9 @@ def clusters(record: RunRecord) -> Section:
             "clusters", title, missing="The method wrote no clusters into the notes of its rounds."
         )
     body = paragraph(
-        "Rows are the true groups, columns the clusters that the method found, each client in the last round in which it "
-        f"took part. Adjusted Rand index: {number(rand_index(record))} (1 if clusters and groups agree, about 0 by chance)."
+        "Rows are the true groups, columns the clusters that the method found, each client in the "
+        f"last round in which it took part. Adjusted Rand index: {number(rand_index(record))} (1 "
+        "if clusters and groups agree, about 0 by chance)."
     )
     return Section("clusters", title, body + contingency(record, known))
 
@@ -618,7 +620,7 @@ def contingency(
     return table(caption, ["group", *(f"cluster {n}" for n in numbers)], rows)
 
 
-# ---- cost and configuration ------------------------------------------------------------------------------------------
+# ---- cost and configuration ----------------------------------------------------------------------
 
 
 def costs(record: RunRecord) -> Section:
@@ -649,8 +651,9 @@ def costs(record: RunRecord) -> Section:
             for name in ("messages", "evaluations")
         )
         after += paragraph(
-            f"A client of a cohort gets {messages:.1f} messages a round and evaluates a model on one of its splits "
-            f"{evaluations:.1f} times for the method. Evaluation for this report is not included."
+            f"A client of a cohort gets {messages:.1f} messages a round and evaluates a model on "
+            f"one of its splits {evaluations:.1f} times for the method. Evaluation for this report "
+            "is not included."
         )
     else:
         after += paragraph("The run was made by a release that did not count messages.")
@@ -674,9 +677,10 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
     for record in records[:1]:
         resolved = record.config["resolved"]
         body += paragraph(
-            f"Equipoise {resolved.get('equipoise', '?')}, PyTorch {resolved.get('torch', '?')}, on {resolved.get('device', '?')} "
-            f"with {plural(int(resolved.get('threads', 1)), 'thread')}. The same versions, device, number of threads and "
-            "configuration give the same numbers."
+            f"Equipoise {resolved.get('equipoise', '?')}, PyTorch {resolved.get('torch', '?')}, on "
+            f"{resolved.get('device', '?')} with "
+            f"{plural(int(resolved.get('threads', 1)), 'thread')}. The same versions, device, "
+            "number of threads and configuration give the same numbers."
         )
     for record in records:
         known = record.config["data"]["name"] in SOURCES or record.config.get("imports")
@@ -685,8 +689,8 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
             how = f"<pre><code>{escape(command)}</code></pre>"
         else:
             how = paragraph(
-                "The run was started from Python with data of its own, so it needs the same data: their fingerprint is "
-                f"{record.config['resolved'].get('fingerprint', 'unknown')}."
+                "The run was started from Python with data of its own, so it needs the same data: "
+                f"their fingerprint is {record.config['resolved'].get('fingerprint', 'unknown')}."
             )
         written = yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True)
         body += how + details(

@@ -129,17 +129,19 @@ def page(title: str, about: str, sections: Sequence[Section], *, made: str) -> s
     body = "".join(section.html() for section in shown)
     if left_out:
         items = "".join(
-            f'<li id="{section.name}"><strong>{escape(section.title)}.</strong> {escape(section.missing)}</li>'
+            f'<li id="{section.name}"><strong>{escape(section.title)}.</strong> '
+            f"{escape(section.missing)}</li>"
             for section in left_out
         )
         heading = '<h2 id="left-out-title">Not in this report</h2>'
         body += f'<section id="left-out" aria-labelledby="left-out-title">{heading}<ul class="missing">{items}</ul></section>'
     return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{STYLE}</style></head><body>'
-        f'<a class="skip" href="#main">Skip to the results</a>{DEFINITIONS}'
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title><link '
+        f'rel="icon" href="data:,"><style>{STYLE}</style></head><body><a class="skip" '
+        f'href="#main">Skip to the results</a>{DEFINITIONS}'
         f"<header><h1>{escape(title)}</h1><p>{escape(about)}</p></header>"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav><main id="main">{body}</main>'
-        f"<footer><p>Made by Equipoise from the files of the runs: <code>{escape(made)}</code></p></footer></body></html>\n"
+        "<footer><p>Made by Equipoise from the files of the runs: "
+        f"<code>{escape(made)}</code></p></footer></body></html>\n"
     )

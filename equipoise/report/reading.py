@@ -58,7 +58,8 @@ class Weighed:
     weights : dict
         Weight by client.
     losses : dict
-        Loss by client: that of the global model, or of the personal models if there is no global one.
+        Loss by client: that of the global model, or of the personal models if there is no global
+        one.
     """
 
     round: int
@@ -248,7 +249,8 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         RecursionError,
     ) as error:
         raise RunError(
-            f"cannot read the run in {directory}: {type(error).__name__}: {error}; a file of the run is damaged"
+            f"cannot read the run in {directory}: {type(error).__name__}: {error}; a file of the "
+            "run is damaged"
         ) from error
     if not finished:
         if not made.history:
@@ -419,7 +421,8 @@ class _Journals:
     def sampled(self, clients: int) -> dict[int, int] | None:
         """Return how often each client that trains took part."""
         trained = {client for client in self.groups if client not in self.unseen}
-        # A cohort of all clients is not written down. Earlier releases wrote down none without notes.
+        # A cohort of all clients is not written down. Earlier releases wrote down none without
+        # notes.
         if not self.rounds or any(size != clients - len(self.unseen) for size in self._unlisted):
             return None
         always = len(self._unlisted)

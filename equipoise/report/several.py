@@ -213,7 +213,7 @@ def _placed(section: Section, comparison: Comparison) -> Section:
     return replace(section, name=section.name + comparison.suffix, title=title, charts=charts)
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 def results(comparison: Comparison) -> Section:
@@ -228,8 +228,8 @@ def results(comparison: Comparison) -> Section:
         names = ", ".join(best) or "none"
         after += paragraph(f"Pareto set, {who} clients: {names}.")
     explained = paragraph(
-        "● marks the Pareto set of mean, worst tenth and σ over clients: no other method is at least as good in all "
-        "three and better in one."
+        "● marks the Pareto set of mean, worst tenth and σ over clients: no other method is at "
+        "least as good in all three and better in one."
     )
     marks = paragraph(about_marks(comparison))
     return Section(
@@ -259,12 +259,12 @@ def which(comparison: Comparison) -> str:
     ends = {one.at_round(run) for runs in comparison.runs.values() for run in runs}
     answers = {
         "Which model?": (
-            "The one that clients end up with: their personal model if the method gives them one, else the global "
-            "model. The column “model” says which."
+            "The one that clients end up with: their personal model if the method gives them one, "
+            "else the global model. The column “model” says which."
         ),
         "On whose data?": (
-            "On each client's own test data, or validation data where that is said: of clients that were part of "
-            "training (seen), and of others (unseen)."
+            "On each client's own test data, or validation data where that is said: of clients "
+            "that were part of training (seen), and of others (unseen)."
         ),
         "Averaged how?": f"Each client has one value, the mean {record.score} over its own samples. Cells: {counted}.",
         "At which round?": " ".join(sorted(ends))
@@ -336,8 +336,9 @@ def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> 
         return ""
     caption = comparison.title(f"{CONFIDENCE:.0%} bootstrap intervals over clients, {who} clients")
     explained = paragraph(
-        f"How far metrics would vary with other clients of the same kind: clients drawn with replacement {RESAMPLES:,} "
-        "times (BCa), each with its values of all seeds; within groups for metrics of groups."
+        "How far metrics would vary with other clients of the same kind: clients drawn with "
+        f"replacement {RESAMPLES:,} times (BCa), each with its values of all seeds; within groups "
+        "for metrics of groups."
     )
     return details("Intervals over clients", explained + table(caption, ["method", *metrics], rows))
 
@@ -382,14 +383,16 @@ def cautions(comparison: Comparison) -> str:
     said = []
     if len({record.score for record in records}) > 1:
         said.append(
-            f"Runs have different scores: {', '.join(sorted({record.score for record in records}))}."
+            "Runs have different scores: "
+            f"{', '.join(sorted({record.score for record in records}))}."
         )
     prints: dict[int, set[str]] = {}
     for record in records:
         prints.setdefault(record.seed, set()).add(str(record.config["resolved"].get("fingerprint")))
     if any(len(there) > 1 for there in prints.values()):
         said.append(
-            "Runs with the same seed were trained on different data, so their numbers are not comparable."
+            "Runs with the same seed were trained on different data, so their numbers are not "
+            "comparable."
         )
     if len({tuple(sorted(r.seed for r in runs)) for runs in comparison.runs.values()}) > 1:
         said.append("Methods have different seeds.")
@@ -408,7 +411,7 @@ def cautions(comparison: Comparison) -> str:
     return f'<div class="caution"><h3>Compare with care</h3><ul>{items}</ul></div>' if said else ""
 
 
-# ---- clients ---------------------------------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------
 
 
 def clients(comparison: Comparison) -> Section:
@@ -502,7 +505,7 @@ def _group_means(comparison: Comparison, label: str, who: str) -> dict[str, list
     return found
 
 
-# ---- over rounds -----------------------------------------------------------------------------------------------------
+# ---- over rounds ---------------------------------------------------------------------------------
 
 
 def progress(comparison: Comparison) -> Section:
@@ -583,7 +586,7 @@ def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Ch
     return Chart(name, title, f"At the end: {ends}.{banded}", "round", label, series)
 
 
-# ---- the server ------------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 
 
 def weights(comparison: Comparison) -> Section:
@@ -608,7 +611,8 @@ def weights(comparison: Comparison) -> Section:
     body = paragraph(f"Of one run of each method that notes weights: {', '.join(shown)}.")
     if len(there) > len(shown):
         body += paragraph(
-            f"Not drawn: {', '.join(list(there)[MOST_WEIGHTS:])}. A report on one of their runs shows them."
+            f"Not drawn: {', '.join(list(there)[MOST_WEIGHTS:])}. A report on one of their runs "
+            "shows them."
         )
     return Section("weights", title, body, charts)
 

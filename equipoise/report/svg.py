@@ -97,7 +97,8 @@ def _axes(chart: Chart, across: Scale, up: Scale) -> str:
     for value in ticks(low, high):
         lines.append(f"M{LEFT:g} {up(value):.1f}H{WIDTH - RIGHT:g}")
         labels.append(
-            f'<text x="{LEFT - 6:g}" y="{up(value) + 3.6:.1f}" text-anchor="end">{tick_label(value)}</text>'
+            f'<text x="{LEFT - 6:g}" y="{up(value) + 3.6:.1f}" '
+            f'text-anchor="end">{tick_label(value)}</text>'
         )
     if chart.columns:
         for position, name in enumerate(chart.columns):
@@ -114,12 +115,15 @@ def _axes(chart: Chart, across: Scale, up: Scale) -> str:
         for value in ticks(left, right, whole=chart.whole):
             lines.append(f"M{across(value):.1f} {TOP:g}V{bottom:g}")
             labels.append(
-                f'<text x="{across(value):.1f}" y="{bottom + 15:g}"{MIDDLE}>{tick_label(value)}</text>'
+                f'<text x="{across(value):.1f}" '
+                f'y="{bottom + 15:g}"{MIDDLE}>{tick_label(value)}</text>'
             )
     middle = (TOP + bottom) / 2
     names = (
-        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{_height(chart) - 6:g}"{MIDDLE}>{escape(chart.x_label)}</text>'
-        f'<text class="axis" transform="rotate(-90 11 {middle:g})" x="11" y="{middle:g}"{MIDDLE}>{escape(chart.y_label)}</text>'
+        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2:g}" '
+        f'y="{_height(chart) - 6:g}"{MIDDLE}>{escape(chart.x_label)}</text><text class="axis" '
+        f'transform="rotate(-90 11 {middle:g})" x="11" '
+        f'y="{middle:g}"{MIDDLE}>{escape(chart.y_label)}</text>'
     )
     return f'<path class="grid" d="{"".join(lines)}"/>{"".join(labels)}{names}'
 

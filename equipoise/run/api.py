@@ -81,7 +81,8 @@ class Run:
         Parameters
         ----------
         client : int or str, optional
-            Whose personal model, by number or name: the one it was evaluated with. The global model by default.
+            Whose personal model, by number or name: the one it was evaluated with. The global model
+            by default.
 
         Returns
         -------
@@ -100,8 +101,8 @@ class Run:
         Parameters
         ----------
         client : int or str
-            Whose, by number or name. It must have taken part in the last round, and the run must have been made with
-            ``evaluation.keep_local``.
+            Whose, by number or name. It must have taken part in the last round, and the run must
+            have been made with ``evaluation.keep_local``.
 
         Returns
         -------
@@ -165,10 +166,12 @@ def train(
     method : str, mapping or Method
         What is federated: a name, a mapping with ``name`` and hyper-parameters, or a method.
     model : str, mapping or nn.Module, optional
-        A name, a mapping with ``name`` and options, or any module; by default ``mlp``, or what the method asks for.
+        A name, a mapping with ``name`` and options, or any module; by default ``mlp``, or what the
+        method asks for.
     head : str, optional
-        The dotted name of the layer that is the head of a module, such as ``"classifier"``, for methods that treat features
-        and head differently. Modules with the submodules ``features`` and ``head`` do not need it.
+        The dotted name of the layer that is the head of a module, such as ``"classifier"``, for
+        methods that treat features and head differently. Modules with the submodules ``features``
+        and ``head`` do not need it.
     training : Training, optional
         How clients train.
     machine : Machine, optional
@@ -180,14 +183,15 @@ def train(
     out : path, optional
         The run directory; without one nothing is written.
     resume : bool
-        Whether to resume the run in the directory; a directory without one starts a new run. If ``rounds`` is
-        larger than it was, the run is made longer. The results are those of a run that was that long from the start.
-        If these would differ, because the schedule or the method depends on the number of rounds, an error is raised.
+        Whether to resume the run in the directory; a directory without one starts a new run. If
+        ``rounds`` is larger than it was, the run is made longer. The results are those of a run
+        that was that long from the start. If these would differ, because the schedule or the method
+        depends on the number of rounds, an error is raised.
     checkpoint_every : int
         Rounds between checkpoints.
     start : path, mapping or Start, optional
-        The model to begin with: the directory of another run, a safetensors file, or a mapping with ``path`` and the
-        ``parts`` to take; see :class:`equipoise.run.start.Start`.
+        The model to begin with: the directory of another run, a safetensors file, or a mapping with
+        ``path`` and the ``parts`` to take; see :class:`equipoise.run.start.Start`.
     data : mapping, optional
         How the federation was made, for the run's configuration.
     sections : mapping, optional
@@ -199,11 +203,12 @@ def train(
     on_round : callable, optional
         Called with the :class:`~equipoise.run.trainer.Progress` after every round.
     callbacks : sequence of Callback
-        Objects that follow the run, see its models and may stop it; see :class:`equipoise.Callback`. They are not called
-        if the run in the directory is finished.
+        Objects that follow the run, see its models and may stop it; see
+        :class:`equipoise.Callback`. They are not called if the run in the directory is finished.
     **settings
-        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name": "sgd", "lr": 0.1}``. With
-        ``rounds=0`` the initial model is evaluated and nothing is trained.
+        Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name":
+        "sgd", "lr": 0.1}``. With ``rounds=0`` the initial model is evaluated and nothing is
+        trained.
 
     Returns
     -------
@@ -312,7 +317,8 @@ def train(
             config["resolved"]["chunk"] = measured
             if directory:
                 if not there:
-                    # The directory is created after all checks, so that invalid settings leave none behind.
+                    # The directory is created after all checks, so that invalid settings leave none
+                    # behind.
                     directory.mkdir(parents=True, exist_ok=True)
                     until_done.enter_context(sole_writer(directory))
                     # Another run may have used the directory in the meantime.
@@ -332,7 +338,10 @@ def train(
 
 
 def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
-    """Write the first files of a run. The configuration comes last: a directory with this file holds a run."""
+    """Write the first files of a run.
+
+    The configuration comes last: a directory with this file holds a run.
+    """
     for name, content in attached.items():
         write_atomically(directory / name, content)
     write_sums(
@@ -345,7 +354,8 @@ def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> Non
 def _lengthen(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
     """Write the configuration of a longer run.
 
-    In this order: with a summary the run would be taken for complete, and with checksums the configuration for damaged.
+    In this order: with a summary the run would be taken for complete, and with checksums the
+    configuration for damaged.
     """
     (directory / SUMMARY).unlink(missing_ok=True)
     had_sums = read_sums(directory) is not None
@@ -381,7 +391,8 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
         if trainer.method.local.makes_index:
             trainer.client_index().write(directory / INDEX)
         content = json.dumps(summary, indent=2).encode() + b"\n"
-        # Without checksums from the beginning, as in a run that an older version has begun, there are none at the end.
+        # Without checksums from the beginning, as in a run that an older version has begun, there
+        # are none at the end.
         if (sums := read_sums(directory)) is not None:
             journals = {
                 journal.path.name: journal.digest
@@ -408,25 +419,28 @@ def load(
 ) -> nn.Module:
     """Return a trained model from a run directory.
 
-    Methods whose clients keep parts of the shared model for themselves, such as FedPer's head, leave no global model
-    behind unless ``evaluation.average_kept`` has made one.
+    Methods whose clients keep parts of the shared model for themselves, such as FedPer's head,
+    leave no global model behind unless ``evaluation.average_kept`` has made one.
 
     Parameters
     ----------
     run : path
         The run directory.
     client : int or str, optional
-        Whose personal model, by number or, where clients have names, by name: the one it was evaluated with, which clients held
-        out of training have made of the global one. The global model by default.
+        Whose personal model, by number or, where clients have names, by name: the one it was
+        evaluated with, which clients held out of training have made of the global one. The global
+        model by default.
     local : bool
-        Whether to return the client's local model instead: as it was after its training in the last round, before
-        aggregation, the parts it keeps included. The run must have been made with ``evaluation.keep_local``.
+        Whether to return the client's local model instead: as it was after its training in the last
+        round, before aggregation, the parts it keeps included. The run must have been made with
+        ``evaluation.keep_local``.
     module : nn.Module, optional
-        The model's architecture, needed only if the run was made with a module of its own and not a named model. It is
-        divided where it was divided in training.
+        The model's architecture, needed only if the run was made with a module of its own and not a
+        named model. It is divided where it was divided in training.
     trust : bool
-        Whether to execute the code that the run imports, if it does and this process has not imported it already. Anybody
-        may have put it into the directory, so without ``trust`` such a run is refused with the names of the files.
+        Whether to execute the code that the run imports, if it does and this process has not
+        imported it already. Anybody may have put it into the directory, so without ``trust`` such a
+        run is refused with the names of the files.
 
     Returns
     -------
@@ -467,8 +481,8 @@ def load(
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
         raise InputError(
-            f"the frozen tensors of the model differ from those of the run in {directory}: their hash is {here}, the "
-            f"run's {recorded}; the run's model is {config['model']}"
+            f"the frozen tensors of the model differ from those of the run in {directory}: their "
+            f"hash is {here}, the run's {recorded}; the run's model is {config['model']}"
         )
     number = _number(client, read_names(directory))
     if local:
@@ -590,7 +604,8 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
         raise unknown("client", client, names)
     if len(numbers) > 1:
         raise InputError(
-            f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a number"
+            f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a "
+            "number"
         )
     return numbers[0]
 
@@ -635,7 +650,8 @@ def _module(
     if client is not None:
         if not chosen.own:
             raise InputError(
-                f"client {client} has no personal model; the method gives all clients the global model"
+                f"client {client} has no personal model; the method gives all clients the global "
+                "model"
             )
         if not 0 <= client < registered:
             raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
@@ -706,7 +722,8 @@ def _open(
         chunk = found["resolved"].pop("chunk", None)
         # The number of clients may change on Flower; elsewhere the fingerprint contains it.
         found["resolved"]["clients"] = resolved["clients"]
-        # Runs of older versions do not record their module; their checkpoints are refused by version.
+        # Runs of older versions do not record their module; their checkpoints are refused by
+        # version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
         longer = found["training"]["rounds"] < config["training"]["rounds"]
@@ -725,14 +742,15 @@ def _open(
                 else ""
             )
             raise InputError(
-                f"{directory} holds another experiment: {difference}; {same}choose another directory"
+                f"{directory} holds another experiment: {difference}; {same}choose another "
+                "directory"
             )
         _check_code(directory, attached)
         finished = (directory / SUMMARY).exists()
         if finished and not (directory / CHECKPOINT).exists():
             raise RunError(
-                f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results are intact and there "
-                "is nothing to resume. equipoise.load reads its models"
+                f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results "
+                "are intact and there is nothing to resume. equipoise.load reads its models"
             )
         return (
             {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})},
@@ -749,7 +767,8 @@ def _open(
 def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:
     """Refuse to make a run longer if its rounds so far would have been different in the longer run.
 
-    ``best``: whether memories of the best round are on the disks of clients, which have then replaced earlier ones.
+    ``best``: whether memories of the best round are on the disks of clients, which have then
+    replaced earlier ones.
     """
     note = read_note(directory)
     reason = training.schedule.needs_total
@@ -759,8 +778,9 @@ def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, 
         reason = "clients have kept their memories of its last round, which was evaluated only because it was the last"
     if reason:
         raise InputError(
-            f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ from those of a run with "
-            f"training.rounds of {training.rounds}; begin it anew in another directory"
+            f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ "
+            f"from those of a run with training.rounds of {training.rounds}; begin it anew in "
+            "another directory"
         )
 
 
@@ -774,8 +794,9 @@ def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
         verify(directory, name)
         if path.read_bytes() != content:
             raise InputError(
-                f"{directory} holds another experiment: {name} differs from the copy there, with which the run began; "
-                f"go on with that copy (equipoise run {directory / CONFIG} --resume --trust) or choose another directory"
+                f"{directory} holds another experiment: {name} differs from the copy there, with "
+                f"which the run began; go on with that copy (equipoise run {directory / CONFIG} "
+                "--resume --trust) or choose another directory"
             )
 
 
@@ -857,7 +878,8 @@ def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
 def _checked(settings: S | None, kind: type[S], name: str) -> S | None:
     if settings is not None and not isinstance(settings, kind):
         raise InputError(
-            f"{name} must be of the class {kind.__name__} (from equipoise import {kind.__name__}), got {settings!r}"
+            f"{name} must be of the class {kind.__name__} (from equipoise import {kind.__name__}), "
+            f"got {settings!r}"
         )
     return settings
 

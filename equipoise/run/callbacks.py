@@ -135,10 +135,11 @@ class Snapshot:
 class Callback:
     """Follows a run. A callback of one's own overrides what it needs.
 
-    The methods are called in the order of the run: ``begin`` once, then for each round ``evaluated``,
-    if the round is evaluated, and ``round``; ``end`` once. A run that is resumed begins again at the
-    round of its checkpoint, and rounds after it are repeated. A callback must not change models or
-    rows, and does not change results: they are the same with and without it, unless it stops the run.
+    The methods are called in the order of the run: ``begin`` once, then for each round
+    ``evaluated``, if the round is evaluated, and ``round``; ``end`` once. A run that is resumed
+    begins again at the round of its checkpoint, and rounds after it are repeated. A callback must
+    not change models or rows, and does not change results: they are the same with and without it,
+    unless it stops the run.
 
     Examples
     --------
@@ -241,10 +242,12 @@ def checked(callbacks: Any) -> Sequence[Callback]:
     for callback in listed:
         if isinstance(callback, type):
             raise InputError(
-                f"callbacks has the class {callback.__name__}; make an object of it: {callback.__name__}()"
+                f"callbacks has the class {callback.__name__}; make an object of it: "
+                f"{callback.__name__}()"
             )
         if not isinstance(callback, Callback):
             raise InputError(
-                f"callbacks has {callback!r}; valid: objects of classes derived from equipoise.Callback"
+                f"callbacks has {callback!r}; valid: objects of classes derived from "
+                "equipoise.Callback"
             )
     return listed

@@ -84,7 +84,8 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
             server.setdefault(tree, {})[leaf] = tensor
         else:
             memory[rest] = tensor
-    # Numbers of clients stay on the CPU, where the server computes, whatever device the model is on.
+    # Numbers of clients stay on the CPU, where the server computes, whatever device the model is
+    # on.
     for tree, values in server.items():
         server[tree] = (
             values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
@@ -97,8 +98,9 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
             name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
         )
         raise RunError(
-            f"{path} is a checkpoint of another model: {differing[0] if differing else 'its round'} differs; restore the "
-            "file that belongs to this run"
+            f"{path} is a checkpoint of another model: "
+            f"{differing[0] if differing else 'its round'} differs; restore the file that belongs "
+            "to this run"
         )
     # The tensors of a file come sorted by name; the model's own order is what later sums follow.
     ordered = {name: model[name] for name in like.model}
@@ -144,8 +146,9 @@ def _of_this_version(path: Path) -> tuple[Tree, dict[str, Any]]:
     tensors, note = load_tensors(path)
     if (version := note.get("version", 1)) != VERSION:
         raise RunError(
-            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes version {VERSION}; "
-            "finish the run with the release that began it, or begin it anew in another directory"
+            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes "
+            f"version {VERSION}; finish the run with the release that began it, or begin it anew "
+            "in another directory"
         )
     return tensors, note
 
@@ -172,7 +175,8 @@ def read_local(directory: Path) -> Models:
     path = directory / LOCAL
     if not path.exists():
         raise InputError(
-            f"{directory} has no {LOCAL}; train with evaluation.keep_local: true to keep local models"
+            f"{directory} has no {LOCAL}; train with evaluation.keep_local: true to keep local "
+            "models"
         )
     return read_models(path)
 

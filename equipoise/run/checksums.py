@@ -1,9 +1,10 @@
 """Checksums of the text files of a run directory, in the format of ``sha256sum``.
 
-Files of tensors carry their own (:func:`equipoise.run.files.save_tensors`). ``SHA256SUMS`` is written before the files it
-lists: when a run begins, with its configuration and the code that it imports, and when it ends, with its journals and its
-summary too. Until then the checkpoint holds the checksums of the journals. Runs of older versions have no such file;
-nothing about them can be checked. ``sha256sum -c SHA256SUMS`` checks a finished run without Equipoise.
+Files of tensors carry their own (:func:`equipoise.run.files.save_tensors`). ``SHA256SUMS`` is
+written before the files it lists: when a run begins, with its configuration and the code that it
+imports, and when it ends, with its journals and its summary too. Until then the checkpoint holds
+the checksums of the journals. Runs of older versions have no such file; nothing about them can be
+checked. ``sha256sum -c SHA256SUMS`` checks a finished run without Equipoise.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def verify(directory: Path, *names: str) -> None:
     Raises
     ------
     RunError
-        If a file is not what the run wrote, is missing, or has no checksum although others have one.
+        If a file is not what the run wrote, is missing, or has no checksum although others have
+        one.
 
     Examples
     --------
@@ -112,6 +114,6 @@ def verify(directory: Path, *names: str) -> None:
             raise RunError(f"cannot read {path}, which {SUMS} lists: {error.strerror}") from error
         if found != sums[name]:
             raise RunError(
-                f"{path} is not what the run wrote: its SHA-256 differs from that in {SUMS}; restore the file, or remove "
-                f"{SUMS} if the change is meant"
+                f"{path} is not what the run wrote: its SHA-256 differs from that in {SUMS}; "
+                f"restore the file, or remove {SUMS} if the change is meant"
             )

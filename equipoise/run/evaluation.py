@@ -32,38 +32,45 @@ class Evaluation:
     every : int
         Evaluate after every so many rounds, and after the last; 0 never.
     select : {"last", "best"}
-        Report and keep the models of the last round, or of the round with the lowest mean validation loss over seen
-        clients. Test data never decides.
+        Report and keep the models of the last round, or of the round with the lowest mean
+        validation loss over seen clients. Test data never decides.
     select_by : str, optional
-        What decides in place of the validation loss, for ``select`` and ``patience``: the task's score, or one of
-        ``metrics``. It is averaged over the seen clients that have a value.
+        What decides in place of the validation loss, for ``select`` and ``patience``: the task's
+        score, or one of ``metrics``. It is averaged over the seen clients that have a value.
     select_on : {"clients", "server"}
-        Whose validation data decide, for ``select`` and ``patience``: those of the seen clients, or those that the
-        server holds (``data.server_val``, ``Federation.server``).
+        Whose validation data decide, for ``select`` and ``patience``: those of the seen clients, or
+        those that the server holds (``data.server_val``, ``Federation.server``).
     last : int, optional
-        Report means over so many of the last evaluated rounds, or over all if there are fewer: those of each client,
-        which are then summarised. ``select`` still says which round's models are kept.
+        Report means over so many of the last evaluated rounds, or over all if there are fewer:
+        those of each client, which are then summarised. ``select`` still says which round's models
+        are kept.
     patience : int, optional
         Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
     metrics : sequence of str or Metric
-        What to measure besides the loss and the task's score: names of :func:`equipoise.metrics.names`, or metrics of
-        one's own (:class:`equipoise.metrics.Metric`).
+        What to measure besides the loss and the task's score: names of
+        :func:`equipoise.metrics.names`, or metrics of one's own
+        (:class:`equipoise.metrics.Metric`).
     fine_tune : FineTune, optional
-        Local steps every client makes from its model, or its personal model, before its personal model is evaluated.
+        Local steps every client makes from its model, or its personal model, before its personal
+        model is evaluated.
     local : bool
-        Whether to evaluate the clients' local models too: the model of each client of the round's cohort after its
-        training, before aggregation. This costs a pass over the cohort's validation and test data, and no message.
+        Whether to evaluate the clients' local models too: the model of each client of the round's
+        cohort after its training, before aggregation. This costs a pass over the cohort's
+        validation and test data, and no message.
     keep_local : bool
         Whether to keep the local models of the last round; see :func:`equipoise.load`.
     average_kept : bool
-        For a method whose clients keep parts of the shared model for themselves: whether to evaluate a global model
-        in which those parts are the mean of the clients' own. Without it there is no global model to evaluate.
+        For a method whose clients keep parts of the shared model for themselves: whether to
+        evaluate a global model in which those parts are the mean of the clients' own. Without it
+        there is no global model to evaluate.
     positive : int or str, optional
-        For data with attributes: the class, by number or name, that counts as a positive prediction in selection
-        rates, TPR and FPR. By default class 1 if there are two classes; with more there are no rates.
+        For data with attributes: the class, by number or name, that counts as a positive prediction
+        in selection rates, TPR and FPR. By default class 1 if there are two classes; with more
+        there are no rates.
     min_cell : int
-        For data with attributes: the smallest number of samples of a client that is counted by itself. Counts of smaller
-        cells do not leave the client; see :class:`equipoise.attributes.Counting`. With 1 nothing is withheld.
+        For data with attributes: the smallest number of samples of a client that is counted by
+        itself. Counts of smaller cells do not leave the client; see
+        :class:`equipoise.attributes.Counting`. With 1 nothing is withheld.
 
     Examples
     --------
@@ -102,7 +109,8 @@ class Evaluation:
             count(self.patience, "evaluation.patience")
         if self.every == 0 and (self.select == "best" or self.patience is not None):
             raise InputError(
-                "evaluation.select 'best' and evaluation.patience need evaluation.every of at least 1"
+                "evaluation.select 'best' and evaluation.patience need evaluation.every of at "
+                "least 1"
             )
         if self.last is not None:
             count(self.last, "evaluation.last")
@@ -215,7 +223,8 @@ class Evaluator:
         self._fine_tune = (
             (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
         )
-        # Laid out now, so that a part that does not exist is refused before training and not at the first evaluation.
+        # Laid out now, so that a part that does not exist is refused before training and not at the
+        # first evaluation.
         adaptations = [
             rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()
         ]
@@ -281,7 +290,8 @@ class Evaluator:
                 add(clients, measured, "personal", split)
         rows = [row for row in rows if row["client"] not in self.engine.absent]
         if cohort is not None:
-            # Clients report on their local models with their updates, so all of the cohort have done so.
+            # Clients report on their local models with their updates, so all of the cohort have
+            # done so.
             for split in cohort.local_metrics:
                 add(cohort.ids, cohort.local_metrics, "local", split)
         return rows
@@ -297,7 +307,8 @@ class Evaluator:
             }
             if "loss" not in values:
                 raise RunError(
-                    f"round {state.round}: the {split} loss of the global model on the server's data is not finite"
+                    f"round {state.round}: the {split} loss of the global model on the server's "
+                    "data is not finite"
                 )
             rows.append({"round": state.round, "split": split, **values})
         return rows
@@ -349,7 +360,7 @@ class Evaluator:
         best = self.standing.best_round if self.evaluation.select == "best" else None
         return latest if best is None else best
 
-    # ---- models ------------------------------------------------------------------------------------------------------
+    # ---- models ----------------------------------------------------------------------------------
 
     def _handed_out(self, state: State) -> Tree:
         """Return the global model as clients get it, less what each of them keeps."""
@@ -370,7 +381,8 @@ class Evaluator:
         """Return the models of a round."""
         clients: list[int] = []
         if self.has_personal:
-            # A client that cannot adapt has a model of its own only once it has taken part; one that can needs data to.
+            # A client that cannot adapt has a model of its own only once it has taken part; one
+            # that can needs data to.
             able = np.flatnonzero(self.federation.split("train").sizes)
             clients = able.tolist() if self._adapts else self.engine.remembering
         own = self.personal_models(state, np.array(clients))[1] if clients else {}
@@ -395,8 +407,8 @@ def diverged(
     """Return the error that says whose numbers are not finite, and which checkpoint is intact."""
     intact = f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
     return RunError(
-        f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not finite; "
-        f"a smaller learning rate or training.clip may help{intact}"
+        f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not "
+        f"finite; a smaller learning rate or training.clip may help{intact}"
     )
 
 

@@ -52,7 +52,8 @@ def sole_writer(directory: Path) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunError(
-                f"another process is writing to {directory}; wait for it or choose another directory"
+                f"another process is writing to {directory}; wait for it or choose another "
+                "directory"
             ) from error
         except OSError:
             pass
@@ -111,8 +112,9 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     text = json.dumps(note or {}, sort_keys=True)
-    # A single entry, because the format does not keep the order of entries. The checksum follows the note, so that no
-    # single damaged bit makes the file look like one of an older version, which has none.
+    # A single entry, because the format does not keep the order of entries. The checksum follows
+    # the note, so that no single damaged bit makes the file look like one of an older version,
+    # which has none.
     metadata = {_KEY: f"{text} sha256={_checksum(plain, text)}"}
     write_atomically(path, save(plain, metadata))
 
@@ -147,11 +149,13 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
             raise ValueError("its note is no mapping")
     except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise RunError(
-            f"cannot read {path}: {error}; the file is missing, truncated or not written by Equipoise"
+            f"cannot read {path}: {error}; the file is missing, truncated or not written by "
+            "Equipoise"
         ) from error
     if entry[end:] and entry[end:] != f" sha256={_checksum(tensors, entry[:end])}":
         raise RunError(
-            f"{path} is damaged: its content differs from what was written (SHA-256); restore the file"
+            f"{path} is damaged: its content differs from what was written (SHA-256); restore the "
+            "file"
         )
     return tensors, note
 
@@ -170,8 +174,8 @@ def _digest_of(path: Path, length: int) -> hashlib._Hash:
 class Journal:
     """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
-    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint. ``digest`` tells whether the
-    rows before it are still what was written.
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
+    ``digest`` tells whether the rows before it are still what was written.
 
     Examples
     --------
@@ -238,13 +242,14 @@ class Journal:
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < mark:
             raise RunError(
-                f"{self.path} is shorter than when the checkpoint was written; the run cannot be resumed"
+                f"{self.path} is shorter than when the checkpoint was written; the run cannot be "
+                "resumed"
             )
         self._digest = _digest_of(self.path, mark)
         if digest not in (None, self.digest):
             raise RunError(
-                f"{self.path} was changed since the checkpoint was written (SHA-256); the run cannot be resumed. "
-                "Restore the file, or begin anew in another directory"
+                f"{self.path} was changed since the checkpoint was written (SHA-256); the run "
+                "cannot be resumed. Restore the file, or begin anew in another directory"
             )
 
     def truncate(self, mark: int) -> None:

@@ -51,10 +51,11 @@ def client_rows(
     gaps : mapping, optional
         Generalization gaps of the clients that have just trained.
     metrics : sequence of Metric
-        Which of the values are of these metrics. One that is undefined or outside of its range is not in the row;
-        ``left_out`` gives the reason by the metric's name.
+        Which of the values are of these metrics. One that is undefined or outside of its range is
+        not in the row; ``left_out`` gives the reason by the metric's name.
     task : Task, optional
-        Says what the score is, for rows with counts by attributes; by default that of the federation.
+        Says what the score is, for rows with counts by attributes; by default that of the
+        federation.
 
     Returns
     -------
@@ -217,17 +218,19 @@ def summarize_rows(
     metrics : sequence of Metric
         The metrics besides the score to summarise.
     federation : Federation, optional
-        Whose clients the rows are of. Clients without samples in the split have no row; with the federation they are
-        counted in ``left_out``, and their groups are in ``groups``.
+        Whose clients the rows are of. Clients without samples in the split have no row; with the
+        federation they are counted in ``left_out``, and their groups are in ``groups``.
 
     Returns
     -------
     dict
-        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding only what was evaluated. Each inner
-        dictionary has every metric of :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of
-        every group, ``None`` if none of its clients has samples), ``loss`` (the mean loss over clients), and the names of the worst client and group. ``metrics``
-        has the same for each of ``metrics``, and in ``left_out_clients`` the reason for each client without a value.
-        For data with attributes, ``attributes`` has what :func:`equipoise.parity.pooled` returns.
+        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding
+        only what was evaluated. Each inner dictionary has every metric of
+        :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of every group,
+        ``None`` if none of its clients has samples), ``loss`` (the mean loss over clients), and the
+        names of the worst client and group. ``metrics`` has the same for each of ``metrics``, and
+        in ``left_out_clients`` the reason for each client without a value. For data with
+        attributes, ``attributes`` has what :func:`equipoise.parity.pooled` returns.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}

@@ -24,10 +24,11 @@ class Start:
     Parameters
     ----------
     path : str
-        The directory of a finished run, whose global model is meant, or a safetensors file with the names of a state
-        dictionary.
+        The directory of a finished run, whose global model is meant, or a safetensors file with the
+        names of a state dictionary.
     parts : str or tuple of str
-        The parts to take from there, such as ``features``. The others are drawn from the seed, as without a start.
+        The parts to take from there, such as ``features``. The others are drawn from the seed, as
+        without a start.
 
     Examples
     --------
@@ -60,8 +61,10 @@ class Start:
                 and not torch.equal(found[name].to(slot.tensor), slot.tensor)
             ):
                 raise InputError(
-                    f"start: {name} in {self.path} is frozen in the model and has other values there; "
-                    "valid: a file of the same frozen tensors, or parts of it, such as start: {path: ..., parts: head}"
+                    f"start: {name} in {self.path} is frozen in the model and has other values "
+                    "there; "
+                    "valid: a file of the same frozen tensors, or parts of it, such as start: "
+                    "{path: ..., parts: head}"
                 )
         names = select(trained, self.parts)
         if self.parts == "all" and (strays := [name for name in found if name not in slots]):
@@ -75,7 +78,8 @@ class Start:
             if there != shape:
                 has = f"of shape {there}" if there is not None else "missing"
                 raise InputError(
-                    f"start: {name} is {has} in {self.path}, and the model's is of shape {shape}; name the parts to take, "
+                    f"start: {name} is {has} in {self.path}, and the model's is of shape {shape}; "
+                    "name the parts to take, "
                     "such as start: {path: ..., parts: features}"
                 )
         return {name: found[name].to(trained[name].dtype) for name in names}
@@ -92,10 +96,12 @@ class Start:
                 raise InputError(f"start: the run in {path} is not finished: it has no {GLOBAL}")
             if recorded and (here := frozen_digest(module)) and here != recorded:
                 raise InputError(
-                    f"start: the frozen tensors of the run in {path} have the hash {recorded}, those of the model {here}"
+                    f"start: the frozen tensors of the run in {path} have the hash {recorded}, "
+                    f"those of the model {here}"
                 )
         try:
-            # Copied, because tensors in the file are not aligned, and kernels may round differently for that.
+            # Copied, because tensors in the file are not aligned, and kernels may round differently
+            # for that.
             return {name: tensor.clone() for name, tensor in load_file(file).items()}
         except (OSError, SafetensorError) as error:
             raise InputError(f"start: cannot read {file} as a safetensors file: {error}") from error

@@ -58,7 +58,8 @@ from equipoise.tree import Tree, digest, flat_rows
 
 log = logging.getLogger("equipoise")
 
-# Where the state keeps the numbers of clients that wait, and the rounds until everyone is asked again because of them.
+# Where the state keeps the numbers of clients that wait, and the rounds until everyone is asked
+# again because of them.
 _WAITING, _ASK_AGAIN = "waiting", 10
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
@@ -174,7 +175,8 @@ class Trainer:
         for setting in ("fine_tune", "keep_local"):
             if pools and getattr(evaluation, setting):
                 raise InputError(
-                    f"evaluation.{setting} needs clients that train; method {method.name!r} pools their data"
+                    f"evaluation.{setting} needs clients that train; method {method.name!r} pools "
+                    "their data"
                 )
         initial = self.engine.network.initial()
         self.state = State(
@@ -204,7 +206,8 @@ class Trainer:
         self._if_longer: dict[str, Any] | None = None
 
     def _register(self) -> None:
-        # Asked for once: among a million clients, counting who is seen would take longer than drawing the cohort.
+        # Asked for once: among a million clients, counting who is seen would take longer than
+        # drawing the cohort.
         registered = self.view.seen
         if len(self._waiting):
             registered = np.setdiff1d(registered, self._waiting)
@@ -220,20 +223,21 @@ class Trainer:
         trains = self.training.rounds or local.keeps or local.adapt() or self.evaluation.fine_tune
         if trains and not self.engine.network.initial():
             raise InputError(
-                "the model has no parameter that can be trained, so it can only be evaluated: with training.rounds of 0 "
-                f"and a method without personal models, such as fedavg; got {self.training.rounds} rounds of "
-                f"{self.method.name!r}"
+                "the model has no parameter that can be trained, so it can only be evaluated: "
+                "with training.rounds of 0 and a method without personal models, such as fedavg; "
+                f"got {self.training.rounds} rounds of {self.method.name!r}"
             )
 
     def _refuse_too_few_for_the_guard(self) -> None:
         guard = self.method.guard
         if guard is not None and self.training.rounds and self._cohort_size < guard.least_clients():
             raise InputError(
-                f"the guard {guard.name!r} needs {guard.least_clients()} clients a round, but a cohort has "
-                f"{self._cohort_size}; choose a larger training.cohort or other options of method.guard"
+                f"the guard {guard.name!r} needs {guard.least_clients()} clients a round, but a "
+                f"cohort has {self._cohort_size}; choose a larger training.cohort or other options "
+                "of method.guard"
             )
 
-    # ---- the loop ----------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def run(
         self, on_round: Callable[[Progress], None] | None = None, listeners: Listeners | None = None
@@ -292,7 +296,8 @@ class Trainer:
     def _ask_everyone(self, what: str, candidates: NDArray[np.int64]) -> RoundCohort:
         """Have the parts that need everyone begin, or admit candidates; candidates that do not answer must wait.
 
-        If one of the other clients does not answer, all candidates wait, so that nothing of it is lost.
+        If one of the other clients does not answer, all candidates wait, so that nothing of it is
+        lost.
         """
         begins = what == "begin"
         members = candidates if begins else np.union1d(self._registered, candidates)
@@ -443,7 +448,8 @@ class Trainer:
             own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
             self._local_models = self.evaluator.local_models(sent, own, cohort, number)
             if self.directory:
-                # Before the checkpoint: a run that is resumed after its last round cannot make them again.
+                # Before the checkpoint: a run that is resumed after its last round cannot make them
+                # again.
                 save_models(self.directory / LOCAL, self._local_models)
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
@@ -537,8 +543,9 @@ class Trainer:
         """Have the guard look at all updates that have arrived; dropped clients are left out of the round."""
         if len(cohort.ids) < guard.least_clients():
             raise RunError(
-                f"round {number}: the guard {guard.name!r} needs the updates of {guard.least_clients()} clients, but "
-                f"{len(cohort.ids)} sent one that can be used{self._intact}"
+                f"round {number}: the guard {guard.name!r} needs the updates of "
+                f"{guard.least_clients()} clients, but {len(cohort.ids)} sent one that can be "
+                f"used{self._intact}"
             )
         screened = guard.screen(sent, updates, cohort)
         prepared = prepared.with_notes(
@@ -596,7 +603,7 @@ class Trainer:
             client = int(cohort.ids[int((~finite).nonzero()[0])])
             raise diverged(number, what, client, self.view, self._saved_round)
 
-    # ---- evaluation --------------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def _evaluate(
         self,
@@ -619,8 +626,8 @@ class Trainer:
         if self.evaluator.follow(self.state.round, rows, of_server):
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
-            # The models of the last round are made from the checkpoint. The file then still holds those of the
-            # best round before, which a longer run may need.
+            # The models of the last round are made from the checkpoint. The file then still holds
+            # those of the best round before, which a longer run may need.
             if self.directory and not only_as_last:
                 save_models(self.directory / BEST, self._best_models)
         self._listeners.evaluated(rows)
@@ -666,7 +673,8 @@ class Trainer:
         rule, model = self.method.local, self.selected().shared
         if not rule.makes_index:
             raise InputError(
-                f"method {self.method.name!r} makes no client index; valid: the local rule dsaign, as in "
+                f"method {self.method.name!r} makes no client index; valid: the local rule dsaign, "
+                "as in "
                 "method: {name: fedavg, local: dsaign}"
             )
         clients = np.flatnonzero(self.federation.split("train").sizes)
@@ -755,7 +763,7 @@ class Trainer:
                     )
         return found
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     @property
     def journals(self) -> dict[str, Journal]:
@@ -799,8 +807,8 @@ class Trainer:
         Raises
         ------
         RunError
-            If the journals show that there was a checkpoint which is gone: going on would empty them. Or if the
-            checkpoint is of another run, or a journal was changed since.
+            If the journals show that there was a checkpoint which is gone: going on would empty
+            them. Or if the checkpoint is of another run, or a journal was changed since.
         """
         if self.directory is None:
             return
@@ -809,14 +817,15 @@ class Trainer:
         if found is None:
             if any(row["round"] > self.checkpoint_every for row in self.rounds.complete()):
                 raise RunError(
-                    f"{self.directory} has journals of past rounds but no checkpoint, so the run cannot be resumed; "
-                    "nothing was changed. Restore checkpoint.safetensors, or begin anew in another directory"
+                    f"{self.directory} has journals of past rounds but no checkpoint, so the run "
+                    "cannot be resumed; nothing was changed. Restore checkpoint.safetensors, or "
+                    "begin anew in another directory"
                 )
         else:
             if found.note.get("run", self.identity) != self.identity:
                 raise RunError(
-                    f"{self.directory / CHECKPOINT} is the checkpoint of another run; restore the file that belongs to "
-                    "this run"
+                    f"{self.directory / CHECKPOINT} is the checkpoint of another run; restore the "
+                    "file that belongs to this run"
                 )
             try:
                 note = self._go_on_from(found)
@@ -862,8 +871,8 @@ class Trainer:
     def _remember_for_longer(self, row: Row | None = None, report_bytes: int = 0) -> None:
         """Remember how the run stands before an evaluation that takes place only because the round is the last.
 
-        If the run is made longer, its journals are rewound to here, ``row`` takes the place of the round's row, and the
-        bytes of the report for that evaluation do not count.
+        If the run is made longer, its journals are rewound to here, ``row`` takes the place of the
+        round's row, and the bytes of the report for that evaluation do not count.
         """
         standing = self.evaluator.standing
         rewound = {"metrics": self.metrics, "rounds": self.rounds, "server": self.server}

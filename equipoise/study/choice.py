@@ -46,9 +46,11 @@ class Choice:
     within_tolerance : int
         How many of them had a mean that is good enough. If none had, the best mean was taken.
     tied : int
-        How many of those had the same value as the chosen one; it is the first of them in the order of the grid.
+        How many of those had the same value as the chosen one; it is the first of them in the order
+        of the grid.
     mean, value, reference : float or None
-        The mean and the value of ``by`` of the chosen values, and the mean of the study's first method, if it has one.
+        The mean and the value of ``by`` of the chosen values, and the mean of the study's first
+        method, if it has one.
 
     Examples
     --------
@@ -77,8 +79,8 @@ class Choice:
             return f"{written} (mean {self.mean:.4g} on {data}, the best of {self.among}; none is within the tolerance)"
         tied = f", with {self.tied - 1} equal" if self.tied > 1 else ""
         return (
-            f"{written} ({self.by} {self.value:.4g} on {data}, the best of {self.within_tolerance} within the "
-            f"tolerance{tied}, among {self.among})"
+            f"{written} ({self.by} {self.value:.4g} on {data}, the best of {self.within_tolerance} "
+            f"within the tolerance{tied}, among {self.among})"
         )
 
 

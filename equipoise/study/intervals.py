@@ -32,7 +32,8 @@ __all__ = ["CONFIDENCE", "LEAST_CLIENTS", "RESAMPLES", "interval", "resampled_in
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-# Intervals from fewer clients are too short. The worst tenth is that of two clients or more from 20 on.
+# Intervals from fewer clients are too short. The worst tenth is that of two clients or more from 20
+# on.
 LEAST_CLIENTS = 10
 LEAST_CLIENTS_OF_TAILS = 20
 # Numbers that are computed at a time.
@@ -55,7 +56,8 @@ def _jain(values: Floats) -> Floats:
     )
 
 
-# Metrics of one value for each client on the last axis; whether high values are good matters for tails only.
+# Metrics of one value for each client on the last axis; whether high values are good matters for
+# tails only.
 OF_CLIENTS: dict[str, Callable[[Floats, bool], Floats]] = {
     "mean": lambda values, higher: values.mean(-1),
     "loss": lambda values, higher: values.mean(-1),
@@ -193,8 +195,9 @@ def interval(
     Returns
     -------
     tuple of float, or None
-        None without runs, for metrics that are not of clients or begin with ``selected.`` or ``each.``, for clients that are not in the same
-        group in all runs, and where :func:`resampled_interval` returns None.
+        None without runs, for metrics that are not of clients or begin with ``selected.`` or
+        ``each.``, for clients that are not in the same group in all runs, and where
+        :func:`resampled_interval` returns None.
 
     Examples
     --------

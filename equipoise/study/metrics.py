@@ -93,7 +93,8 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     Returns
     -------
     str or None
-        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for what is of no model, such as ``bytes_up``.
+        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for what is
+        of no model, such as ``bytes_up``.
 
     Examples
     --------

@@ -37,7 +37,10 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """Its run directory inside the study's. ``folder`` stands for the method if tuning has changed its values."""
+        """Its run directory inside the study's.
+
+        ``folder`` stands for the method if tuning has changed its values.
+        """
         return Path(self.setting) / (self.folder or self.method) / f"seed{self.seed}"
 
     @property
@@ -50,18 +53,19 @@ class Job:
 class Tuning:
     """How to choose between the values of a grid, by the criterion of the q-FFL and GIFAIR-FL papers.
 
-    Of the values whose mean is at most ``tolerance`` worse than that of the study's first method, the one with the best
-    ``by`` is chosen; if there is none, the one with the best mean. Which way is better is what ``fairness.METRICS`` says.
-    The limit itself is still good enough. Of values that are equally good, the first in the order of the grid is chosen:
-    the last hyper-parameter of the grid varies fastest.
+    Of the values whose mean is at most ``tolerance`` worse than that of the study's first method,
+    the one with the best ``by`` is chosen; if there is none, the one with the best mean. Which way
+    is better is what ``fairness.METRICS`` says. The limit itself is still good enough. Of values
+    that are equally good, the first in the order of the grid is chosen: the last hyper-parameter of
+    the grid varies fastest.
 
     Attributes
     ----------
     seed : int
         The seed to tune with; preferably one that the study does not use.
     by : str
-        What should be best, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or ``ece.worst_group`` of a
-        metric in ``evaluation.metrics``.
+        What should be best, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or
+        ``ece.worst_group`` of a metric in ``evaluation.metrics``.
     tolerance : float
         How much worse the mean may be.
     selection : tuple of str
@@ -134,10 +138,11 @@ class Tuning:
 class Study:
     """What to run, checked, and which metrics of which split to show.
 
-    ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands for, by the labels of
-    its variants, and how to choose between them. ``origins`` says where each metric came from. ``folds`` are the
-    settings that each leave out one group, by the label of the setting they were made from. ``baseline`` is the method
-    that the others are compared with pair by pair, if any. ``chosen`` is what tuning has chosen and the study runs.
+    ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands
+    for, by the labels of its variants, and how to choose between them. ``origins`` says where each
+    metric came from. ``folds`` are the settings that each leave out one group, by the label of the
+    setting they were made from. ``baseline`` is the method that the others are compared with pair
+    by pair, if any. ``chosen`` is what tuning has chosen and the study runs.
 
     Examples
     --------
@@ -181,19 +186,21 @@ class Study:
     ) -> Results:
         """Run what is missing; if a run fails, the others still run.
 
-        Nothing runs if a run directory holds another experiment, as it does after changes to the study.
+        Nothing runs if a run directory holds another experiment, as it does after changes to the
+        study.
 
         Parameters
         ----------
         out : path
             Directory of all runs. What came out is also written to its ``results.json``.
         jobs : int or None
-            How many runs at a time, each in a process of its own if more than one; None for as many as
-            fill the cores or, after a first run that shows how much memory they need, the GPU.
+            How many runs at a time, each in a process of its own if more than one; None for as many
+            as fill the cores or, after a first run that shows how much memory they need, the GPU.
         watch : callable, optional
             Called for every job when it begins (``"begun"``) and with its outcome when it ends.
         reuse : path, optional
-            The directory of the runs of tuning. Finished runs of the same experiments are copied from there.
+            The directory of the runs of tuning. Finished runs of the same experiments are copied
+            from there.
 
         Returns
         -------

@@ -66,7 +66,8 @@ def load_study(
     settings, methods, seeds, overrides
         A part of the study, or a smaller one; as in :func:`study_from`.
     chosen : path, optional
-        The directory of the study as it was tuned, or its ``chosen.yaml``: methods run with the values chosen there.
+        The directory of the study as it was tuned, or its ``chosen.yaml``: methods run with the
+        values chosen there.
 
     Returns
     -------
@@ -149,25 +150,28 @@ def study_from(
     where : str
         What errors call the place the mapping came from.
     metrics : sequence of str, optional
-        What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``, ``groups.NAME``,
-        ``bytes_up`` or ``bytes_down``. The first and the third may be of one of ``evaluation.metrics``
-        (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its mean). All but ``bytes_up`` and
-        ``bytes_down`` may have ``global.``, ``personal.`` or ``local.`` before them (otherwise the model the clients
-        have in the end: see :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen). With
-        ``evaluation.last``, ``selected.`` before all of these is the selected round alone, and ``each.`` the mean over
-        rounds of the metric in each round.
+        What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``,
+        ``groups.NAME``, ``bytes_up`` or ``bytes_down``. The first and the third may be of one of
+        ``evaluation.metrics`` (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its
+        mean). All but ``bytes_up`` and ``bytes_down`` may have ``global.``, ``personal.`` or
+        ``local.`` before them (otherwise the model the clients have in the end: see
+        :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen). With
+        ``evaluation.last``, ``selected.`` before all of these is the selected round alone, and
+        ``each.`` the mean over rounds of the metric in each round.
     tune : bool
         Whether to make the study that tries the grids of its methods, judged by validation data.
     settings, methods : sequence of str, optional
-        The labels of those to keep; by default all. The label of a setting also stands for all its folds. A study that is
-        tuned keeps its first method beside them.
+        The labels of those to keep; by default all. The label of a setting also stands for all its
+        folds. A study that is tuned keeps its first method beside them.
     seeds : sequence of int, optional
         Seeds in place of the mapping's; to tune, one.
     overrides : sequence of str
-        ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the study says.
+        ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the
+        study says.
     chosen : dict, optional
-        What tuning has chosen, by setting and method (:func:`equipoise.study.choice.read_choices`). Methods with a grid
-        run with these values. If they differ from those in the mapping, the run directory is that of the values.
+        What tuning has chosen, by setting and method (:func:`equipoise.study.choice.read_choices`).
+        Methods with a grid run with these values. If they differ from those in the mapping, the run
+        directory is that of the values.
     on_import : callable, optional
         As in :func:`equipoise.config.experiment_from`.
 
@@ -349,8 +353,9 @@ def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Cho
                 continue
             if dict(choice.values) not in methods[label].variants.values():
                 raise InputError(
-                    f"{where}: tuning has chosen {_variant(label, choice.values)!r} for {setting}, which the grid of the method "
-                    "does not have any more; tune the study again (--tune), or leave the choice out (--untuned)"
+                    f"{where}: tuning has chosen {_variant(label, choice.values)!r} for {setting}, "
+                    "which the grid of the method does not have any more; tune the study again "
+                    "(--tune), or leave the choice out (--untuned)"
                 )
             used.setdefault(setting, {})[label] = choice
     return used
@@ -434,7 +439,8 @@ def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
         isinstance(values, list) and values for values in grid.values()
     ):
         raise InputError(
-            f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, got {grid!r}"
+            f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, "
+            f"got {grid!r}"
         )
     variants: dict[str, dict[str, Any]] = {}
     for combination in itertools.product(*grid.values()) if grid else ():
@@ -499,8 +505,8 @@ def _pairs(
     """Return one setting for each two groups that are left out together, by its label."""
     if len(folds) < 3:
         raise InputError(
-            f"tuning of {where}: leave-one-domain-out needs three left-out groups or more in setting {whole!r}, got "
-            f"{', '.join(folds) or 'none'}"
+            f"tuning of {where}: leave-one-domain-out needs three left-out groups or more in "
+            f"setting {whole!r}, got {', '.join(folds) or 'none'}"
         )
     found = {}
     for one, other in itertools.combinations(folds, 2):
@@ -521,7 +527,8 @@ def _kept_settings(
         for fold, setting in own.items():
             if fold in every or (fold != label and fold in divided):
                 raise InputError(
-                    f"{where}: two settings are called {fold!r}, one of them after a group that is left out"
+                    f"{where}: two settings are called {fold!r}, one of them after a group that is "
+                    "left out"
                 )
             every[fold] = setting
     folds = {label: list(own) for label, own in divided.items()} | {fold: [fold] for fold in every}
@@ -564,8 +571,9 @@ def _check_validation(jobs: Sequence[Job], what: str) -> None:
     for experiment in (job.experiment for job in jobs):
         if not experiment.data["splits"][1]:
             raise InputError(
-                f"{what} needs validation data; data.splits of {experiment.origins.of('data.splits')} gives none, "
-                f"got {list(experiment.data['splits'])}"
+                f"{what} needs validation data; data.splits of "
+                f"{experiment.origins.of('data.splits')} gives none, got "
+                f"{list(experiment.data['splits'])}"
             )
 
 

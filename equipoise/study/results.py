@@ -86,7 +86,8 @@ class Results:
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
         """Return a metric's value by seed; seeds whose run failed or has no such value are left out.
 
-        For the label of folds, it is the mean over the folds, of the seeds for which all folds have a value.
+        For the label of folds, it is the mean over the folds, of the seeds for which all folds have
+        a value.
         """
         found = self._by_fold(setting, method, metric)
         folds = self.study.folds.get(setting, (setting,))
@@ -385,8 +386,8 @@ class Results:
         for metric in self.study.metrics:
             if most := max((left_out(run, metric) for run in summaries), default=0):
                 found.append(
-                    f"{metric}: up to {most} client{'s' * (most > 1)} of a run have no value and are left out; "
-                    "left_out_clients in summary.json names them"
+                    f"{metric}: up to {most} client{'s' * (most > 1)} of a run have no value and "
+                    "are left out; left_out_clients in summary.json names them"
                 )
         for setting in self.study.whole_settings:
             first, chosen = self.study.methods[0], self.chosen(setting)
@@ -397,7 +398,8 @@ class Results:
         for setting, method in self.undecided:
             if any(any(self._runs(setting, label)) for label in self.study.tried[method]):
                 found.append(
-                    f"{setting}: nothing chosen for {method}, because none of its runs has a value of {by}"
+                    f"{setting}: nothing chosen for {method}, because none of its runs has a value "
+                    f"of {by}"
                 )
         return found
 
@@ -624,9 +626,9 @@ class Difference:
     pairs : int
         The number n of pairs.
     p : float or None
-        The p-value of a two-sided paired t-test over seeds, after Holm's correction over all methods
-        but the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are averaged
-        before, because pairs of one seed share clients.
+        The p-value of a two-sided paired t-test over seeds, after Holm's correction over all
+        methods but the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are
+        averaged before, because pairs of one seed share clients.
 
     Examples
     --------

@@ -38,7 +38,8 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
             continue
         if difference := _difference(directory, job):
             raise InputError(
-                f"{directory} holds another experiment: {difference}; choose another directory with --out"
+                f"{directory} holds another experiment: {difference}; choose another directory "
+                "with --out"
             )
 
 

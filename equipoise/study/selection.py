@@ -86,9 +86,9 @@ def select_by_rules(results: Results, setting: str) -> dict[str, dict[str, list[
     Returns
     -------
     dict
-        For every rule of ``tuning.selection`` and method, one choice for each fold. A method without
-        a grid has nothing to choose and is the same by all rules. Folds without a finished run are
-        left out. Empty if the study is not tuned or if the label has no folds.
+        For every rule of ``tuning.selection`` and method, one choice for each fold. A method
+        without a grid has nothing to choose and is the same by all rules. Folds without a finished
+        run are left out. Empty if the study is not tuned or if the label has no folds.
 
     Examples
     --------

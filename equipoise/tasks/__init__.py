@@ -61,8 +61,8 @@ def register(name: str) -> Callable[[T], T]:
             )
         if task.score != "loss" and task.metrics is Task.metrics:
             raise InputError(
-                f"{task.__qualname__}, registered as {name!r}, has the score {task.score!r} but no method 'metrics' "
-                "that returns it"
+                f"{task.__qualname__}, registered as {name!r}, has the score {task.score!r} but no "
+                "method 'metrics' that returns it"
             )
         if not task.__module__.startswith(f"{__name__}."):
             # User code: it must not take the name of a task that has not been imported yet.
@@ -87,14 +87,14 @@ def _check_names(task: type[Task], name: str) -> None:
     for metric in {task.score, *task.ranges} - {"loss"}:
         if metric in COLUMNS:
             raise InputError(
-                f"{task.__qualname__}, registered as {name!r}, has a metric called {metric!r}, which is another column of "
-                "metrics.jsonl; choose another name"
+                f"{task.__qualname__}, registered as {name!r}, has a metric called {metric!r}, "
+                "which is another column of metrics.jsonl; choose another name"
             )
     for metric, bounds in task.ranges.items():
         if not isinstance(bounds, tuple) or len(bounds) != 2 or not bounds[0] < bounds[1]:
             raise InputError(
-                f"{task.__qualname__}, registered as {name!r}, has the range {bounds!r} for {metric!r}; valid: a smallest "
-                "and a largest value"
+                f"{task.__qualname__}, registered as {name!r}, has the range {bounds!r} for "
+                f"{metric!r}; valid: a smallest and a largest value"
             )
 
 

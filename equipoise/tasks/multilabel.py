@@ -17,9 +17,9 @@ from equipoise.tasks import register
 class Multilabel(Task):
     """Binary cross-entropy of each label, and the F1 of each sample; targets are 0 or 1, ``[N, classes]``.
 
-    The model returns one score for each class, before the sigmoid. A class is predicted if its score is above 0. The loss of
-    a sample is the mean over classes. F1 is 2 |A ∩ B| / (|A| + |B|) of the classes A that it has and B that are predicted,
-    and 1 if there are none of either.
+    The model returns one score for each class, before the sigmoid. A class is predicted if its
+    score is above 0. The loss of a sample is the mean over classes. F1 is 2 |A ∩ B| / (|A| + |B|)
+    of the classes A that it has and B that are predicted, and 1 if there are none of either.
 
     Examples
     --------
@@ -53,7 +53,8 @@ class Multilabel(Task):
         """Refuse anything but a column for each class."""
         if not y.is_floating_point() or y.ndim != 2 or not y.shape[1]:
             raise InputError(
-                f"y of a multi-label classification must be zeros and ones of shape [N, classes], not {kind_of(y)}"
+                "y of a multi-label classification must be zeros and ones of shape [N, classes], "
+                f"not {kind_of(y)}"
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:

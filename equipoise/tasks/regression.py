@@ -30,8 +30,9 @@ class Regression(Task):
             y.shape
         ):
             raise InputError(
-                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its targets have shape "
-                f"{tuple(y.shape)}; valid: the same shape, or one with a last dimension of 1 more or less"
+                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its "
+                f"targets have shape {tuple(y.shape)}; valid: the same shape, or one with a last "
+                "dimension of 1 more or less"
             )
         error = (output.reshape(y.shape) - y).square()
         return error.flatten(1).mean(1) if y.dim() > 1 else error

@@ -12,7 +12,8 @@ from equipoise.samples import kind_of
 from equipoise.task import Task, whole_numbers
 from equipoise.tasks import register
 
-# Added to both sides of the fraction of the loss. So the loss of a class that is neither in the mask nor predicted is 0.
+# Added to both sides of the fraction of the loss. So the loss of a class that is neither in the
+# mask nor predicted is 0.
 _SMOOTHING = 1.0
 
 
@@ -48,8 +49,9 @@ class Segmentation(Task):
         """Return the Dice loss of each sample."""
         if output.dim() != 4 or output.shape[:1] + output.shape[2:] != y.shape:
             raise InputError(
-                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its masks have shape "
-                f"{tuple(y.shape)}; valid: [samples, classes, height, width], of the masks' height and width"
+                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its "
+                f"masks have shape {tuple(y.shape)}; valid: [samples, classes, height, width], of "
+                "the masks' height and width"
             )
         p = output.softmax(1)[:, 1:]
         t = _members(y, output).to(output.dtype)
@@ -88,12 +90,13 @@ class Segmentation(Task):
         whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
         if not whole or y.ndim != 3:
             raise InputError(
-                f"y of a segmentation must be masks of whole numbers of shape [N, height, width], not {kind_of(y)}"
+                "y of a segmentation must be masks of whole numbers of shape [N, height, width], "
+                f"not {kind_of(y)}"
             )
         if len(shape) != 3 or tuple(shape[1:]) != tuple(y.shape[1:]):
             raise InputError(
-                f"masks of shape {tuple(y.shape[1:])} do not fit samples of shape {tuple(shape)}; valid: images "
-                "(channels, height, width) with the masks' height and width"
+                f"masks of shape {tuple(y.shape[1:])} do not fit samples of shape {tuple(shape)}; "
+                "valid: images (channels, height, width) with the masks' height and width"
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:

@@ -1,7 +1,7 @@
 """Trackers: callbacks that write the values of a run for TensorBoard, MLflow, or a program of one's own.
 
-``tracking: tensorboard`` in an experiment, or ``callbacks=[TensorBoard()]`` in Python. A tracker is a
-dataclass of its options, derived from :class:`equipoise.Callback`.
+``tracking: tensorboard`` in an experiment, or ``callbacks=[TensorBoard()]`` in Python. A tracker is
+a dataclass of its options, derived from :class:`equipoise.Callback`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def register(tracker: C) -> C:
     Parameters
     ----------
     tracker : type
-        A dataclass derived from :class:`equipoise.Callback`. Its fields are the options in ``tracking``.
+        A dataclass derived from :class:`equipoise.Callback`. Its fields are the options in
+        ``tracking``.
 
     Returns
     -------

@@ -24,15 +24,15 @@ _PARAMETERS, _METRICS, _LONGEST = 100, 1000, 500
 class MLflow(Callback):
     """Writes parameters and values of a run to MLflow's tracking store.
 
-    All settings are parameters. Values have the number of the round as their step. ``summary.json`` is
-    an artifact. A run that is resumed continues the same run of MLflow, and rounds that are repeated
-    are written once.
+    All settings are parameters. Values have the number of the round as their step. ``summary.json``
+    is an artifact. A run that is resumed continues the same run of MLflow, and rounds that are
+    repeated are written once.
 
     Parameters
     ----------
     uri : str, optional
-        The tracking store: a server's address, ``sqlite:///mlflow.db`` or a directory; by default what
-        MLflow itself uses, which the variable ``MLFLOW_TRACKING_URI`` sets.
+        The tracking store: a server's address, ``sqlite:///mlflow.db`` or a directory; by default
+        what MLflow itself uses, which the variable ``MLFLOW_TRACKING_URI`` sets.
     experiment : str
         The name of the experiment of MLflow, which is created if it does not exist.
     name : str, optional

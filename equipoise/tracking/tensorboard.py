@@ -23,8 +23,8 @@ class TensorBoard(Callback):
     Parameters
     ----------
     directory : str, optional
-        Where event files are written; by default the directory ``tensorboard`` in the run directory. So
-        ``tensorboard --logdir STUDY`` shows all runs of a study.
+        Where event files are written; by default the directory ``tensorboard`` in the run
+        directory. So ``tensorboard --logdir STUDY`` shows all runs of a study.
 
     Examples
     --------

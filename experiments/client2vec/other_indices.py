@@ -1,7 +1,8 @@
 """Client indices that table 2 compares with: feature average, class prototypes and weights of heads.
 
-The first two are made of the embeddings of a finished stage, and of its label vectors. The weights of heads
-are those of one round of FedAvg in which all clients take part. Run from the repository's root:
+The first two are made of the embeddings of a finished stage, and of its label vectors. The weights
+of heads are those of one round of FedAvg in which all clients take part. Run from the repository's
+root:
 
     python experiments/client2vec/other_indices.py runs/index-cifar10/base/global-500/seed1
 """

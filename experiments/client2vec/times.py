@@ -1,12 +1,14 @@
 """Table 3: how long an index takes, how long training takes, and when the host's best round is reached.
 
-The first run is the host without an index. Of every run, the score of a round is the mean over clients, on
-test data as in the paper. Seconds are those of training and aggregation; evaluation is left out, and so is
-encoding the samples with CLIP, which is done once and cached. Only evaluated rounds are compared, so a
-small ``evaluation.every`` makes the table more exact. Run from the repository's root:
+The first run is the host without an index. Of every run, the score of a round is the mean over
+clients, on test data as in the paper. Seconds are those of training and aggregation; evaluation is
+left out, and so is encoding the samples with CLIP, which is done once and cached. Only evaluated
+rounds are compared, so a small ``evaluation.every`` makes the table more exact. Run from the
+repository's root:
 
     python experiments/client2vec/times.py --index runs/index-domainnet/base/global-500/seed1 \
-        runs/table1-domainnet/base/fedavg/seed1 "runs/table1-domainnet/base/fedavg i+ii+iii global/seed1"
+        runs/table1-domainnet/base/fedavg/seed1 "runs/table1-domainnet/base/fedavg i+ii+iii
+        global/seed1"
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """FedCRC, figure 1: how far the heads of two clients move apart, with IID data and with label skew.
 
-``python experiments/fedcrc/figure1.py --root DIR`` trains one model on the 60,000 training digits of MNIST, hands it to two
-clients that share the 10,000 others, and lets each of them go on training on its own. After every step the L2 distance of
-their heads is noted. What the paper leaves open and is chosen here: the two clients share the test digits, evenly or by a
-Dirichlet draw with β = 0.1 for each class; the whole model is trained, as clients of FedAvg do; plain SGD; means over seeds.
+``python experiments/fedcrc/figure1.py --root DIR`` trains one model on the 60,000 training digits
+of MNIST, hands it to two clients that share the 10,000 others, and lets each of them go on training
+on its own. After every step the L2 distance of their heads is noted. What the paper leaves open and
+is chosen here: the two clients share the test digits, evenly or by a Dirichlet draw with β = 0.1
+for each class; the whole model is trained, as clients of FedAvg do; plain SGD; means over seeds.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def main() -> None:
         ]
         curves[label] = np.mean(measured, axis=0)
         print(
-            f"{label}: {curves[label][0]:.4f} after one update, {curves[label][-1]:.4f} after {arguments.updates}"
+            f"{label}: {curves[label][0]:.4f} after one update, {curves[label][-1]:.4f} after "
+            f"{arguments.updates}"
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "figure1.json").write_text(

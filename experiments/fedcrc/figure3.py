@@ -1,6 +1,7 @@
 """FedCRC, figure 3: draw the test accuracy round by round of what ``equipoise compare experiments/fedcrc/figure3.yaml`` ran.
 
-``python experiments/fedcrc/figure3.py runs/figure3 --out figure3.svg``: one panel a setting, one curve a method and model.
+``python experiments/fedcrc/figure3.py runs/figure3 --out figure3.svg``: one panel a setting, one
+curve a method and model.
 """
 
 from __future__ import annotations

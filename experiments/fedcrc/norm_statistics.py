@@ -1,9 +1,10 @@
 """FedCRC, table I: what the global models of finished runs score if BatchNorm looks at the test data.
 
-``python experiments/fedcrc/norm_statistics.py runs/table1-cifar10`` evaluates every global model it finds twice on its clients'
-test data: with the running statistics it has learned, as Equipoise reports it, and with the mean and variance of each
-client's own test images, as models do that keep no running statistics (``model.running: false``). Training is the same for
-both, except for methods that train a head on resting features.
+``python experiments/fedcrc/norm_statistics.py runs/table1-cifar10`` evaluates every global model it
+finds twice on its clients' test data: with the running statistics it has learned, as Equipoise
+reports it, and with the mean and variance of each client's own test images, as models do that keep
+no running statistics (``model.running: false``). Training is the same for both, except for methods
+that train a head on resting features.
 """
 
 from __future__ import annotations

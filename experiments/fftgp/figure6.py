@@ -1,16 +1,19 @@
 r"""FFT-GP, figure 6: the variance of generalization gaps under FedAvg, GA and FAA of the same local models, round by round.
 
-The method ``fairnesscurves`` trains with FAA and measures, after local training in every round, the gaps under all three
-aggregations. With the local rule of BGP it is the paper's setting; on the embedded digits, with one client a style and one
-style left out:
+The method ``fairnesscurves`` trains with FAA and measures, after local training in every round, the
+gaps under all three aggregations. With the local rule of BGP it is the paper's setting; on the
+embedded digits, with one client a style and one style left out:
 
-    equipoise run --import experiments/fftgp/figure6.py --method fairnesscurves --data digits --rounds 20 \
-        --set 'data.partition={name: group, imbalance: 1, clients_per_group: [1, 1, 1, 1, 1]}' --set data.imbalance=1 \
-        --set data.leave_out=textured --set 'data.splits=[0.6, 0.2, 0.2]' --out runs/figure6
+    equipoise run --import experiments/fftgp/figure6.py --method fairnesscurves --data digits
+    --rounds 20 \
+        --set 'data.partition={name: group, imbalance: 1, clients_per_group: [1, 1, 1, 1, 1]}' --set
+        data.imbalance=1 \ --set data.leave_out=textured --set 'data.splits=[0.6, 0.2, 0.2]' --out
+        runs/figure6
     python experiments/fftgp/figure6.py runs/figure6 --out figure6.png
 
-What the paper leaves open and is chosen here: GA keeps weights of its own, which it adjusts by the gaps it has just
-measured, so that it is judged by its own rule and not by FAA's; FedAvg weighs clients as the run does.
+What the paper leaves open and is chosen here: GA keeps weights of its own, which it adjusts by the
+gaps it has just measured, so that it is judged by its own rule and not by FAA's; FedAvg weighs
+clients as the run does.
 """
 
 from __future__ import annotations

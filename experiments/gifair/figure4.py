@@ -1,6 +1,7 @@
 """GIFAIR-FL, figure 4: draw the accuracy of each group against λ from what ``equipoise compare experiments/gifair/lambda.yaml`` ran.
 
-``python experiments/gifair/figure4.py runs/lambda --out figure4.svg``: one line a group, with its spread over seeds.
+``python experiments/gifair/figure4.py runs/lambda --out figure4.svg``: one line a group, with its
+spread over seeds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def main() -> None:
         accuracies = read(arguments.runs)
     except ValueError:
         parser.error(
-            f"{arguments.runs} holds runs of another study: its methods are not called by values of λ"
+            f"{arguments.runs} holds runs of another study: its methods are not called by values "
+            "of λ"
         )
     if not accuracies:
         parser.error(f"{arguments.runs} holds no runs of a study")

@@ -13,7 +13,9 @@ PER_CLIENT = 60
 
 
 def federation(*, sizes=None, labels=None, moved=0.0, groups=None, y=None, x=None, **options):
-    """Ten clients with points around one centre a label; ``labels`` are those of each client, ``moved`` a step a client."""
+    """Ten clients with points around one centre a label; ``labels`` are those of each client,
+    ``moved`` a step a client.
+    """
     random = np.random.default_rng(0)
     sizes = sizes or [PER_CLIENT] * 10
     clients = np.repeat(np.arange(len(sizes)), sizes)
@@ -49,7 +51,8 @@ def test_labels_are_compared_with_those_of_all():
     labels = [[client % 2] for client in range(10)]
     measured = measure(federation(labels=labels), Training())
     assert measured.labels_held == 1
-    # Labels by chance would have a distance of about 0.5 · √(2/(π · 60)) = 0.05, so (0.5 - 0.05) / 0.95.
+    # Labels by chance would have a distance of about 0.5 · √(2/(π · 60)) = 0.05, so (0.5 - 0.05) /
+    # 0.95.
     assert measured.label_skew == pytest.approx(0.47, abs=0.03)
     # Points differ by label, but not within labels.
     assert measured.feature_shift < 0.02

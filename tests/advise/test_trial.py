@@ -75,7 +75,7 @@ def test_rounds_are_timed_if_nobody_knows_how_long_they_take():
     assert 0 < plan_trial(experiment, experiment.federation()).seconds < 600
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
+# ---- verdicts ------------------------------------------------------------------------------------
 
 
 def results_of(trial, directory, scores):

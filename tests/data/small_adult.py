@@ -10,7 +10,9 @@ HEADER = "|1x3 Cross validator"
 
 
 def rows(count, seed):
-    """People of both sexes with every employer; what they earn depends on education, hours, sex and employer."""
+    """People of both sexes with every employer; what they earn depends on education, hours, sex and
+    employer.
+    """
     draws = np.random.default_rng(seed)
     for _ in range(count):
         employer, occupation = draws.choice(EMPLOYERS, p=[0.5, 0.3, 0.2]), draws.choice(OCCUPATIONS)

@@ -1,4 +1,6 @@
-"""CIFAR from small pickles of our own, written as Python 2 and as Python 3 write them; and pickles that are up to no good."""
+"""CIFAR from small pickles of our own, written as Python 2 and as Python 3 write them; and pickles
+that are up to no good.
+"""
 
 from __future__ import annotations
 

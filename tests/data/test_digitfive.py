@@ -48,7 +48,9 @@ def libsvm(values, targets):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """All real domains, with 12 images to train and 5 to test each; gives the folder and the images."""
+    """All real domains, with 12 images to train and 5 to test each; gives the folder and the
+    images.
+    """
     root = tmp_path_factory.mktemp("digits")
     wanted = {}
     for folder in ("usps", "synth", "svhn", "mnist_m"):

@@ -1,4 +1,6 @@
-"""Downloads from a server of our own on this machine: what is right is kept, what is wrong leaves nothing behind."""
+"""Downloads from a server of our own on this machine: what is right is kept, what is wrong leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from equipoise.errors import InputError
 
 
 def test_masks_are_ellipses():
-    """The area of an ellipse is π times its half axes, which follow from the second moments of its pixels."""
+    """The area of an ellipse is π times its half axes, which follow from the second moments of its
+    pixels.
+    """
     source = ellipses(sites=2, images=10, size=96)
     for mask in source.y.double():
         down, across = (axis.double() for axis in mask.nonzero(as_tuple=True))

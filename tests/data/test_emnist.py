@@ -15,7 +15,9 @@ from tests.data.small_files import write_idx_pair
 
 @pytest.fixture(scope="module")
 def images():
-    """Images whose pixel in row r and column c is 2 r + c + a number of their own, so that none is symmetric."""
+    """Images whose pixel in row r and column c is 2 r + c + a number of their own, so that none is
+    symmetric.
+    """
     rows, columns = np.indices((28, 28))
     return (2 * rows + columns + np.arange(124)[:, None, None]).astype(np.uint8)
 

@@ -146,12 +146,14 @@ def test_blocks_of_any_number_give_the_same(rows):
     assert max(sizes) == min(rows, 7)
 
 
-# ---- by name ---------------------------------------------------------------------------------------------------------
+# ---- by name -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two domains of two classes, in files that lose nothing; gives the directory and the images in order of reading."""
+    """Two domains of two classes, in files that lose nothing; gives the directory and the images in
+    order of reading.
+    """
     x = pictures(size=10, total=40).x
     for number, image in enumerate(x):
         domain, class_ = number // 20, number // 10 % 2

@@ -121,7 +121,9 @@ def test_natural_clients_equal_those_of_from_arrays() -> None:
 
 
 def test_units_are_never_divided() -> None:
-    """Units of very unequal sizes: shares are of units, and each unit of a client lies in one split."""
+    """Units of very unequal sizes: shares are of units, and each unit of a client lies in one
+    split.
+    """
     sizes = [1, 7, 2, 9, 4, 3, 1, 8, 5, 6] * 2
     units = np.repeat(np.arange(20), sizes)
     ids = np.repeat(["north", "south"], len(units) // 2)
@@ -149,7 +151,7 @@ def test_units_are_never_divided() -> None:
         Source(x=torch.zeros(5, 1), y=torch.zeros(5).long(), units=np.arange(3))
 
 
-# ---- test samples of groups ------------------------------------------------------------------------------------------
+# ---- test samples of groups ----------------------------------------------------------------------
 
 
 def published(**options: Any) -> Source:

@@ -37,7 +37,9 @@ def test_digits_are_drawn_once(monkeypatch):
 
 
 def test_digits_differ_from_their_background_everywhere():
-    """Each image has many pixels far from its commonest brightness, and digits are not always lighter or darker."""
+    """Each image has many pixels far from its commonest brightness, and digits are not always
+    lighter or darker.
+    """
     images, _ = font_digits(100)
     grey = images.astype(float) @ (0.299, 0.587, 0.114)
     background = np.median(grey, axis=(1, 2), keepdims=True)

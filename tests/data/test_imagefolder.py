@@ -1,4 +1,6 @@
-"""Image folders: small ones whose pixels are known, everything that may be wrong with them, and PACS."""
+"""Image folders: small ones whose pixels are known, everything that may be wrong with them, and
+PACS.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def save(path: Path, pixels) -> None:
 
 
 def write(root: Path, domains=("photo", "art"), classes=("dog", "cat"), each=5) -> list[str]:
-    """Write PNG files whose pixels come from their place in the list, and return their names in the order of reading."""
+    """Write PNG files whose pixels come from their place in the list, and return their names in the
+    order of reading.
+    """
     names = [
         f"{d}/{c}/{i}.png" for d in sorted(domains) for c in sorted(classes) for i in range(each)
     ]
@@ -204,8 +208,8 @@ def test_broken_images_are_named_together(tmp_path, cache):
     message = str(raised.value)
     assert message.startswith(f"4 of the 8 images in {tmp_path} cannot be read: art/cat/0.png (")
     assert (
-        "art/dog/1.png (not an image), photo/cat/1.png (not an image), photo/dog/0.png (its pixels are of"
-        in message
+        "art/dog/1.png (not an image), photo/cat/1.png (not an image), photo/dog/0.png (its pixels "
+        "are of" in message
     )
     assert not list((cache / "arrays").glob("*.npy"))
 

@@ -70,7 +70,9 @@ def test_real_counts():
 
 @needs_shared("mnist")
 def test_real_digits_in_fedcrcs_setting():
-    """A hundred clients with label skew, 80/20 inside each and nothing to validate on, 40 of them new."""
+    """A hundred clients with label skew, 80/20 inside each and nothing to validate on, 40 of them
+    new.
+    """
     partition = {"name": "dirichlet", "clients": 100, "beta": 0.1}
     federation = load(
         "mnist", root=str(SHARED), partition=partition, splits=(0.8, 0.0, 0.2), unseen=40
@@ -81,7 +83,8 @@ def test_real_digits_in_fedcrcs_setting():
     assert np.abs(train - 0.8 * held).max() <= 1
     assert min(train.min(), test.min()) >= 1
     counts = federation.label_counts()
-    # With beta 0.1 the largest class of a client is most of what it holds; evenly shared it would be a tenth.
+    # With beta 0.1 the largest class of a client is most of what it holds; evenly shared it would
+    # be a tenth.
     assert (counts.max(axis=1) / held).mean() > 0.5
 
 

@@ -38,7 +38,8 @@ def test_the_array_that_others_are_made_from():
 @pytest.mark.parametrize(
     "content",
     [
-        # ndarray with a buffer, strides and an offset of one's own: memory that belongs to somebody else.
+        # ndarray with a buffer, strides and an offset of one's own: memory that belongs to somebody
+        # else.
         b"\x80\x02cnumpy\nndarray\n(K\x03\x85cnumpy\ndtype\n"
         + text(b"u1")
         + b"\x89\x88\x87RNJ\xff\xff\xff\x7ftR.",

@@ -1,4 +1,6 @@
-"""Roles of Shakespeare's plays: from small files of our own, and the counts of the real file where it is at hand."""
+"""Roles of Shakespeare's plays: from small files of our own, and the counts of the real file where
+it is at hand.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def test_every_role_is_a_client_in_the_group_of_its_gender(plays):
 def test_scale_keeps_the_beginning_of_each_text(plays):
     root, rows = plays
     source = shakespeare(root=root, roles=None, scale=0.5)
-    # Half of 100 + 10 i characters, of which 83 are needed: roles 7 (85 characters, 5 samples) and later.
+    # Half of 100 + 10 i characters, of which 83 are needed: roles 7 (85 characters, 5 samples) and
+    # later.
     assert Counter(source.ids.tolist()) == {
         f"Play: Role {i}": 50 + 5 * i - 80 for i in range(7, 18)
     }

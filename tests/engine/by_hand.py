@@ -1,4 +1,6 @@
-"""Federated rounds of several phases in ordinary PyTorch: modules, ``torch.optim``, ``train()`` and ``eval()``."""
+"""Federated rounds of several phases in ordinary PyTorch: modules, ``torch.optim``, ``train()`` and
+``eval()``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.engine.plain_loop import shuffled
 
 @dataclass
 class Turn:
-    """One phase by hand: which modules move (the others are in evaluation mode) and with which loss."""
+    """One phase by hand: which modules move (the others are in evaluation mode) and with which
+    loss.
+    """
 
     moves: list
     loss: object
@@ -76,7 +80,8 @@ def average(trees, sizes):
 
 
 def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None, combine=None):
-    """FedAvg around hand-trained clients; each client may own a module that begins from the received model and stays.
+    """FedAvg around hand-trained clients; each client may own a module that begins from the
+    received model and stays.
 
     Another aggregation is a function of the received tensors and of those averaged by size.
     """

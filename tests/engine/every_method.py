@@ -1,4 +1,6 @@
-"""Short training runs of every method, with images, with text, and with prompts or adapters in frozen transformers."""
+"""Short training runs of every method, with images, with text, and with prompts or adapters in
+frozen transformers.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ OF_CLIP = (
 )
 # A model of its own method, which differs from "prompts" little for others.
 OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
-# Methods for models of one kind: BatchNorm that keeps statistics, prompts with GC-Net, or frozen class tokens.
+# Methods for models of one kind: BatchNorm that keeps statistics, prompts with GC-Net, or frozen
+# class tokens.
 ONLY = {
     "fedbn": {"images"},
     "fedgc": {"fedgc"},
@@ -101,13 +104,17 @@ PAIRS = [
 
 
 def fitting(method):
-    """Return a federation and a model for a method: images and BatchNorm, unless it needs another model."""
+    """Return a federation and a model for a method: images and BatchNorm, unless it needs another
+    model.
+    """
     federation, model, _ = SETTINGS["fedgc" if "fedgc" in ONLY.get(method, ()) else "images"]
     return federation(), model()
 
 
 def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
-    """Train six of ten clients a round, and give the global model and the personal ones, if there are any."""
+    """Train six of ten clients a round, and give the global model and the personal ones, if there
+    are any.
+    """
     federation, model, lr = SETTINGS[what]
     data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
     trainer = Trainer(

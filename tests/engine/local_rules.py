@@ -23,7 +23,9 @@ def by_first_pixel(client):
 
 @dataclass(frozen=True)
 class Weighted:
-    """The gradient of a sum over the batches of a step, each with a weight of its own so that their order shows."""
+    """The gradient of a sum over the batches of a step, each with a weight of its own so that their
+    order shows.
+    """
 
     weights: tuple = (1.0, 0.5)
 

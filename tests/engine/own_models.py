@@ -1,4 +1,6 @@
-"""Models as people have them: ordinary modules, with dropout of all kinds, for stand-in images and texts."""
+"""Models as people have them: ordinary modules, with dropout of all kinds, for stand-in images and
+texts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import nn
 
 
 class Convolving(nn.Module):
-    """The network of PyTorch's first tutorials: functional dropout, and layers with names of its own."""
+    """The network of PyTorch's first tutorials: functional dropout, and layers with names of its
+    own.
+    """
 
     def __init__(self):
         super().__init__()

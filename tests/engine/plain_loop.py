@@ -1,6 +1,8 @@
-"""Federated averaging written as plainly as possible: one client after the other, ordinary layers, ``torch.optim``.
+"""Federated averaging written as plainly as possible: one client after the other, ordinary layers,
+``torch.optim``.
 
-It shares nothing with the engine but the definition of the random numbers, which it computes one integer at a time.
+It shares nothing with the engine but the definition of the random numbers, which it computes one
+integer at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def train_client(
 
 
 def federated_averaging(module, federation, cohorts, *, seed, **how):
-    """Run one round a cohort and give the global model's state dict, weights by size, buffers averaged too."""
+    """Run one round a cohort and give the global model's state dict, weights by size, buffers
+    averaged too.
+    """
     module = with_plain_dropout(module)
     x = (
         federation.x.to(next(module.parameters()).dtype)

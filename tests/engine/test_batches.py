@@ -1,4 +1,6 @@
-"""Batches: every sample once an epoch, the client's own samples only, and nobody looks at chunk mates."""
+"""Batches: every sample once an epoch, the client's own samples only, and nobody looks at chunk
+mates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.small_models import mlp
 from tests.rounds import engine_run
 
-# Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions are scattered.
+# Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions
+# are scattered.
 HELD = [range(100, 107), [], range(40, 52), [3], range(60, 68)]
 SPLIT = Split.from_lists([list(held) for held in HELD])
 SIZES = {0: 7, 2: 12, 3: 1, 4: 8}
@@ -190,7 +193,7 @@ def test_without_shuffling_epochs_repeat():
     assert steps == [[100, 101, 102, 103, 104], [105, 106]] * 2
 
 
-# ---- parts of batches ------------------------------------------------------------------------------------------------
+# ---- parts of batches ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 5, 12])
@@ -243,7 +246,7 @@ def test_parts_have_random_numbers_of_their_own_whatever_their_chunk_mates():
             )
 
 
-# ---- batches larger than clients -------------------------------------------------------------------------------------
+# ---- batches larger than clients -----------------------------------------------------------------
 
 
 def test_batches_are_no_wider_than_the_fullest_client():

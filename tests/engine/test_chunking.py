@@ -14,7 +14,8 @@ from equipoise.models.frozen import Frozen
 from tests.engine.federations import SIZES, images
 
 SHAPE = (1, 8, 8)
-# The bounds of a CPU: of all stacked parameters, of the activations of a step, of those of a pass without gradient.
+# The bounds of a CPU: of all stacked parameters, of the activations of a step, of those of a pass
+# without gradient.
 PARAMETERS, STEP, PASS = 2_000_000, 2**28, 2**27
 
 
@@ -107,7 +108,9 @@ def test_stems_encode_as_many_samples_as_their_own_activations_allow():
 
 
 class Constant(nn.Module):
-    """A head that makes scores of weights which a frozen layer makes of fixed inputs, whatever the batch."""
+    """A head that makes scores of weights which a frozen layer makes of fixed inputs, whatever the
+    batch.
+    """
 
     def __init__(self, rows):
         super().__init__()

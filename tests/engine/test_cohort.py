@@ -115,7 +115,7 @@ def test_what_each_client_gets_and_what_evaluations_cost_is_counted():
     )
 
 
-# ---- prior ------------------------------------------------------------------------------------------------------------
+# ---- prior ---------------------------------------------------------------------------------------
 
 
 def engine(module=None, data=None, **machine):
@@ -163,7 +163,7 @@ def test_the_key_of_the_server_depends_on_round_and_seed_alone():
     assert key(1, 2) == key(1, 2, ids=(2, 3)) == keys[5]
 
 
-# ---- questions --------------------------------------------------------------------------------------------------------
+# ---- questions -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def test_only_questions_of_the_rule_itself_may_be_asked(question):
         cohort.ask(question)
 
 
-# ---- reports ----------------------------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 REPORTED = {
@@ -304,7 +304,8 @@ def test_reports_may_look_at_some_samples_drawn_anew_each_round(chunk):
     played = play(build("fedavg"), data, module, [[0, 1, 2]] * 2, report_samples=limit, **how)
     for client in range(3):
         held = data.train.of(client)
-        # Every way to take so many of the client's samples; with a learning rate of zero the model stays the same.
+        # Every way to take so many of the client's samples; with a learning rate of zero the model
+        # stays the same.
         ways = [
             loss_by_hand(module, data, np.array(some))
             for some in combinations(held, min(limit, len(held)))
@@ -358,7 +359,7 @@ def test_evaluate_answers_for_the_cohort_only():
     assert answer["loss"].isnan().tolist() == [False, True]
 
 
-# ---- the engine around it ---------------------------------------------------------------------------------------------
+# ---- the engine around it ------------------------------------------------------------------------
 
 
 def test_a_round_that_is_repeated_starts_from_the_same_memory():

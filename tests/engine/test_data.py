@@ -1,4 +1,6 @@
-"""Samples on the device, on the host and on disk: the same batches, and no more read than is needed."""
+"""Samples on the device, on the host and on disk: the same batches, and no more read than is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def test_a_run_reads_what_its_batches_need_and_nothing_else():
     samples = Counted(images())
     clients = federation(samples)
     samples.read.clear()
-    # Clients 0 and 1 hold samples 0 to 19. Only they are evaluated, because the others hold nothing.
+    # Clients 0 and 1 hold samples 0 to 19. Only they are evaluated, because the others hold
+    # nothing.
     few = dataclasses.replace(
         clients,
         **{
@@ -128,7 +131,8 @@ def test_a_run_reads_what_its_batches_need_and_nothing_else():
     assert max(len(batch) for batch in samples.read) <= 20
 
 
-# On a GPU, steps with samples in its memory are replayed, with batches of one width; those of mapped samples are not.
+# On a GPU, steps with samples in its memory are replayed, with batches of one width; those of
+# mapped samples are not.
 ON_CPU = Machine(device="cpu")
 
 

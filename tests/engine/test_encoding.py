@@ -1,4 +1,6 @@
-"""Samples encoded by a model's stem: the same numbers as without, computed once and kept between runs."""
+"""Samples encoded by a model's stem: the same numbers as without, computed once and kept between
+runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tests.engine.federations import SIZES, images
 from tests.engine.small_models import transformer
 
 SAMPLES = sum(SIZES)
-# The model is tried out on three samples, as it came and taken apart, and the first sample is part of the key.
+# The model is tried out on three samples, as it came and taken apart, and the first sample is part
+# of the key.
 TRIED = 3 + 3 + 1
 SHAPE = (1, 8, 8)
 
@@ -287,5 +290,6 @@ def test_an_engine_over_encoded_samples_knows_what_they_take():
         images(shape=SHAPE), transformer(), Training(), Machine(device="cpu", precision="float64")
     )
     assert engine.data.inputs(torch.arange(2)).shape == (2, 5, 16)
-    # Five tokens of sixteen numbers, which the stem, the Frozen around it and the layers in it each put out in part.
+    # Five tokens of sixteen numbers, which the stem, the Frozen around it and the layers in it each
+    # put out in part.
     assert 2 * 5 * 16 <= engine.network.stem_activations <= 5 * 5 * 16 + 64

@@ -59,7 +59,9 @@ def setting(task="classification", outputs=3, targets=None, running=True):
 
 
 def by_hand(data, params, held, running=True):
-    """Load the parameters into an ordinary model and look at one sample at a time, or at one client's together."""
+    """Load the parameters into an ordinary model and look at one sample at a time, or at one
+    client's together.
+    """
     if not held:
         return np.nan, np.nan
     plain = module(running=running).eval()
@@ -161,7 +163,7 @@ def test_a_sample_that_several_clients_hold_is_evaluated_once(monkeypatch):
     np.testing.assert_allclose(some["loss"], shared["loss"][[2, 4]], rtol=1e-12)
 
 
-# ---- metrics of all outputs of a client ------------------------------------------------------------------------------
+# ---- metrics of all outputs of a client ----------------------------------------------------------
 
 
 def spread_of_scores(output, y):
@@ -279,7 +281,9 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     rows = []
 
     def alive(output=None, y=None):
-        """Count the rows of all tensors that look like outputs; views share the memory of their tensor."""
+        """Count the rows of all tensors that look like outputs; views share the memory of their
+        tensor.
+        """
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         memory = [
             tensor.untyped_storage()

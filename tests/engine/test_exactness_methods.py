@@ -18,7 +18,8 @@ from tests.rounds import engine_run
 def test_stacked_equals_one_by_one(method, what):
     wanted = trained_by(method, what, chunk=1)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in wanted.values())
-    # Frozen modules take the samples of all stacked clients as one batch, so that the number of clients matters there.
+    # Frozen modules take the samples of all stacked clients as one batch, so that the number of
+    # clients matters there.
     for chunk in (10, 3) if what == "prompts" else (10,):
         assert (
             distance(trained_by(method, what, chunk=chunk), wanted, skipped(wanted, what)) <= 1e-9

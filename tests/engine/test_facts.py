@@ -57,7 +57,9 @@ def loss(module, client):
 def test_facts_of_the_received_and_the_trained_model_are_uploaded(
     size_of_a_pass, chunk, monkeypatch
 ):
-    """Streamed in passes of a few samples they equal a computation on the whole split, client by client."""
+    """Streamed in passes of a few samples they equal a computation on the whole split, client by
+    client.
+    """
     monkeypatch.setattr("equipoise.engine.chunking._PASS", size_of_a_pass)
     method = build("fedavg", local=Counted(), aggregation=Counted())
     played = play(method, data(), mlp(), COHORTS, chunk=chunk, **HOW)
@@ -179,7 +181,7 @@ def test_rules_with_facts_are_keys():
     assert Remembering("first") != Remembering("received")
 
 
-# ---- adapting --------------------------------------------------------------------------------------------------------
+# ---- adapting ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def test_clients_that_never_took_part_adapt_with_their_facts(chunk):
     )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["first", "received", "trained"])
@@ -240,7 +242,7 @@ def test_facts_come_back_from_a_checkpoint(model):
     assert torch.equal(one.reports["train_loss"], other.reports["train_loss"])
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def uncached(monkeypatch):
 
 
 def after_rounds(rule, module=None, cohorts=COHORTS, *, chunk=10, fine_tune=(), **how):
-    """Play rounds, and give the global model, everybody's personal model and the losses of the last cohort."""
+    """Play rounds, and give the global model, everybody's personal model and the losses of the last
+    cohort.
+    """
     method = rule if hasattr(rule, "aggregation") else build("fedavg", local=rule)
     how = {"batch_size": 6, "epochs": 2, "optimizer": SGD, **how}
     played = play(method, images(sizes=SIZES), module or normalised(), cohorts, chunk=chunk, **how)
@@ -87,7 +89,7 @@ def after_rounds(rule, module=None, cohorts=COHORTS, *, chunk=10, fine_tune=(), 
     }
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
+# ---- the same numbers ----------------------------------------------------------------------------
 
 
 def lets_features_rest(method):
@@ -165,10 +167,11 @@ def test_several_batches_a_step(chunk, fills, uncached):
 
 @pytest.mark.parametrize(("chunk", "tolerance"), [(1, 1e-7), (10, 2**-7)])
 def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncached):
-    """The head begins where bfloat16 and float32 part: z must reach it in the type in which features give it.
+    """The head begins where bfloat16 and float32 part: z must reach it in the type in which
+    features give it.
 
-    Clients with the same features are not told apart while z is computed, so that theirs is lowered where that of stacked
-    clients need not be: the same up to a rounding of bfloat16.
+    Clients with the same features are not told apart while z is computed, so that theirs is lowered
+    where that of stacked clients need not be: the same up to a rounding of bfloat16.
     """
     torch.manual_seed(1)
     module = Model(
@@ -184,11 +187,11 @@ def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncache
     assert distance(found, uncached(after_rounds, rule, module, **how)) <= tolerance
 
 
-# ---- once ------------------------------------------------------------------------------------------------------------
+# ---- once ----------------------------------------------------------------------------------------
 
 
-# Three samples to try the model out: together, in training, alone, and by the module as it came; then two for two clients,
-# stacked and one by one.
+# Three samples to try the model out: together, in training, alone, and by the module as it came;
+# then two for two clients, stacked and one by one.
 TRIED = [3, 3, 1, 1, 1, 3, 2, 2, 2]
 
 
@@ -210,7 +213,8 @@ def test_features_run_once_for_every_sample_of_a_lone_client():
     module, noted = counted(mlp())
     how = {"batch_size": 6, "optimizer": SGD, "chunk": 1}
     play(build("fedrep", head_epochs=5), images(sizes=SIZES), module, [[0, 2]], **how)
-    # One sample to see the shape of z, then each client's samples once for the head and once for the features.
+    # One sample to see the shape of z, then each client's samples once for the head and once for
+    # the features.
     assert sorted(noted[len(TRIED) :], reverse=True) == [20, 9, *[6] * (3 + 1), 3, 2, 1]
 
 
@@ -240,7 +244,8 @@ def test_clients_with_the_same_features_are_not_told_apart():
 
 def test_phases_in_a_row_share_what_was_computed(fills):
     after_rounds(build("fedcrc"), cohorts=[[0, 2]], epochs=1)
-    # Two epochs in all, one for each head; the personal models of newcomers are made in a single one.
+    # Two epochs in all, one for each head; the personal models of newcomers are made in a single
+    # one.
     assert fills == [29]
 
 
@@ -257,7 +262,7 @@ def test_memory_stays_in_place_until_more_is_needed():
     assert engine.workshop._frozen.moves == 2
 
 
-# ---- when not --------------------------------------------------------------------------------------------------------
+# ---- when not ------------------------------------------------------------------------------------
 
 
 class Residual(Model):

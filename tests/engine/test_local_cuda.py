@@ -67,7 +67,9 @@ def test_a_gpu_gives_the_cpus_numbers(name, chunk, replay):
 def test_frozen_features_give_the_numbers_of_computing_them_in_every_step(
     name, chunk, replay, monkeypatch
 ):
-    """Cohorts of unlike sizes in turn: recorded steps must notice when z moves to where there is more room."""
+    """Cohorts of unlike sizes in turn: recorded steps must notice when z moves to where there is
+    more room.
+    """
     found = trained("cuda", chunk, replay, name)
     monkeypatch.setattr(frozen, "_LARGEST", 0)
     for tree, wanted in zip(found, trained("cuda", chunk, False, name), strict=True):

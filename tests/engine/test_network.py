@@ -235,7 +235,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(chunk):
         train(images(), model=model, rounds=1, machine=Machine(chunk=chunk))
 
 
-# ---- machine.frozen --------------------------------------------------------------------------------------------------
+# ---- machine.frozen ------------------------------------------------------------------------------
 
 PICTURES = {"shape": (1, 8, 8)}
 

@@ -1,4 +1,6 @@
-"""Ordinary modules: stacked clients equal clients one by one, whatever kind of dropout the modules use."""
+"""Ordinary modules: stacked clients equal clients one by one, whatever kind of dropout the modules
+use.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def made(name):
 
 
 def without_gradient(model):
-    """The biases of keys: they add the same to all scores of a query, so their true gradient is zero."""
+    """The biases of keys: they add the same to all scores of a query, so their true gradient is
+    zero.
+    """
     return {name for name in model if "key" in name and name.endswith("bias")}
 
 
@@ -307,7 +311,9 @@ def test_a_module_that_cannot_be_stacked_is_trained_one_client_at_a_time(conditi
 
 
 def test_dropout_is_off_where_a_module_does_not_move():
-    """The head is trained on features that are those of evaluation; functional dropout in them is off."""
+    """The head is trained on features that are those of evaluation; functional dropout in them is
+    off.
+    """
     module, federation = made("cnn")
     network = play(
         build("fedavg"), federation, with_head(module, "fc2"), THREE_COHORTS[:1]

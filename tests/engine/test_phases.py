@@ -1,6 +1,7 @@
 """Phases: which parts move, in which order, on which batches, and what stays with the client.
 
-Local rules are defined here and compared with ordinary PyTorch training (``tests/engine/by_hand.py``).
+Local rules are defined here and compared with ordinary PyTorch training
+(``tests/engine/by_hand.py``).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def rounds_by_engine(rule, module, cohorts, *, chunk, **how):
     return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
 
 
-# ---- which parts move -----------------------------------------------------------------------------------------------
+# ---- which parts move ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def test_head_of_features_is_the_output_statistics_included(chunk):
     assert distance(parts.model, whole.model) <= 1e-12
 
 
-# ---- personal parts -------------------------------------------------------------------------------------------------
+# ---- personal parts ------------------------------------------------------------------------------
 
 
 def kl_to_personal(client):
@@ -256,7 +257,9 @@ def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
 
 @dataclass(frozen=True)
 class Together(LocalRule):
-    """Features and a personal head follow one loss, as FedPer would with a head of its own beside the shared one."""
+    """Features and a personal head follow one loss, as FedPer would with a head of its own beside
+    the shared one.
+    """
 
     keeps = "personal.head"
 
@@ -288,7 +291,9 @@ def test_shared_features_learn_through_a_personal_head_statistics_included(chunk
 
 
 def test_a_client_that_joins_late_begins_with_the_head_it_receives():
-    """Its personal head starts at what the first round made of the shared head, not at the initial one."""
+    """Its personal head starts at what the first round made of the shared head, not at the initial
+    one.
+    """
 
     @dataclass(frozen=True)
     class Still(LocalRule):
@@ -410,12 +415,14 @@ def test_parts_that_are_not_there_are_refused(rule, message):
         rounds_by_engine(rule, mlp(), [[0]], chunk=1)
 
 
-# ---- how the gradient is taken --------------------------------------------------------------------------------------
+# ---- how the gradient is taken -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sam:
-    """Sharpness-aware minimisation: the gradient where the loss is highest nearby, for one client or a stack."""
+    """Sharpness-aware minimisation: the gradient where the loss is highest nearby, for one client
+    or a stack.
+    """
 
     rho: float = 0.05
     batches = 1
@@ -543,7 +550,7 @@ def test_one_name_for_two_moving_parameters_is_refused(chunk):
         rounds_by_engine(MovesBoth(near=True), mlp(), [[0, 1]], chunk=chunk)
 
 
-# ---- several batches a step ------------------------------------------------------------------------------------------
+# ---- several batches a step ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -593,7 +600,9 @@ def test_a_step_takes_the_next_batches_and_statistics_follow_the_first(weights, 
 
 @CHUNKS
 def test_batches_of_a_step_have_dropout_masks_of_their_own(chunk):
-    """One batch of all samples, twice: with one mask for both, two weights of 1/2 would be one of 1."""
+    """One batch of all samples, twice: with one mask for both, two weights of 1/2 would be one of
+    1.
+    """
     how = {"chunk": chunk, "batch_size": 64, "steps": 1}
     for module, alike in ((mlp(), True), (mlp(0.5), False)):
         twice = rounds_by_engine(SeveralBatches((0.5, 0.5)), module, [EVERYONE], **how)
@@ -613,7 +622,7 @@ def test_phases_on_the_same_batches_look_at_the_same_number_of_them():
         rounds_by_engine(Uneven(), mlp(), [[0]], chunk=1)
 
 
-# ---- several losses --------------------------------------------------------------------------------------------------
+# ---- several losses ------------------------------------------------------------------------------
 
 
 def doubled(client):
@@ -644,7 +653,9 @@ def by_hand_with_turns(client, factors, *, batches, epochs):
 @CHUNKS
 @pytest.mark.parametrize("batches", [1, 2])
 def test_losses_take_turns_batch_by_batch(batches, chunk):
-    """Two losses and steps of one batch last twice as long; with steps of two batches each batch has its loss."""
+    """Two losses and steps of one batch last twice as long; with steps of two batches each batch
+    has its loss.
+    """
 
     @dataclass(frozen=True)
     class TwoLosses(LocalRule):
@@ -717,7 +728,9 @@ def test_a_step_on_parts_of_one_batch(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
-    """The second phase moves the head on the same halves: with weights 0 and 1 on the second one alone."""
+    """The second phase moves the head on the same halves: with weights 0 and 1 on the second one
+    alone.
+    """
 
     @dataclass(frozen=True)
     class Shares(LocalRule):
@@ -746,12 +759,14 @@ def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
     assert distance(found.model, tensors(own)) <= 1e-9
 
 
-# ---- steps of different length ---------------------------------------------------------------------------------------
+# ---- steps of different length -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Paced(FedAvg):
-    """Sends each client a factor on its steps: 1 for client 0, 2 for client 1, and so on, divided by 4."""
+    """Sends each client a factor on its steps: 1 for client 0, 2 for client 1, and so on, divided
+    by 4.
+    """
 
     def send(self, state, cohort):
         return {"model": state.model}, {"step_factor": torch.from_numpy((cohort.ids + 1) / 4)}
@@ -819,7 +834,7 @@ def test_a_phase_on_the_same_batches_lasts_as_long_as_the_one_before(how):
         Phase(batch="sane")
 
 
-# ---- what a loss returns ---------------------------------------------------------------------------------------------
+# ---- what a loss returns -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -844,7 +859,7 @@ def test_a_loss_that_is_not_one_value_a_sample_is_refused_by_name(shape, found, 
         rounds_by_engine(Reduced(shape), mlp(), COHORTS, chunk=chunk)
 
 
-# ---- the task's loss and the terms of a method -----------------------------------------------------------------------
+# ---- the task's loss and the terms of a method ---------------------------------------------------
 
 
 def reports_of(method, cohorts=([0, 1, 2],), chunk=10, **how):

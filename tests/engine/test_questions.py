@@ -207,7 +207,7 @@ def test_another_number_of_rows_is_refused(rows):
         cohort.ask("scaled", each={"scale": torch.ones(rows), "matrix": torch.ones(3, 2, 2)})
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", [Curious(), KeepsHead()], ids=["keeps nothing", "keeps its head"])

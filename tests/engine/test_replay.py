@@ -26,7 +26,9 @@ class Cycle:
 
 
 def test_a_graph_freed_by_the_collector_does_not_break_another_recording():
-    """CUDA refuses to destroy a graph while another is captured; a failed recording would be a warning, so an error."""
+    """CUDA refuses to destroy a graph while another is captured; a failed recording would be a
+    warning, so an error.
+    """
     total = torch.zeros(3, device="cuda")
 
     def program(given):

@@ -121,7 +121,7 @@ def test_a_task_without_classes_has_no_class_counts():
         train(random_regression([3, 4]), method=averaged(Counting()), model="logistic", rounds=1)
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def rule_with(first=None, finish=None, loss=None):

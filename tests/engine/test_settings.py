@@ -105,7 +105,7 @@ def test_precisions(precision, dtype, autocast):
     assert (machine.dtype, machine.autocast) == (dtype, autocast)
 
 
-# ---- plain form -------------------------------------------------------------------------------------------------------
+# ---- plain form ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

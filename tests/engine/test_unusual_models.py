@@ -1,4 +1,6 @@
-"""Models as people write them: they mean here what they mean in a plain PyTorch loop, or they are refused."""
+"""Models as people write them: they mean here what they mean in a plain PyTorch loop, or they are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class FirstOutput(nn.Module):
         return self.layer(x)[0]
 
 
-# ---- what is right ---------------------------------------------------------------------------------------------------
+# ---- what is right -------------------------------------------------------------------------------
 
 
 def tied():
@@ -222,7 +224,7 @@ def test_a_part_of_which_nothing_trains_is_refused():
         train(images(), model=model, method="fedrep", rounds=1)
 
 
-# ---- what is random ----------------------------------------------------------------------------------------------------
+# ---- what is random ------------------------------------------------------------------------------
 
 
 def stochastic_depth(layer, x):
@@ -283,7 +285,7 @@ def test_random_functions_are_carried_out_with_the_engines_numbers(name):
     assert distance(plain, wanted) > 1e-3
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 class Listed(Model):

@@ -41,7 +41,9 @@ def write_resnet(folder, *, seed=0):
 
 
 def write_volumes(root, sites, *, each=5, size=16, slices=2):
-    """Write volumes of noise with masks of a square to ``root/site``, in NIfTI format; gives the directory."""
+    """Write volumes of noise with masks of a square to ``root/site``, in NIfTI format; gives the
+    directory.
+    """
     nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed: equipoise[medical]")
     draws = np.random.default_rng(0)
     for site in sites:
@@ -60,7 +62,9 @@ def write_volumes(root, sites, *, each=5, size=16, slices=2):
 
 
 def write_roles(folder, roles, *, characters=120):
-    """Write ``roles.jsonl`` with roles that say the same letters over and over; gives the directory."""
+    """Write ``roles.jsonl`` with roles that say the same letters over and over; gives the
+    directory.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(

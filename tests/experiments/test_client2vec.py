@@ -143,7 +143,7 @@ def test_indices_are_made_of_the_clients_that_use_them():
         assert data == {option: encoded[option] for option in data}
 
 
-# ---- on stand-ins ----------------------------------------------------------------------------------------------------
+# ---- on stand-ins --------------------------------------------------------------------------------
 
 
 def check(small, tmp_path):

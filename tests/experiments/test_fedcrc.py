@@ -97,7 +97,8 @@ def test_tables_1_and_2_compare_the_papers_methods(name):
     local = {job.method: job.experiment.method.local for job in table.jobs}
     assert local["fedprox"].mu == 0.1
     assert local["fedcrc"].tau == 0.99
-    # Without the mean of their heads, fedper and fedrep have no global model to hand to new clients.
+    # Without the mean of their heads, fedper and fedrep have no global model to hand to new
+    # clients.
     assert all(job.experiment.evaluation.average_kept for job in table.jobs)
 
 

@@ -1,4 +1,6 @@
-"""FFT-GP's experiments say what the paper says, and run on small stand-ins for their data and weights."""
+"""FFT-GP's experiments say what the paper says, and run on small stand-ins for their data and
+weights.
+"""
 
 from __future__ import annotations
 
@@ -185,11 +187,13 @@ def test_faa_is_used_in_every_nth_round():
     assert found["ga with bgp"].name == "ga"
 
 
-# ---- on stand-ins ----------------------------------------------------------------------------------------------------
+# ---- on stand-ins --------------------------------------------------------------------------------
 
 
 def check(small, tmp_path, *, without=()):
-    """Run a study, and check that every method has every metric, but for some that only some methods have."""
+    """Run a study, and check that every method has every metric, but for some that only some
+    methods have.
+    """
     results = small.run(tmp_path / "runs")
     assert results.failures == {}
     for setting in results.tables:

@@ -1,4 +1,6 @@
-"""FFT-GP's figure 6: variances of gaps under three aggregations of the same local models, against a plain loop."""
+"""FFT-GP's figure 6: variances of gaps under three aggregations of the same local models, against a
+plain loop.
+"""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_figure_4_of_another_study_is_refused(tmp_path, monkeypatch, capsys):
     )
 
 
-# ---- CIFAR-10 --------------------------------------------------------------------------------------------------------
+# ---- CIFAR-10 ------------------------------------------------------------------------------------
 
 FAIR = {
     "fedavg",
@@ -198,7 +198,9 @@ def test_images_of_cifar_are_divided_and_judged_as_the_file_says():
 
 @pytest.fixture
 def small(tmp_path):
-    """The study on noise: ten clients, two of them a round, three rounds of which the last two count."""
+    """The study on noise: ten clients, two of them a round, three rounds of which the last two
+    count.
+    """
     root = write_cifar(tmp_path / "cifar", each=25)
     changes = [
         f"data.root={root}",

@@ -14,7 +14,9 @@ KEPT = Evaluation(local=True, keep_local=True)
 
 
 def world(unseen=(3, 4)):
-    """Five clients of unlike sizes with training, validation and test samples, some of them held out of training."""
+    """Five clients of unlike sizes with training, validation and test samples, some of them held
+    out of training.
+    """
     data = random_regression([12, 20, 9, 15, 26], seed=4, splits=(0.5, 0.25, 0.25))
     return replace(data, unseen=np.isin(np.arange(5), unseen))
 

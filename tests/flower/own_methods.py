@@ -1,4 +1,6 @@
-"""Parts that use what no published method here uses yet: questions, a backbone that never moves, a sampler with state."""
+"""Parts that use what no published method here uses yet: questions, a backbone that never moves, a
+sampler with state.
+"""
 
 from __future__ import annotations
 

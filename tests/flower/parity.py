@@ -44,7 +44,9 @@ def assert_same_rows(ours, theirs, tolerance=TOLERANCE, metrics=()):
 
 
 def assert_same_notes(ours, theirs):
-    """Notes may be quotients of small differences (slopes), so rounding shows in them sooner than in models."""
+    """Notes may be quotients of small differences (slopes), so rounding shows in them sooner than
+    in models.
+    """
     assert ours.keys() == theirs.keys()
     for name, values in ours.items():
         one, other = (

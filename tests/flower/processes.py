@@ -16,7 +16,8 @@ from pathlib import Path
 from equipoise.flower import QUIET
 
 BIN = Path(sys.executable).parent
-# Written into every process's environment, and looked for at the end: Flower detaches what it starts.
+# Written into every process's environment, and looked for at the end: Flower detaches what it
+# starts.
 MARK = "EQUIPOISE_TEST_MARK"
 
 
@@ -27,7 +28,9 @@ def free_port():
 
 
 def end_with_parent():
-    """Have the kernel end this process when the tests are killed; what Flower starts watches its parent itself."""
+    """Have the kernel end this process when the tests are killed; what Flower starts watches its
+    parent itself.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
@@ -78,7 +81,8 @@ class Flower:
         self.environment.pop("PYTHONPATH", None)
         how = f'root-certificates = "{tls.ca}"\n' if tls else "insecure = true\n"
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = "127.0.0.1:{self.port}"\n{how}'
+            '[superlink]\ndefault = "test"\n\n[superlink.test]\naddress = '
+            f'"127.0.0.1:{self.port}"\n{how}'
         )
         secure = ["--insecure"]
         if tls:

@@ -1,4 +1,6 @@
-"""Attacks on a federation in processes of their own: each is refused, and the run ends as without them."""
+"""Attacks on a federation in processes of their own: each is refused, and the run ends as without
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from tests.run.small import rows_of
 pytestmark = pytest.mark.slow
 
 CLIP = 0.05
-# A server that asks too much of one client in each of three rounds. It waits for the nodes that the test starts, so that
-# everything happens in the same order however fast the machine is.
+# A server that asks too much of one client in each of three rounds. It waits for the nodes that the
+# test starts, so that everything happens in the same order however fast the machine is.
 HOSTILE = """
 import json
 import time
@@ -56,7 +58,9 @@ FlowerEngine.messages = _hostile
 
 
 def test_attacks_over_real_processes(tmp_path):
-    """Identity theft, a stranger, path traversal, another rule and DP switched off, in one federation."""
+    """Identity theft, a stranger, path traversal, another rule and DP switched off, in one
+    federation.
+    """
     roster, out = tmp_path / "roster.yaml", tmp_path / "out"
     roster.write_text("{0: , 1: , 2: , 3: }\n")
     path = world(

@@ -1,4 +1,6 @@
-"""CLIP on Flower: clients say the names of their classes when they register, and a model may be evaluated only."""
+"""CLIP on Flower: clients say the names of their classes when they register, and a model may be
+evaluated only.
+"""
 
 from __future__ import annotations
 

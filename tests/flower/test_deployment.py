@@ -33,7 +33,9 @@ def processes_below(flower, name):
 
 
 def test_a_bad_day(tmp_path):
-    """One node is killed and started again, one sends NaN, one hangs and comes back; every round counts."""
+    """One node is killed and started again, one sends NaN, one hangs and comes back; every round
+    counts.
+    """
     path = world(
         tmp_path, method="ditto", training={"rounds": 5}, flower={"timeout": 60, "retries": 1}
     )
@@ -102,7 +104,9 @@ def test_a_late_joiner_over_real_processes(tmp_path):
 
 
 def test_tls_and_keys(tmp_path):
-    """Over TLS, nodes with registered keys take part and own their numbers; one with another key is kept out."""
+    """Over TLS, nodes with registered keys take part and own their numbers; one with another key is
+    kept out.
+    """
     world(tmp_path, training={"rounds": 1}, flower={"clients": 2, "identity": "key"})
     out = tmp_path / "out"
     keys = [make_key(tmp_path / f"key{client}") for client in range(3)]

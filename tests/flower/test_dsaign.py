@@ -28,7 +28,9 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four clients of the digits as vectors, which stand for embeddings, and a text encoder of the same width."""
+    """Four clients of the digits as vectors, which stand for embeddings, and a text encoder of the
+    same width.
+    """
     folder = tmp_path_factory.mktemp("stages")
     for silo in write_silos(folder / "silos").iterdir():
         held = np.load(silo / "data.npz")

@@ -144,7 +144,8 @@ def test_a_wrong_answer_is_left_out_by_name_and_the_round_goes_on(what, folder):
     assert list(rows[1]["left_out"]) == ["1"]
     assert re.search(reason, rows[1]["left_out"]["1"])
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
-    # What client 1 wrote in the round that did not count for it is never read: round 3 goes on from round 1.
+    # What client 1 wrote in the round that did not count for it is never read: round 3 goes on from
+    # round 1.
     assert run.trainer.engine.ledger.now == {0: 3, 1: 3, 2: 3, 3: 3}
 
 
@@ -188,7 +189,9 @@ def test_who_is_left_out_has_no_weight_in_the_round(folder):
 
 
 def test_memory_of_a_round_that_did_not_count_is_not_used(folder):
-    """Client 1's answer of round 2 is lost; what it remembers in round 3 is what it wrote in round 1."""
+    """Client 1's answer of round 2 is lost; what it remembers in round 3 is what it wrote in round
+    1.
+    """
     path = write_experiment(folder, method="ditto")
     seen = {}
 
@@ -429,7 +432,9 @@ def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
 
 
 def test_a_restarted_node_is_asked_again_in_the_same_round(folder, at_once):
-    """The old node hangs; the one started in its place, with the same disk, gets the question and answers."""
+    """The old node hangs; the one started in its place, with the same disk, gets the question and
+    answers.
+    """
     path = write_experiment(folder, training={"rounds": 2}, flower={"timeout": 20})
     experiment = load_experiment(path)
 
@@ -475,7 +480,9 @@ def test_one_missing_version_is_an_error_and_not_a_new_beginning(folder):
 
 
 def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_factory):
-    """Another seed makes another model to begin with: the parts that are not sent would not be the server's."""
+    """Another seed makes another model to begin with: the parts that are not sent would not be the
+    server's.
+    """
     path = write_experiment(folder, method="fedper", flower={"min_clients": 4, "retries": 0})
     other = write_experiment(
         tmp_path_factory.mktemp("other"),

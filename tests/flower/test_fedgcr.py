@@ -23,7 +23,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "reports"),
     [
-        # Training loss, terms of the method, steps, a validation loss, and for FedGR the loss of the received model.
+        # Training loss, terms of the method, steps, a validation loss, and for FedGR the loss of
+        # the received model.
         ({"name": "fedgcr"}, 5),
         ({"name": "fedgc", "representation": "received"}, 4),
     ],

@@ -1,4 +1,6 @@
-"""Models with frozen parts across machines: the numbers and bytes of one process, and the same weights everywhere."""
+"""Models with frozen parts across machines: the numbers and bytes of one process, and the same
+weights everywhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.flower.parity import compare, with_clients
 from tests.tiny_encoder import write_encoder
 
 PROMPTS = {"name": "vitprompts", "patch": 4, "width": 16, "depth": 1, "heads": 2}
-# Of prompts and head of ten classes, in float64; every client reports training loss, steps and a validation loss.
+# Of prompts and head of ten classes, in float64; every client reports training loss, steps and a
+# validation loss.
 PROMPT_BYTES, HEAD_BYTES, REPORTS = 8 * 4 * 16, 8 * 10 * 17, 3 * 8
 
 
@@ -122,13 +125,14 @@ def test_silos_may_be_encoded_by_a_pretrained_model(folder):
         model={"name": "logistic"},
         training={"rounds": 2},
     )
-    # Embeddings are float32, and a client encodes its samples in other batches than one process does those of all.
+    # Embeddings are float32, and a client encodes its samples in other batches than one process
+    # does those of all.
     alone, run, _ = compare(path, folder, tolerance=1e-5)
     assert alone.trainer.federation.shape == (8,)
     assert run.trainer.state.model["head.weight"].shape == (10, 8)
 
 
-# ---- other weights ---------------------------------------------------------------------------------------------------
+# ---- other weights -------------------------------------------------------------------------------
 
 
 class Weights:

@@ -1,4 +1,5 @@
-"""Messages and registrations made at random: each is read in full or refused in one line, and nothing else happens.
+"""Messages and registrations made at random: each is read in full or refused in one line, and
+nothing else happens.
 
 The examples are the same in every run.
 """
@@ -247,7 +248,7 @@ def test_the_honest_answer_is_read():
     assert math.isnan(answer.numbers["local.val"]["loss"])
 
 
-# ---- questions -----------------------------------------------------------------------------------------------------------
+# ---- questions -----------------------------------------------------------------------------------
 
 ITEMS = st.recursive(
     st.one_of(
@@ -319,7 +320,7 @@ def test_any_of_many_answers_to_a_question_is_read_or_refused(form, tree, spoil)
     check_question(form, tree, spoil)
 
 
-# ---- registrations -------------------------------------------------------------------------------------------------------
+# ---- registrations -------------------------------------------------------------------------------
 
 DIGITS = [Description.of(load("digits"), client) for client in range(3)]
 JSON = st.recursive(
@@ -396,7 +397,7 @@ def test_the_honest_registration_is_read():
     assert read_registration(as_sent(content), FlowerSettings()) == DIGITS[2]
 
 
-# ---- whole runs ----------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

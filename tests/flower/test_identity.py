@@ -162,7 +162,9 @@ def test_two_nodes_with_one_number_before_round_1(disk, folder):
 
 
 def test_a_double_on_the_same_disk_may_follow_the_one_that_went(folder, at_once):
-    """As when a SuperNode is restarted while the server waits for others: Flower notices late that the first is gone."""
+    """As when a SuperNode is restarted while the server waits for others: Flower notices late that
+    the first is gone.
+    """
     path = write_experiment(folder, training={"rounds": 1})
 
     class Waiting(Changing):
@@ -266,7 +268,7 @@ def test_a_release_that_frees_nothing_is_an_error(arguments, says, folder):
         release(out / "elsewhere" if "elsewhere" in arguments[1] else out, int(arguments[0]))
 
 
-# ---- keys ------------------------------------------------------------------------------------------------------------
+# ---- keys ----------------------------------------------------------------------------------------
 
 
 def with_keys(*more):
@@ -344,7 +346,7 @@ def test_a_fingerprint_is_that_of_ssh_keygen(tmp_path):
         assert said.stdout.split()[1] == fingerprint(line)
 
 
-# ---- the roster ------------------------------------------------------------------------------------------------------
+# ---- the roster ----------------------------------------------------------------------------------
 
 
 def test_who_is_not_in_the_roster_cannot_join(folder, at_once):
@@ -422,7 +424,7 @@ def test_settings_are_checked(folder):
         load_experiment(write_experiment(folder, flower={"identity": "keys"}))
 
 
-# ---- the record ------------------------------------------------------------------------------------------------------
+# ---- the record ----------------------------------------------------------------------------------
 
 
 def test_the_record_survives_a_line_that_was_cut_off(tmp_path):

@@ -199,7 +199,7 @@ def test_a_client_that_is_held_out_does_not_train(folder):
     assert "this client evaluates models and never trains" in said.error.reason
 
 
-# ---- privacy ---------------------------------------------------------------------------------------------------------
+# ---- privacy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_the_stricter_protection_is_stricter_than_both():
     assert stricter(None, None) is None
 
 
-# ---- the limits file -------------------------------------------------------------------------------------------------
+# ---- the limits file -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Local models on Flower: evaluated by the clients, reported with their updates, kept where that costs nothing."""
+"""Local models on Flower: evaluated by the clients, reported with their updates, kept where that
+costs nothing.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def test_memories_of_a_last_round_that_counted_are_not_given_back(folder, tmp_pa
 
 def test_both_sides_follow_a_schedule_of_ones_own(folder, tmp_path):
     (folder / "own_schedule.py").write_text(
-        "from equipoise.schedules import register\n\n\n@register\ndef sharp(round):\n    return 0.0 if round else 1.0\n"
+        "from equipoise.schedules import register\n\n\n@register\ndef sharp(round):\n    return "
+        "0.0 if round else 1.0\n"
     )
     path = write_experiment(
         folder, imports="own_schedule.py", training={"rounds": 2, "schedule": "sharp"}

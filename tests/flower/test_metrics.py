@@ -1,4 +1,6 @@
-"""Metrics of outputs on Flower: clients compute them, and the server checks the numbers that arrive."""
+"""Metrics of outputs on Flower: clients compute them, and the server checks the numbers that
+arrive.
+"""
 
 from __future__ import annotations
 

@@ -184,7 +184,8 @@ def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
         (
             "my-app",
             "{data: digits, method: scaffold, flower: {privacy: {clip: 1}}}",
-            "mine.yaml: flower.privacy protects parameters, but Scaffold also uploads control_change",
+            "mine.yaml: flower.privacy protects parameters, but Scaffold also uploads "
+            "control_change",
         ),
     ],
 )

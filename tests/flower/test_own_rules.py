@@ -1,4 +1,6 @@
-"""Parts of one's own give the same in one process and by messages, down to the bytes that are moved."""
+"""Parts of one's own give the same in one process and by messages, down to the bytes that are
+moved.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_the_keys_of_the_server_are_the_same(folder):
     assert len(set(keys)) == 3
 
 
-# ---- what is sent once -----------------------------------------------------------------------------------------------
+# ---- what is sent once ---------------------------------------------------------------------------
 
 
 # The means of four clients: images of 8 by 8 and shares of ten classes.
@@ -204,7 +206,7 @@ def test_a_server_that_was_stopped_resumes_to_the_same_bytes(name, folder):
     assert bytes_down(resumed) == bytes_down(alone)
 
 
-# ---- memories --------------------------------------------------------------------------------------------------------
+# ---- memories ------------------------------------------------------------------------------------
 
 
 def test_facts_are_on_the_clients_own_disks_only(folder):
@@ -229,7 +231,7 @@ def test_a_client_that_has_lost_its_facts_computes_them_again(folder):
     assert differ(alone.trainer.state.model, run.trainer.state.model) <= TOLERANCE
 
 
-# ---- clients that are lost before they train -------------------------------------------------------------------------
+# ---- clients that are lost before they train -----------------------------------------------------
 
 
 def played(path, cohorts):
@@ -278,7 +280,7 @@ def test_a_sampler_chooses_among_those_that_answer(folder):
     assert differ(others.trainer.state.model, run.trainer.state.model) <= TOLERANCE
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 def test_rows_for_another_number_of_clients_are_refused(folder):

@@ -23,7 +23,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", with_clients())
 def test_every_method_gives_the_same_models_and_metrics(name, folder):
-    # Three of four clients a round: some have no memory yet, and the sampler has something to choose.
+    # Three of four clients a round: some have no memory yet, and the sampler has something to
+    # choose.
     path = write_experiment(
         folder, method=name, training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}}
     )

@@ -1,4 +1,6 @@
-"""Whatever a client answers or registers with, the run goes on, and the operator reads why it is left out."""
+"""Whatever a client answers or registers with, the run goes on, and the operator reads why it is
+left out.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ def assert_readable(reasons):
         assert 10 < len(reason) < 400, name
 
 
-# For each kind of message: the experiment in which it occurs, and all that can be wrong with the answer of client 1.
+# For each kind of message: the experiment in which it occurs, and all that can be wrong with the
+# answer of client 1.
 EXACT = {"name": "gifair", "exact": True}
 KINDS = {
     "an update": (
@@ -141,7 +144,8 @@ KINDS = {
         {**malformed.wrong_arrays("kept", "head.bias"), **malformed.wrong_notes()},
     ),
 }  # fmt: skip
-# Of arrays whose shape the server does not know, only those that differ from most others can be left out.
+# Of arrays whose shape the server does not know, only those that differ from most others can be
+# left out.
 OF_OTHER_SHAPES = {
     "flat", "empty", "without axes", "one axis more", "thirty axes", "half precision", "truth values", "complex",
     "one array more", "one array less", "no arrays", "a thousand arrays more",
@@ -150,7 +154,9 @@ OF_OTHER_SHAPES = {
 
 @pytest.mark.parametrize("what", KINDS)
 def test_every_malformed_answer_is_refused_in_one_readable_line(what, folder, monkeypatch):
-    """The server's own functions read the messages, which are sent as bytes; an answer of client 1 is spoiled."""
+    """The server's own functions read the messages, which are sent as bytes; an answer of client 1
+    is spoiled.
+    """
     kind, sections, faults = KINDS[what]
     heard = []
 
@@ -199,15 +205,16 @@ REASONS = {
     ("an update", "client as truth value"): "answered as client True",
     ("an upload", "upload.control_change: flat"): "answered with uploads of other shapes",
     ("an upload", "upload.control_change: text"): (
-        "answered with head.bias of type <U1; valid: float64, float32, float16, bfloat16, complex64, complex128, int64, "
-        "int32, int16, int8, uint8, bool"
+        "answered with head.bias of type <U1; valid: float64, float32, float16, bfloat16, "
+        "complex64, complex128, int64, int32, int16, int8, uint8, bool"
     ),
     ("an upload", "upload.control_change left out"): "answered without control_change",
     ("a report", "a learning rate of 0"): (
         "answered with 0 as lr, which is not in the range from 1e-12 to 1e+12"
     ),
     ("an evaluation", "accuracy of 7.5"): (
-        "answered with 7.5 as test accuracy of the global model, which is not in the range from 0 to 1"
+        "answered with 7.5 as test accuracy of the global model, which is not in the range from 0 "
+        "to 1"
     ),
     ("a later evaluation", "loss as NaN"): "answered with nan as train loss",
     ("an answer to a question", "a form that is no JSON"): "answered in a form that cannot be read: {",
@@ -282,7 +289,9 @@ def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, ca
 
 
 def test_a_client_that_is_missing_from_one_of_two_evaluations_has_no_row(folder):
-    """The global and the personal model are evaluated one after the other if kept parts are averaged."""
+    """The global and the personal model are evaluated one after the other if kept parts are
+    averaged.
+    """
     path = write_experiment(
         folder, method="fedper", training={"rounds": 2, **QUICK}, evaluation={"average_kept": True}
     )
@@ -428,7 +437,7 @@ def test_no_malformed_answer_takes_much_memory():
     assert peak < 20e6
 
 
-# ---- registrations -------------------------------------------------------------------------------------------------------
+# ---- registrations -------------------------------------------------------------------------------
 
 
 def hostile_nodes(folder, count):
@@ -583,7 +592,7 @@ def test_sizes_stay_what_they_were_at_registration(folder, caplog):
     assert "client 1 now has other sizes; those that it registered with stay" in caplog.text
 
 
-# ---- strangers that do not answer what everyone is asked -----------------------------------------------------------------
+# ---- strangers that do not answer what everyone is asked -----------------------------------------
 
 
 def speechless(client):
@@ -687,7 +696,7 @@ def test_a_stranger_that_joins_and_answers_nothing_right_harms_nobody(name, same
         )
 
 
-# ---- messages that Flower cannot put together ----------------------------------------------------------------------------
+# ---- messages that Flower cannot put together ----------------------------------------------------
 
 
 GARBLED = r"sent a message that cannot be read: Unexpected set of `children`.\x1b[2J"
@@ -697,7 +706,9 @@ def test_a_message_that_flower_cannot_read_is_left_out_by_name(folder):
     path = write_experiment(folder, training={"rounds": 2, **QUICK})
 
     class Garbled(LoopGrid):
-        """Raises, as Flower does, whenever the answer of client 1 in round 1 is among those that are asked for."""
+        """Raises, as Flower does, whenever the answer of client 1 in round 1 is among those that
+        are asked for.
+        """
 
         def pull_messages(self, message_ids):
             for id_ in message_ids:
@@ -714,7 +725,7 @@ def test_a_message_that_flower_cannot_read_is_left_out_by_name(folder):
     assert [row.get("left_out") for row in run.trainer.rounds] == [{"1": GARBLED}, None]
 
 
-# ---- names, ranges, weights ----------------------------------------------------------------------------------------------
+# ---- names, ranges, weights ----------------------------------------------------------------------
 
 
 def test_a_task_cannot_measure_a_column_or_an_empty_range():

@@ -1,4 +1,6 @@
-"""A small federation for real processes: four silos, an experiment and its app; and what a run must come to."""
+"""A small federation for real processes: four silos, an experiment and its app; and what a run must
+come to.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ TOLERANCE = 1e-9
 # Far more than an exchange takes on an idle machine, where it is six to ten seconds.
 PATIENCE = 600
 OWN = Path(__file__).with_name("own_methods.py")
-# The app as it is written, with methods of the user's own, and a client that can be told to send NaN.
+# The app as it is written, with methods of the user's own, and a client that can be told to send
+# NaN.
 SABOTAGE = """
 import own_methods
 from equipoise.flower.wire import from_record, to_record

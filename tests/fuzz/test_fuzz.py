@@ -1,4 +1,6 @@
-"""Odd configurations, arrays and files end in one line or in a result, soon and in little memory; cases are the same each time."""
+"""Odd configurations, arrays and files end in one line or in a result, soon and in little memory;
+cases are the same each time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ALL = 20_000
 
 
 def fuzz(suite, folder, cases):
-    """Try cases of a suite; return how many there were, how many were refused, and what else has happened."""
+    """Try cases of a suite; return how many there were, how many were refused, and what else has
+    happened.
+    """
     tried, refused = 0, 0
     wrong = {}
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

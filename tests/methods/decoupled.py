@@ -1,4 +1,6 @@
-"""Rounds of the methods whose features and heads go separate ways, and what their clients end up with."""
+"""Rounds of the methods whose features and heads go separate ways, and what their clients end up
+with.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LR = 0.1
 
 
 def played(method, module, cohorts=COHORTS, *, chunk=3, **how):
-    """Play rounds of a method, by name or put together, with the settings of ``tests/engine/five_clients.py``."""
+    """Play rounds of a method, by name or put together, with the settings of
+    ``tests/engine/five_clients.py``.
+    """
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=LR, momentum=0.9), **how}
     method = build(method) if isinstance(method, str) else method
     return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
@@ -33,6 +37,8 @@ def personal_models(found, method, clients):
 
 
 def adapt_by_hand(module, turns, client, rounds):
-    """Let a client make a module its own after so many rounds, with the random numbers meant for that."""
+    """Let a client make a module its own after so many rounds, with the random numbers meant for
+    that.
+    """
     key = fold(fold(SEED, rounds - 1, Purpose.ADAPT), client)
     train_by_hand([module], turns, *held_by(images(sizes=SIZES), client), key, interleaved=False)

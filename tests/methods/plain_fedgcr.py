@@ -51,7 +51,9 @@ def representation(module, x, y):
 
 
 def best_partition(points, number):
-    """The division into so many clusters with the least sum of squares, by trying all; numbered by first points."""
+    """The division into so many clusters with the least sum of squares, by trying all; numbered by
+    first points.
+    """
     number = min(number, len(points))
 
     def spread(labels):

@@ -1,4 +1,6 @@
-"""Rounds as plain PyTorch loops, one client after the other, and digits whose clients hold few classes."""
+"""Rounds as plain PyTorch loops, one client after the other, and digits whose clients hold few
+classes.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def skewed_digits(seed):
 
 @cache
 def on_digits(name, seed, rounds=8, **options):
-    """Play rounds with five local epochs, and return them with the mean training loss of the model handed out."""
+    """Play rounds with five local epochs, and return them with the mean training loss of the model
+    handed out.
+    """
     digits = skewed_digits(seed)
     module = build_model("mlp", shape=digits.shape, classes=10, hidden=(32,), seed=seed)
     method = build(name, weights="size", **options)

@@ -14,7 +14,9 @@ from tests.engine.five_clients import SEED, SIZES
 
 
 def by_hand(module, federation, cohorts, *, rho, eta=None, weights=SIZES):
-    """Sharpness-aware steps in plain PyTorch: the parameters are moved, and put back before the step."""
+    """Sharpness-aware steps in plain PyTorch: the parameters are moved, and put back before the
+    step.
+    """
     for round_, cohort in enumerate(cohorts):
         sent = []
         for client in cohort:

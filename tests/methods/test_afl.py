@@ -1,4 +1,6 @@
-"""AFL: both players' steps in plain Python, the mean iterate, partial cohorts, and the game's solution."""
+"""AFL: both players' steps in plain Python, the mean iterate, partial cohorts, and the game's
+solution.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_the_weights_stay_on_the_simplex():
 
 
 def test_play_ends_at_the_saddle_point():
-    """min_w max_k (w - t_k)² is where the two farthest targets are equally far: w = 1, λ = ½ on each of them."""
+    """min_w max_k (w - t_k)² is where the two farthest targets are equally far: w = 1, λ = ½ on
+    each of them.
+    """
     how = {"steps": 1, "optimizer": Sgd(lr=0.02)}
     played = play(
         build("afl", ascent=0.01), targets(*TARGETS), scalar(0.0), [[0, 1, 2]] * 1500, **how

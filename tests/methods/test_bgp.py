@@ -1,4 +1,6 @@
-"""BGP: both algorithms against plain PyTorch, its limits and ablations, what is aligned, and digits."""
+"""BGP: both algorithms against plain PyTorch, its limits and ablations, what is aligned, and
+digits.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ MODELS = pytest.mark.parametrize("make", [mlp, normalised], ids=["mlp", "bn"])
 
 
 def coral_by_hand(one, other, form):
-    """CORAL of two batches ``[samples, d]`` with PyTorch's own covariance, which one sample does not have."""
+    """CORAL of two batches ``[samples, d]`` with PyTorch's own covariance, which one sample does
+    not have.
+    """
     several, d = len(one) > 1, one.shape[1]
     difference = (
         torch.cov(one.T) - torch.cov(other.T) if several else torch.zeros(d, d, dtype=one.dtype)
@@ -113,7 +117,7 @@ def rounds_by_hand(module, train, cohorts=COHORTS, **how):
     return tensors(module)
 
 
-# ---- the algorithm ---------------------------------------------------------------------------------------------------
+# ---- the algorithm -------------------------------------------------------------------------------
 
 
 @CHUNKS
@@ -156,12 +160,14 @@ def test_without_alignment_it_is_plain_training_on_twice_the_batches(optimizer, 
         assert torch.equal(found.model[name], tensor), name
 
 
-# ---- ablations -------------------------------------------------------------------------------------------------------
+# ---- ablations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_only_meta_learning_with_halves_is_per_fedavg(chunk):
-    """Halves of a batch of 8 are two batches of 4, where every client holds a multiple of 8 samples."""
+    """Halves of a batch of 8 are two batches of 4, where every client holds a multiple of 8
+    samples.
+    """
     federation = images(sizes=[16, 8, 24])
 
     def trained(method, batch_size):
@@ -199,7 +205,9 @@ class Paced(FedAvg):
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
-    """With f the mean squared error: w − η ∇f₂(w − η ∇f₁(w)), with η of the round and of the client."""
+    """With f the mean squared error: w − η ∇f₂(w − η ∇f₁(w)), with η of the round and of the
+    client.
+    """
     federation = random_regression([6, 8])
     method = build("bgp", align=0.0, restore=True, aggregation=Paced())
     schedule = Schedule(kind="exponential", decay=0.5)
@@ -229,11 +237,13 @@ def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
         )
 
 
-# ---- what is aligned -------------------------------------------------------------------------------------------------
+# ---- what is aligned -----------------------------------------------------------------------------
 
 
 class Prompted(Model):
-    """A stand-in for a model with text prompts: it aligns one row a class, made from its parameters alone."""
+    """A stand-in for a model with text prompts: it aligns one row a class, made from its parameters
+    alone.
+    """
 
     aligned_rows = "classes"
 
@@ -297,7 +307,7 @@ def test_a_received_model_as_it_is_costs_nothing():
     assert distance(aligned.model, plain.model) <= 1e-12
 
 
-# ---- digits ----------------------------------------------------------------------------------------------------------
+# ---- digits --------------------------------------------------------------------------------------
 
 
 def digits(seed):
@@ -314,7 +324,9 @@ def digits(seed):
 
 
 def on_digits(method, seed, epochs, rounds=8):
-    """Local models' accuracy on their own validation data and distance from the received model, over the last rounds."""
+    """Local models' accuracy on their own validation data and distance from the received model,
+    over the last rounds.
+    """
     federation = digits(seed)
     module = build_model("mlp", shape=federation.shape, classes=10, seed=seed)
     how = {"batch_size": 16, "epochs": epochs, "optimizer": Sgd(lr=0.1), "precision": "float32"}
@@ -340,8 +352,10 @@ def on_digits(method, seed, epochs, rounds=8):
 def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_better_than_fedavg(
     seed,
 ):
-    """Table 13 says that BGP fits clients better than FedAvg; on digits that is because it makes twice as many steps.
-    FedAvg with as many steps fits them equally well, and its features move further away."""
+    """Table 13 says that BGP fits clients better than FedAvg; on digits that is because it makes
+    twice as many steps.
+    FedAvg with as many steps fits them equally well, and its features move further away.
+    """
     (fedavg, _), (as_many_steps, far), (ours, near), (_, nearest) = (
         on_digits(build(**method), seed, epochs)
         for method, epochs in (

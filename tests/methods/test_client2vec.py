@@ -1,4 +1,6 @@
-"""Client2Vec: its three uses by hand, around plain hosts and around every method, and what is refused."""
+"""Client2Vec: its three uses by hand, around plain hosts and around every method, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def to_cohort(index, cohort, sizes, client):
     return sum(sizes[j] / total * similarity(index, j, client) for j in cohort)
 
 
-# ---- sampling --------------------------------------------------------------------------------------------------------
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 def candidates(key, sizes=(3, 1, 4, 1)):
@@ -91,7 +93,9 @@ def after(method, state, cohort):
 
 
 def test_probabilities_are_those_of_eq_1(path):
-    """One of three clients that may be drawn; the fourth took part the round before, and is left out."""
+    """One of three clients that may be drawn; the fourth took part the round before, and is left
+    out.
+    """
     method = build("client2vec", uses=["sampling"], index=path, tau=0.3)
     state = after(method, begun(method), [1])
     drawn = np.array([method.sampler.select(state, candidates(key), 1)[0] for key in range(4000)])
@@ -115,7 +119,8 @@ def test_large_clients_of_the_round_before_count_more(path):
     odds = np.array(
         [math.exp(to_cohort(random_index(6), [0, 1], sizes, i) / 0.2) for i in range(6)]
     )
-    # 6 / (2 · 2) = 1.5 rounds: those of the round before are left out, and client 5 may be drawn again.
+    # 6 / (2 · 2) = 1.5 rounds: those of the round before are left out, and client 5 may be drawn
+    # again.
     odds[[0, 1]] = 0
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, odds / odds.sum(), atol=0.03)
 
@@ -173,7 +178,7 @@ def test_nobody_is_drawn_twice_within_the_ban():
         assert not set(ids) & {k for before in rounds[max(0, number - 2) : number] for k in before}
 
 
-# ---- aggregation -----------------------------------------------------------------------------------------------------
+# ---- aggregation ---------------------------------------------------------------------------------
 
 
 def test_weights_maximise_eq_2():
@@ -240,7 +245,7 @@ def test_the_prior_of_the_host_is_what_is_changed(path):
     assert share != pytest.approx([1 / 3] * 3, abs=1e-2)
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def with_projection(index, seed=8):
@@ -354,7 +359,7 @@ def test_regression_cannot_be_distilled(path):
         play(method, targets(1.0, 2.0, 3.0, 4.0), module, [[0, 1]])
 
 
-# ---- the index -------------------------------------------------------------------------------------------------------
+# ---- the index -----------------------------------------------------------------------------------
 
 
 def test_without_a_file_the_index_is_the_mean_of_z_and_of_labels():
@@ -480,7 +485,7 @@ def test_a_run_can_be_resumed_but_not_with_another_index(tmp_path):
     assert promised(tmp_path / "run") == promised(tmp_path / "whole")
 
 
-# ---- around every method ---------------------------------------------------------------------------------------------
+# ---- around every method -------------------------------------------------------------------------
 
 IGNORING = {"qffl", "afl", "fedmgda", "gifair", "ga", "faa", "fftgp", "median", "trimmedmean"}
 NO_HOSTS = {"local", "central", "client2vec"}
@@ -488,7 +493,9 @@ HOSTS = sorted(set(names()) - NO_HOSTS)
 
 
 def assert_every_use_matters(host):
-    """Each use alone and all together: other parameters than the host's, the same however clients are stacked."""
+    """Each use alone and all together: other parameters than the host's, the same however clients
+    are stacked.
+    """
     plain = trainer(build(host), *fitting(host))
     plain.run()
     for uses in (*((use,) for use in USES), USES):
@@ -529,7 +536,9 @@ def test_some_methods_have_nothing_to_wrap(host, use):
 
 @pytest.mark.parametrize("name", sorted(set(names()) - {"central"}))
 def test_aggregations_say_whether_the_prior_matters(name):
-    """With other weights the model is another one, unless the aggregation says that they do not matter."""
+    """With other weights the model is another one, unless the aggregation says that they do not
+    matter.
+    """
     method = build(name)
     models = []
     for power in (1.0, 3.0):

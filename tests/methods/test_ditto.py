@@ -1,4 +1,6 @@
-"""Ditto: both models' steps by hand, what anchors the personal one, its limits, and what stays with the client."""
+"""Ditto: both models' steps by hand, what anchors the personal one, its limits, and what stays with
+the client.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_rounds_equal_the_papers_algorithm(lam, chunk):
 
 
 def test_long_training_ends_between_the_clients_optimum_and_the_received_model():
-    # v minimises (v - t)² + λ/2 (v - w)² at (2t + λw)/(2 + λ), with w received, though the client's copy ends at t.
+    # v minimises (v - t)² + λ/2 (v - w)² at (2t + λw)/(2 + λ), with w received, though the client's
+    # copy ends at t.
     played = play(
         build("ditto", lam=6.0), targets(3.0), scalar(1.0), [[0]], steps=300, optimizer=Sgd(lr=0.1)
     )

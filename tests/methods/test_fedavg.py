@@ -42,7 +42,8 @@ def test_parameters_and_buffers_are_averaged_by_the_prior():
 
 
 def test_a_round_of_unequal_clients_by_hand():
-    # One step of rate 0.1 on (w - t)² from w = 1 leads to 1 - 0.2 (1 - t): 1.4 for t = 3 and 0.6 for t = -1.
+    # One step of rate 0.1 on (w - t)² from w = 1 leads to 1 - 0.2 (1 - t): 1.4 for t = 3 and 0.6
+    # for t = -1.
     federation = targets(3.0, -1.0, samples=[1, 3])
     by_size = play(build("fedavg"), federation, scalar(1.0), [[0, 1]], steps=1)
     assert weight(by_size.model) == pytest.approx(0.25 * 1.4 + 0.75 * 0.6, abs=1e-15)

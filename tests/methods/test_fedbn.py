@@ -1,4 +1,6 @@
-"""FedBN: BatchNorm layers stay with the client, against plain PyTorch; new clients; and styles of digits."""
+"""FedBN: BatchNorm layers stay with the client, against plain PyTorch; new clients; and styles of
+digits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FedCLIP and PromptFL: FedAvg of an adapter or of prompts, and the contrastive loss by a plain loop."""
+"""FedCLIP and PromptFL: FedAvg of an adapter or of prompts, and the contrastive loss by a plain
+loop.
+"""
 
 from __future__ import annotations
 

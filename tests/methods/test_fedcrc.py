@@ -1,4 +1,6 @@
-"""FedCRC: three steps against plain PyTorch, the divergence and the moving average by hand, its limits, and digits."""
+"""FedCRC: three steps against plain PyTorch, the divergence and the moving average by hand, its
+limits, and digits.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def own_heads(found, module):
     }
 
 
-# ---- three steps -----------------------------------------------------------------------------------------------------
+# ---- three steps ---------------------------------------------------------------------------------
 
 
 @CHUNKS
@@ -150,11 +152,13 @@ def test_a_new_client_makes_a_personal_head_from_the_global_one():
     assert distance(personal_models(found, method, [3])[3], tensors(own), NOISE) <= 1e-9
 
 
-# ---- the divergence --------------------------------------------------------------------------------------------------
+# ---- the divergence ------------------------------------------------------------------------------
 
 
 def two_heads(shared, own):
-    """A client whose features are the input, with two classes, a head that says ``shared`` and one that says ``own``."""
+    """A client whose features are the input, with two classes, a head that says ``shared`` and one
+    that says ``own``.
+    """
     features, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)
     network = Network(
         Model(features, head).double(), tasks.build("classification"), dtype=torch.float64
@@ -193,7 +197,7 @@ def test_equal_heads_have_nothing_to_teach():
     assert FedCRC(kl=5.0).taught_loss(client).tolist() == pytest.approx(wanted, abs=1e-14)
 
 
-# ---- the server ------------------------------------------------------------------------------------------------------
+# ---- the server ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.25, 0.99, 1.0])
@@ -230,7 +234,7 @@ def test_a_head_that_never_moves_gives_fedbabus_global_model():
     assert distance(*stacked, NOISE) <= 1e-9
 
 
-# ---- combinations ----------------------------------------------------------------------------------------------------
+# ---- combinations --------------------------------------------------------------------------------
 
 
 def test_both_halves_combine_with_others():
@@ -282,7 +286,7 @@ def test_a_task_without_classes_is_refused():
         play(build("fedcrc"), federation, module, [[0, 1]])
 
 
-# ---- digits ----------------------------------------------------------------------------------------------------------
+# ---- digits --------------------------------------------------------------------------------------
 
 
 def test_personal_models_beat_the_global_one_where_labels_are_skewed():

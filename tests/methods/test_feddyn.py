@@ -74,10 +74,12 @@ def test_rounds_equal_the_papers_algorithm(cohorts, alpha, chunk):
 
 
 def test_two_rounds_by_hand():
-    """F = (w - 3)² and (w + 1)², α = 0.5, one step of rate 0.1 from w = 1; one of two clients takes part.
+    """F = (w - 3)² and (w + 1)², α = 0.5, one step of rate 0.1 from w = 1; one of two clients takes
+    part.
 
-    Round 1: gradient -4, so w_0 = 1.4; λ_0 = -0.5 · 0.4 = -0.2; h = -0.5 / 2 · 0.4 = -0.1; sent 1.4 + 0.2 = 1.6.
-    Round 2: gradient 2 (1.6 + 1) = 5.2, so w_1 = 1.08; λ_1 = 0.26; h = -0.1 + 0.25 · 0.52 = 0.03; sent 1.08 - 0.06.
+    Round 1: gradient -4, so w_0 = 1.4; λ_0 = -0.5 · 0.4 = -0.2; h = -0.5 / 2 · 0.4 = -0.1; sent 1.4
+    + 0.2 = 1.6. Round 2: gradient 2 (1.6 + 1) = 5.2, so w_1 = 1.08; λ_1 = 0.26; h = -0.1 + 0.25 ·
+    0.52 = 0.03; sent 1.08 - 0.06.
     """
     method = build("feddyn", alpha=0.5)
     played = play(

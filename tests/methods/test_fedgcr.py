@@ -1,4 +1,6 @@
-"""FedGCR: equations by hand, rounds against a plain loop, and what clusters do when clients come, go and change."""
+"""FedGCR: equations by hand, rounds against a plain loop, and what clusters do when clients come,
+go and change.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def pictures():
     return replace(federation, x=federation.x + 3 * odd.view(-1, 1, 1, 1))
 
 
-# ---- equations by hand -----------------------------------------------------------------------------------------------
+# ---- equations by hand ---------------------------------------------------------------------------
 
 
 def client_with(h, **about):
@@ -264,7 +266,7 @@ def test_given_groups_weigh_clients():
     assert torch.equal(state.notes["weights"], state.model["w"])
 
 
-# ---- rounds against a plain loop -------------------------------------------------------------------------------------
+# ---- rounds against a plain loop -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_encoded_and_plain_first_passes_agree(name):
     assert distance(trained(True), trained(False)) <= 1e-9
 
 
-# ---- class tokens ----------------------------------------------------------------------------------------------------
+# ---- class tokens --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["vitprompts", "fedgc"])
@@ -422,7 +424,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_clusters(tmp_path):
     ).read_bytes()
 
 
-# ---- combinations and refusals ---------------------------------------------------------------------------------------
+# ---- combinations and refusals -------------------------------------------------------------------
 
 
 def test_parts_combine():
@@ -491,7 +493,7 @@ def test_other_models_are_refused(name):
         train(load("digits"), method=name, model="mlp", rounds=1)
 
 
-# ---- beyond the paper ------------------------------------------------------------------------------------------------
+# ---- beyond the paper ----------------------------------------------------------------------------
 
 RECEIVED = {"clusters": 2, "representation": "received"}
 
@@ -583,7 +585,8 @@ def test_representations_are_clipped_and_noised_once(monkeypatch):
     noise = first.updates[0].uploads["representation"]["h"] - short
     assert float(noise.std()) == pytest.approx(0.2, rel=0.25)
     assert abs(float(torch.corrcoef(noise).fill_diagonal_(0).max())) < 0.7
-    # Neither the number of passes over a client's samples nor its chunk changes the noise; the seed does.
+    # Neither the number of passes over a client's samples nor its chunk changes the noise; the seed
+    # does.
     monkeypatch.setattr("equipoise.engine.chunking._PASS", 2)
     again = noised(chunk=1).updates[0].uploads["representation"]["h"]
     torch.testing.assert_close(again, short + noise, rtol=1e-9, atol=1e-12)
@@ -602,7 +605,7 @@ def test_noise_needs_a_length():
         build("fedgcr", privacy_delta=2.0)
 
 
-# ---- a client index as cold start ------------------------------------------------------------------------------------
+# ---- a client index as cold start ----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""FedIIR: worked numbers, rounds against a plain loop with second derivatives, its limits, and what it aligns."""
+"""FedIIR: worked numbers, rounds against a plain loop with second derivatives, its limits, and what
+it aligns.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ def test_rounds_equal_a_plain_loop(gamma, ema, chunk):
 def test_one_round_by_hand():
     """F = (w - 3)² and (w + 1)² at w = 2: gradients -2 and 6, mean 2, and with β = 0.5 ḡ = 1.
 
-    The gradient of F + γ (F' - ḡ)² is F' + 2 γ (F' - ḡ) F'' with F'' = 2 and γ = 0.25: -2 - 3 = -5 and 6 + 5 = 11.
-    Steps of 0.1 lead to 2.5 and 0.9.
+    The gradient of F + γ (F' - ḡ)² is F' + 2 γ (F' - ḡ) F'' with F'' = 2 and γ = 0.25: -2 - 3 = -5
+    and 6 + 5 = 11. Steps of 0.1 lead to 2.5 and 0.9.
     """
     method = build("fediir", gamma=0.25, ema=0.5)
     played = play(

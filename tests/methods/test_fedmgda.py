@@ -32,16 +32,19 @@ def combined(rows, *, round_=0, buffers=None, **options):
 
 
 def test_two_clients_by_hand():
-    # Unit vectors u = (1, 0) and v = (0.6, 0.8): the shortest point between two of equal length is the middle.
+    # Unit vectors u = (1, 0) and v = (0.6, 0.8): the shortest point between two of equal length is
+    # the middle.
     assert combined([[5.0, 0.0], [0.3, 0.4]], epsilon=1.0) == pytest.approx([0.8, 0.4], abs=1e-12)
 
 
 def test_three_clients_by_hand():
-    # (1, 0), (0, 1) and (0.6, 0.8): the third is no help, the shortest point is the middle of the first two.
+    # (1, 0), (0, 1) and (0.6, 0.8): the third is no help, the shortest point is the middle of the
+    # first two.
     rows = [[2.0, 0.0], [0.0, 7.0], [0.3, 0.4]]
     assert combined(rows, epsilon=1.0, lr=0.5) == pytest.approx([0.25, 0.25], abs=1e-10)
-    # At most 0.1 from a third each: the third client keeps 7/30, the others a and 23/30 - a. The sum
-    # (a + 0.6·7/30, 23/30 - a + 0.8·7/30) is shortest where both entries are equal, which the bounds allow: a = 0.407.
+    # At most 0.1 from a third each: the third client keeps 7/30, the others a and 23/30 - a. The
+    # sum (a + 0.6·7/30, 23/30 - a + 0.8·7/30) is shortest where both entries are equal, which the
+    # bounds allow: a = 0.407.
     half = (23 / 30 + 1.4 * 7 / 30) / 2
     assert combined(rows, epsilon=0.1) == pytest.approx([half, half], abs=1e-12)
 
@@ -112,7 +115,8 @@ def test_steps_shorten_from_round_to_round():
 
 
 def test_buffers_are_averaged_with_the_mixture():
-    # Lengths 1 and 100 after normalising are alike; the mixture of (1, 0) and (0, 1) is half and half.
+    # Lengths 1 and 100 after normalising are alike; the mixture of (1, 0) and (0, 1) is half and
+    # half.
     _, mean = combined([[1.0, 0.0], [0.0, 100.0]], epsilon=1.0, lr=50.0, buffers=[[2.0], [6.0]])
     assert mean == pytest.approx([4.0], abs=1e-9)
 

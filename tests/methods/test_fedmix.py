@@ -1,4 +1,6 @@
-"""FedMix: means by hand, rounds against plain PyTorch, the expansion against mixup, what is sent, and what is refused."""
+"""FedMix: means by hand, rounds against plain PyTorch, the expansion against mixup, what is sent,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_rounds_equal_plain_pytorch(make, chunk):
 @pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize("fused", [True, False])
 def test_prompts_in_a_frozen_transformer_equal_plain_pytorch(fused, chunk):
-    """The derivative towards x needs second derivatives of attention, which fused attention does not have."""
+    """The derivative towards x needs second derivatives of attention, which fused attention does
+    not have.
+    """
     federation = images(sizes=SIZES, shape=(1, 8, 8))
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=0.1, momentum=0.9)}
     trainer = Trainer(
@@ -151,7 +155,9 @@ def test_means_are_those_of_equal_parts(number, chunk):
 
 
 def test_the_loss_is_that_of_mixup_up_to_second_order():
-    """Of a batch of five samples: a factor 1/5 in the last term would leave an error of first order."""
+    """Of a batch of five samples: a factor 1/5 in the last term would leave an error of first
+    order.
+    """
     x, y = held_by(images(sizes=SIZES), 2)
     x, y, mean_x = x[:5], y[:5], x[5:].mean(0)
     mean_y = F.one_hot(y, 4).double().mean(0)
@@ -187,7 +193,8 @@ def test_means_are_sent_once_and_clients_that_join_add_none():
     trainer.run()
     assert not trainer.engine.network.encoded
     first, second, third = (row["bytes_down"] for row in trainer.rounds)
-    # The model goes to five clients each round, and once more for the question, with two numbers for each.
+    # The model goes to five clients each round, and once more for the question, with two numbers
+    # for each.
     assert second == third
     assert first - second == second + 5 * 2 * 8 + 5 * (5 * 64 + 5 * 4) * 8
     assert method.aggregation.admit(trainer.state, None) is trainer.state

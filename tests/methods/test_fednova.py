@@ -1,4 +1,6 @@
-"""FedNova against the paper's update in plain Python, and its weights of gradients against the paper's closed forms."""
+"""FedNova against the paper's update in plain Python, and its weights of gradients against the
+paper's closed forms.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ETA = 0.05
 
 
 def rounds_by_hand(w, *, momentum=0.0, mu=0.0, rounds=2, effective="weights"):
-    """Client k makes as many steps as it has samples; F_k(w) = (w - t_k)². ‖a‖₁ as in section 4.1 of the paper."""
+    """Client k makes as many steps as it has samples; F_k(w) = (w - t_k)². ‖a‖₁ as in section 4.1
+    of the paper.
+    """
     shares = [copies / sum(COPIES) for copies in COPIES]
     for _ in range(rounds):
         directions, lengths = [], []
@@ -69,7 +73,9 @@ def test_clients_that_do_the_same_work_are_averaged(momentum):
 
 
 def test_unequal_work_does_not_change_what_is_minimised():
-    """Client 1 makes nine times as many steps; the minimum of the mean of (w - 1)² and (w + 1)² is 0."""
+    """Client 1 makes nine times as many steps; the minimum of the mean of (w - 1)² and (w + 1)² is
+    0.
+    """
 
     def far(name):
         method = build(name, weights="uniform")

@@ -1,4 +1,6 @@
-"""Fairness-aware aggregation: its weights by hand, its edges, rounds against a plain loop, and digits."""
+"""Fairness-aware aggregation: its weights by hand, its edges, rounds against a plain loop, and
+digits.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_always_on_the_simplex(clients):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_rounds_by_hand(every):
-    """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the round before."""
+    """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the
+    round before.
+    """
     world = regression()
     played = play(
         build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING
@@ -196,7 +200,9 @@ def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits():
 
 
 def median_variances(seed):
-    """Medians over 40 rounds of FedAvg's local models, one client a style, one style left out: FedAvg, GA and FAA."""
+    """Medians over 40 rounds of FedAvg's local models, one client a style, one style left out:
+    FedAvg, GA and FAA.
+    """
     digits = load(
         "digits",
         imbalance=1,
@@ -236,7 +242,9 @@ def median_variances(seed):
 
 
 def test_fftgp_narrows_the_gaps_of_bgp_on_digits():
-    """Tables 11 and 12 combine both parts: the clients' models are as good, and the gaps differ less."""
+    """Tables 11 and 12 combine both parts: the clients' models are as good, and the gaps differ
+    less.
+    """
     digits = load(
         "digits",
         imbalance=1,

@@ -1,4 +1,6 @@
-"""DSA-IGN's losses in plain numpy, the server alone with gathered samples, and the index that a run leaves."""
+"""DSA-IGN's losses in plain numpy, the server alone with gathered samples, and the index that a run
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -254,7 +256,9 @@ def test_refusals():
 
 @pytest.mark.parametrize("pair", ["clip", "two encoders"])
 def test_a_stage_from_files(pair, tmp_path, monkeypatch):
-    """An image and a text encoder on disk, an experiment, and its index against the encoders' own embeddings."""
+    """An image and a text encoder on disk, an experiment, and its index against the encoders' own
+    embeddings.
+    """
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
     if pair == "clip":
         images = texts = write_clip(tmp_path / "clip", width=16, longest=40)

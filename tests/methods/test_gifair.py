@@ -1,4 +1,6 @@
-"""GIFAIR-FL: the paper's example and lemma, what crosses the door, its limits, its rate, and what it is for."""
+"""GIFAIR-FL: the paper's example and lemma, what crosses the door, its limits, its rate, and what
+it is for.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def factors_of(losses, sizes, groups, **options):
     return aggregation.send(state, everyone)[1]["step_factor"].numpy()
 
 
-# ---- Lemma 1 ---------------------------------------------------------------------------------------------------------
+# ---- Lemma 1 -------------------------------------------------------------------------------------
 
 
 def test_the_papers_example_1():
@@ -117,7 +119,9 @@ def test_the_ordering_and_its_ties():
 
 
 def test_a_group_gains_at_most_what_the_smallest_group_has():
-    """Σ p_k · factor over a group is P + λ r: λ_max leaves little to give where some group is small."""
+    """Σ p_k · factor over a group is P + λ r: λ_max leaves little to give where some group is
+    small.
+    """
     sizes, groups = [8, 8, 8, 8, 8, 8, 1, 1], [0, 0, 0, 0, 1, 1, 2, 2]
     factors = factors_of([1.0, 1, 1, 1, 2, 2, 3, 3], sizes, groups, lam=0.999)
     p = np.array(sizes) / 50
@@ -126,7 +130,7 @@ def test_a_group_gains_at_most_what_the_smallest_group_has():
     assert shares == pytest.approx([0.64 - 2 * 0.01998, 0.32, 0.04 + 2 * 0.01998], abs=1e-12)
 
 
-# ---- λ ---------------------------------------------------------------------------------------------------------------
+# ---- λ -------------------------------------------------------------------------------------------
 
 
 def test_lambda_is_a_fraction_of_its_largest_value_or_absolute():
@@ -188,7 +192,7 @@ def test_personal_models_need_the_methods_own_local_rule():
         build("fedprox", aggregation={"name": "gifair", "personal": True})
 
 
-# ---- rounds by hand --------------------------------------------------------------------------------------------------
+# ---- rounds by hand ------------------------------------------------------------------------------
 
 VALUES, GROUPS, SAMPLES = (3.0, -1.0, 0.5, 2.0), ("a", "a", "b", "c"), [1, 3, 2, 2]
 
@@ -231,14 +235,17 @@ def test_rounds_equal_the_papers_algorithm(cohorts, mean, exact):
 
 
 def test_weights_that_do_not_sum_to_one_lose_nothing_of_the_model():
-    """Clients that stand still leave θ where it is, though (K/|S|) Σ p_k over the cohort is far from one."""
+    """Clients that stand still leave θ where it is, though (K/|S|) Σ p_k over the cohort is far
+    from one.
+    """
     federation = grouped((5.0, 5.0, 5.0), "aab", [1, 1, 10])
     played = play(build("gifair"), federation, scalar(5.0), [[0, 1], [2]], steps=1)
     assert weight(played.model) == 5.0
 
 
 def test_clients_never_seen_count_with_their_loss_of_the_first_model():
-    # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, though only b takes part in the first rounds.
+    # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, though only b takes part in the
+    # first rounds.
     federation = grouped((3.0, 1.0, -2.0), "abc")
     played = play(
         build("gifair", lam=0.6),
@@ -273,7 +280,7 @@ def test_the_factor_scales_steps_of_any_optimizer(name):
     assert found == pytest.approx([0.01 * 1.6, 0.01 * 0.4, -0.01], rel=1e-9)
 
 
-# ---- limits ----------------------------------------------------------------------------------------------------------
+# ---- limits --------------------------------------------------------------------------------------
 
 
 def in_groups(federation, groups):
@@ -360,7 +367,7 @@ def test_batchnorm_statistics_are_averaged_with_weights_that_sum_to_one():
     torch.testing.assert_close(new, (7 * sent[0] + 53 * sent[1]) / 60, rtol=0, atol=1e-13)
 
 
-# ---- the door --------------------------------------------------------------------------------------------------------
+# ---- the door ------------------------------------------------------------------------------------
 
 
 def test_besides_the_model_one_number_a_client_is_sent(monkeypatch):
@@ -447,7 +454,7 @@ def test_a_broken_run_goes_on_as_if_nothing_had_happened(tmp_path):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-# ---- GIFAIR-FL-Per ---------------------------------------------------------------------------------------------------
+# ---- GIFAIR-FL-Per -------------------------------------------------------------------------------
 
 
 def test_clients_keep_the_model_they_last_trained():
@@ -492,14 +499,15 @@ def test_personal_models_are_evaluated_beside_the_global_one():
             assert found[client, model] == pytest.approx(right, abs=1e-12)
 
 
-# ---- what it shows ---------------------------------------------------------------------------------------------------
+# ---- what it shows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("seed", "distinct"), [(2, 3), (1, 2), (5, 1)], ids=["apart", "two tie", "all tie"]
 )
 def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, distinct):
-    """H(θ) - H* is O(1/T) on a strongly convex problem of unlike clients, with rates that fall as 1/t.
+    """H(θ) - H* is O(1/T) on a strongly convex problem of unlike clients, with rates that fall as
+    1/t.
 
     Where groups tie at the minimum, H has a kink there.
     """
@@ -551,7 +559,8 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
         "schedule": schedule,
     }
     played = play(method, federation, linear(), [range(6)] * rounds, **how)
-    # The largest excess over the later part of each stretch, because the ordering may flip from round to round.
+    # The largest excess over the later part of each stretch, because the ordering may flip from
+    # round to round.
     values = [objective(state.model["head.weight"].numpy()[0]) - least for state in played.states]
     marks = [50, 100, 200, 400, 800]
     excess = [max(values[mark // 2 : mark + 1]) for mark in marks]
@@ -563,7 +572,7 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
     ), excess
 
 
-# ---- groups from a client index --------------------------------------------------------------------------------------
+# ---- groups from a client index ------------------------------------------------------------------
 
 
 def test_clusters_of_an_index_are_groups(tmp_path):
@@ -588,7 +597,10 @@ def test_clusters_of_an_index_are_groups(tmp_path):
 
 
 def test_groups_of_digits_are_found_by_an_index_of_their_amplitudes(tmp_path):
-    """The data name no groups. Those of the index are the five styles, so training is the same as with named groups."""
+    """The data name no groups.
+
+    Those of the index are the five styles, so training is the same as with named groups.
+    """
     digits = load("digits")
     make_index(digits, lambda x, y: (torch.fft.rfft2(x).abs().flatten(1), torch.eye(10)[y])).write(
         tmp_path / "index"
@@ -633,7 +645,8 @@ def test_groups_of_digits_come_closer_than_under_fedavg(seed):
 @pytest.mark.parametrize(
     ("sizes", "options", "says"),
     [
-        # Client 5 alone is a group with a thousandth of the samples, so λ_max is small for all others.
+        # Client 5 alone is a group with a thousandth of the samples, so λ_max is small for all
+        # others.
         ([300, 300, 200, 199, 1], {}, True),
         ([300, 300, 200, 199, 1], {"lam": 0.0}, False),
         ([300, 300, 200, 199, 1], {"fairness": "individual"}, True),

@@ -28,7 +28,7 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def test_cosines_of_whole_updates_by_hand():
@@ -39,8 +39,11 @@ def test_cosines_of_whole_updates_by_hand():
 
 
 def test_cosines_of_tensors_by_hand():
-    """In ``a``: cos(1, 2) = 1, cos(1, 3) = cos(2, 3) = 0. In ``b``: 1, −1 and −1. The mean of both is 1, −1/2 and −1/2;
-    with weights 1 and 0 only ``a`` counts."""
+    """In ``a``: cos(1, 2) = 1, cos(1, 3) = cos(2, 3) = 0.
+
+    In ``b``: 1, −1 and −1. The mean of both is 1, −1/2 and −1/2;
+    with weights 1 and 0 only ``a`` counts.
+    """
     given = updates((1, 0, 2), (3, 0, 1), (0, 2, -5))
     assert mean_cosines(ZERO, given, "tensors").tolist() == pytest.approx([0.25, 0.25, -0.5])
     assert mean_cosines(ZERO, given, "early_tensors").tolist() == pytest.approx([0.5, 0.5, 0.0])
@@ -76,7 +79,7 @@ def test_clients_that_agree_on_nothing_keep_their_prior():
     assert agreement_weights(prior, numbers(-0.4, -0.4)).tolist() == pytest.approx([0.7, 0.3])
 
 
-# ---- rounds ----------------------------------------------------------------------------------------------------------
+# ---- rounds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])

@@ -1,4 +1,6 @@
-"""HarmoFL: mean amplitudes by hand, rounds against plain PyTorch, what is fixed, and what is refused."""
+"""HarmoFL: mean amplitudes by hand, rounds against plain PyTorch, what is fixed, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SHAPE = (2, 5, 5)
 
 
 def mean_amplitude(federation, weights):
-    """The weighted mean over clients of the mean amplitude of their images, with NumPy, of all frequencies."""
+    """The weighted mean over clients of the mean amplitude of their images, with NumPy, of all
+    frequencies.
+    """
     means = [
         np.abs(np.fft.fft2(federation.x[federation.train.of(client)].numpy())).mean(0)
         for client in EVERYONE

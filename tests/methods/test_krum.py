@@ -28,7 +28,9 @@ def updates_of(clients, seed=0):
 
 
 def scores_by_hand(params, f):
-    """Blanchard et al.: the sum of squared distances from the n − f − 2 nearest others, client by client."""
+    """Blanchard et al.: the sum of squared distances from the n − f − 2 nearest others, client by
+    client.
+    """
     flat = np.concatenate([stack.flatten(1).numpy() for stack in params.values()], axis=1)
     scores = []
     for client in range(len(flat)):

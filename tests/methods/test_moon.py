@@ -127,7 +127,10 @@ def test_a_projection_head_stacks(make):
 
 
 def test_the_contrastive_loss_by_hand():
-    """z = (1, 0); received (0, 1): s = 0; previous (1, 1): s = 1/√2. With τ = 0.5 the loss is log(1 + e^{√2})."""
+    """z = (1, 0); received (0, 1): s = 0; previous (1, 1): s = 1/√2.
+
+    With τ = 0.5 the loss is log(1 + e^{√2}).
+    """
     method = build("moon")
     z, near, far = (torch.tensor([v]) for v in ([1.0, 0.0], [0.0, 1.0], [1.0, 1.0]))
     ours = method.local
@@ -161,7 +164,9 @@ def test_without_the_term_it_is_fedavg(make):
 
 
 def test_the_previous_model_is_the_clients_own_of_its_last_round():
-    """A client that misses a round keeps the features it had; the other models' statistics stay as they were."""
+    """A client that misses a round keeps the features it had; the other models' statistics stay as
+    they were.
+    """
     federation_, how = images(), {"batch_size": 64, "optimizer": Sgd(lr=0.1)}
     played = play(build("moon"), federation_, batchnorm(), [[3, 4], [4], [4, 5]], **how)
     first = {
@@ -216,7 +221,8 @@ def test_it_combines_with_any_aggregation():
 
 
 def test_local_features_stay_nearer_to_the_received_ones_on_digits():
-    """The cosine of local features with those of the received model, minus that with the previous local ones.
+    """The cosine of local features with those of the received model, minus that with the previous
+    local ones.
 
     This is what the loss maximises. On digits the global model does not become better by it.
     """

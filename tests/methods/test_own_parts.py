@@ -1,4 +1,6 @@
-"""Parts of one's own: what is refused when they are registered, when they are named, and when they combine."""
+"""Parts of one's own: what is refused when they are registered, when they are named, and when they
+combine.
+"""
 
 from __future__ import annotations
 

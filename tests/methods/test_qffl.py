@@ -53,8 +53,8 @@ def test_rounds_equal_the_papers_algorithm(q, lipschitz):
 
 
 def test_one_round_by_hand():
-    # From w = 1 with η = 0.1: F = 4, 4, 0.25, w_k = 1.4, 0.6, 0.9, L (w - w_k) = -4, 4, 1. For q = 1 the Δ_k = -16, 16,
-    # 0.25 and h_k = 16 + 40, 16 + 40, 1 + 2.5.
+    # From w = 1 with η = 0.1: F = 4, 4, 0.25, w_k = 1.4, 0.6, 0.9, L (w - w_k) = -4, 4, 1. For q =
+    # 1 the Δ_k = -16, 16, 0.25 and h_k = 16 + 40, 16 + 40, 1 + 2.5.
     played = play(
         build("qffl", q=1.0),
         targets(*TARGETS),
@@ -80,7 +80,8 @@ def test_the_norm_runs_over_the_whole_model():
     new = build("qffl", q=2.0).aggregation.combine(
         state, Updates(params, {}, {}, reports), SimpleNamespace()
     )
-    # Both squared norms are 9, L = 2: h = 2·2·36 + 2·4 and 2·3·36 + 2·9; Δ = 4·2·(-w_1) and 9·2·(-w_2).
+    # Both squared norms are 9, L = 2: h = 2·2·36 + 2·4 and 2·3·36 + 2·9; Δ = 4·2·(-w_1) and
+    # 9·2·(-w_2).
     total = 152 + 234
     assert new.model["a"].tolist() == pytest.approx([8 / total, 16 / total], rel=1e-6)
     assert new.model["b"].item() == pytest.approx((16 + 54) / total, rel=1e-6)
@@ -153,7 +154,9 @@ def test_bad_values_are_refused(options, message):
 
 
 def test_larger_q_makes_losses_more_uniform():
-    """On clients with laws of their own, the spread of the final losses falls as q grows, and the mean loss rises."""
+    """On clients with laws of their own, the spread of the final losses falls as q grows, and the
+    mean loss rises.
+    """
     federation = random_regression([20] * 6, seed=3)
     spreads, means = [], []
     for q in (0.0, 1.0, 5.0):

@@ -28,7 +28,9 @@ NEVER = Evaluation(every=0)
 
 
 def alone(module, federation, samples, client, rounds):
-    """Train one client over the given rounds, each with a fresh optimizer and its own random numbers."""
+    """Train one client over the given rounds, each with a fresh optimizer and its own random
+    numbers.
+    """
     module = with_plain_dropout(copy.deepcopy(module))
     x, y = federation.x[samples], federation.y[samples]
     for round_ in rounds:

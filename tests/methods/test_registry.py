@@ -1,4 +1,6 @@
-"""The registry: every method by its name, with options that are checked, written down and read back."""
+"""The registry: every method by its name, with options that are checked, written down and read
+back.
+"""
 
 from __future__ import annotations
 

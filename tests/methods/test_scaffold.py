@@ -1,4 +1,6 @@
-"""SCAFFOLD against the paper's algorithm box written in NumPy, its limiting cases, and what it is for."""
+"""SCAFFOLD against the paper's algorithm box written in NumPy, its limiting cases, and what it is
+for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.rounds import linear, play, random_regression, scalar, targets, weigh
 
 
 def scaffold_in_numpy(federation, start, cohorts, *, lr, server_lr, steps):
-    """Algorithm 1 of Karimireddy et al. with option II, full-batch gradients of the mean squared error."""
+    """Algorithm 1 of Karimireddy et al. with option II, full-batch gradients of the mean squared
+    error.
+    """
     held = [federation.train.of(k) for k in range(federation.clients)]
     data = [(federation.x[samples].numpy(), federation.y[samples].numpy()) for samples in held]
     x, c = start.copy(), np.zeros_like(start)
@@ -83,7 +87,9 @@ def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     "cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"]
 )
 def test_the_server_control_is_the_mean_of_all_clients_controls(cohorts):
-    """c = 1/N Σ c_k is invariant, whoever takes part, because it starts true and moves by |S|/N times the mean change."""
+    """c = 1/N Σ c_k is invariant, whoever takes part, because it starts true and moves by |S|/N
+    times the mean change.
+    """
     federation = random_regression([4, 9, 6])
     played = play(
         build("scaffold"),
@@ -102,7 +108,8 @@ def test_the_server_control_is_the_mean_of_all_clients_controls(cohorts):
 
 
 def test_one_step_of_one_round_by_hand():
-    # From w = 1, F = (w - 3)² has gradient -4: y = 1.4 and c_k = (1 - 1.4) / 0.1 = -4; N = 2, one takes part: c = -2.
+    # From w = 1, F = (w - 3)² has gradient -4: y = 1.4 and c_k = (1 - 1.4) / 0.1 = -4; N = 2, one
+    # takes part: c = -2.
     played = play(
         build("scaffold"),
         targets(3.0, -1.0),
@@ -120,7 +127,9 @@ def test_one_step_of_one_round_by_hand():
 
 
 def test_at_the_optimum_clients_stand_still():
-    """With c_k = ∇F_k at the optimum of the mean, corrected gradients vanish: drift is gone, unlike in FedAvg."""
+    """With c_k = ∇F_k at the optimum of the mean, corrected gradients vanish: drift is gone, unlike
+    in FedAvg.
+    """
     how = {"steps": 10, "optimizer": Sgd(lr=0.05)}
     corrected = play(build("scaffold"), targets(3.0, -1.0), scalar(5.0), [[0, 1]] * 60, **how)
     assert weight(corrected.model) == pytest.approx(1.0, abs=1e-9)

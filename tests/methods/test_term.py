@@ -33,7 +33,9 @@ def weights_of(**options):
 
 
 def objective(losses, t, tau, groups):
-    """The hierarchical objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ F_k)."""
+    """The hierarchical objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ
+    F_k).
+    """
     total = 0.0
     for group in set(groups.tolist()):
         inside = torch.from_numpy(groups == group)
@@ -66,7 +68,8 @@ def test_weights_are_the_gradient_of_the_hierarchical_objective(t, tau):
 
 
 def test_groups_by_hand():
-    # Mean losses by size: group 0 has 0.2·2.0 + 0.15·0.7 over 0.35, group 2 0.1·0.3 + 0.3·1.1 over 0.4, group 5 1.9.
+    # Mean losses by size: group 0 has 0.2·2.0 + 0.15·0.7 over 0.35, group 2 0.1·0.3 + 0.3·1.1 over
+    # 0.4, group 5 1.9.
     means = {0: (0.4 + 0.105) / 0.35, 2: (0.03 + 0.33) / 0.4, 5: 1.9}
     tilted = [p * math.exp(means[g]) for p, g in zip(PRIOR.tolist(), GROUPS.tolist(), strict=True)]
     found = weights_of(t=1.0, tilts="groups").tolist()

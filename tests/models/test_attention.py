@@ -145,7 +145,8 @@ def test_no_weights_are_copied_for_stacked_clients():
     x = torch.zeros(2, 30, 3, 16)
     with Watch():
         vmap(lambda params, x: functional_call(block, params, (x,)))(stacked, x).sum().backward()
-    # The largest operand is 48 numbers a token; a copy of a weight a sample would have 16 * 48 * 60.
+    # The largest operand is 48 numbers a token; a copy of a weight a sample would have 16 * 48 *
+    # 60.
     assert max(sizes) == 2 * 30 * 3 * 48
 
 

@@ -1,4 +1,6 @@
-"""Compact convolutional transformers: their size, their forward pass step by step, and stacked clients."""
+"""Compact convolutional transformers: their size, their forward pass step by step, and stacked
+clients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models written to disk."""
+"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models written
+to disk.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def their_scores(folder: str, x: Tensor, texts: list[str]) -> Tensor:
     return model(pixel_values=pixels(x), **tokens).logits_per_image
 
 
-# ---- zero-shot -------------------------------------------------------------------------------------------------------
+# ---- zero-shot -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -97,7 +99,7 @@ def test_bytes_are_numbers_from_0_to_1(folder):
     torch.testing.assert_close(model(x), model(x.float() / 255))
 
 
-# ---- adapter ---------------------------------------------------------------------------------------------------------
+# ---- adapter -------------------------------------------------------------------------------------
 
 
 def scores_by_hand(folder: str, f: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ def test_the_adapter_can_be_wider(folder, factor):
     )
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
+# ---- prompts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -230,7 +232,7 @@ def test_stacked_prompts_match_one_by_one_to_the_second_derivative(fused):
             torch.testing.assert_close(found[k], right, rtol=1e-9, atol=1e-12)
 
 
-# ---- what is frozen --------------------------------------------------------------------------------------------------
+# ---- what is frozen ------------------------------------------------------------------------------
 
 
 def test_only_adapter_or_context_can_be_trained(folder):
@@ -351,7 +353,7 @@ def pictures_8(classes):
     )
 
 
-# ---- without a source ------------------------------------------------------------------------------------------------
+# ---- without a source ----------------------------------------------------------------------------
 
 
 @MODELS
@@ -388,7 +390,7 @@ def test_defaults():
     assert defaults("clipadapter") == {**defaults("clip"), **own}
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

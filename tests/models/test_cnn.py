@@ -36,7 +36,8 @@ def test_cnn4_counts() -> None:
 
 
 def test_bncnn_has_the_published_layers() -> None:
-    # Li et al. (2021), appendix D.1: three 5x5 convolutions, two hidden layers, BatchNorm after each of the five.
+    # Li et al. (2021), appendix D.1: three 5x5 convolutions, two hidden layers, BatchNorm after
+    # each of the five.
     model = bncnn((3, 28, 28), 10, channels=(64, 64, 128), hidden=(2048, 512))
     convolutions = 25 * (3 * 64 + 64 * 64 + 64 * 128)
     hidden = 128 * 7 * 7 * 2048 + 2048 * 512
@@ -99,7 +100,8 @@ def test_the_smallest_image_works_and_a_smaller_one_is_refused(
         make(too_small, 3)
     name = make.__name__
     assert str(caught.value) == (
-        f"shape {too_small} is too small for model '{name}': images must be at least {smallest} x {smallest}"
+        f"shape {too_small} is too small for model '{name}': images must be at least {smallest} x "
+        f"{smallest}"
     )
 
 

@@ -1,4 +1,6 @@
-"""FedGC's model: each image's own shift of its prompts, the first pass as a stem, and what is trained."""
+"""FedGC's model: each image's own shift of its prompts, the first pass as a stem, and what is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +138,8 @@ def test_pretrained_transformers(tmp_path):
         ({"patch": 3}, "patch=3 of model 'fedgc' does not divide images of 8 x 8"),
         (
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'fedgc' has no meaning beside source='./nowhere', which has a shape of its own; valid: one of "
-            "the two",
+            "depth=3 of model 'fedgc' has no meaning beside source='./nowhere', which has a shape "
+            "of its own; valid: one of the two",
         ),
     ],
 )

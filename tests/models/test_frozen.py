@@ -1,4 +1,6 @@
-"""Frozen modules: folding clients into the batch changes no output, no gradient and no memory, only the number of calls."""
+"""Frozen modules: folding clients into the batch changes no output, no gradient and no memory, only
+the number of calls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 class FusedAttention(nn.Module):
-    """Attention by PyTorch's fused kernel, which has neither a rule for vmap nor a second derivative."""
+    """Attention by PyTorch's fused kernel, which has neither a rule for vmap nor a second
+    derivative.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Functions that are carried out for models: the values of PyTorch's, and numbers that belong to client and sample."""
+"""Functions that are carried out for models: the values of PyTorch's, and numbers that belong to
+client and sample.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def carried(function, forward=None):
         return function()
 
 
-# ---- attention ---------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 SCORES = normal(5, 7, seed=3)
 OPEN = SCORES > -0.8
@@ -111,7 +113,7 @@ def test_attention_without_samples_is_refused():
         carried(lambda: layer(*[normal(5, 8)] * 3))
 
 
-# ---- dropout -----------------------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.2, 0.5, 0.9])

@@ -92,7 +92,9 @@ def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-
 
 
 def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3):
-    """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples alone."""
+    """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples
+    alone.
+    """
     rows = slice(None) if mask is None else mask[client].bool()
     layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
     layer.running_mean, layer.running_var = (
@@ -269,7 +271,7 @@ def test_second_derivatives_of_norm_go_through_plain_operations(mask):
         torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-3, atol=1e-4)
 
 
-# ---- max-pooling ------------------------------------------------------------------------------------------------------
+# ---- max-pooling ---------------------------------------------------------------------------------
 
 
 def pooled_by_pytorch(x, window):
@@ -411,7 +413,7 @@ def test_a_gradient_inside_vmap():
     )
 
 
-# ---- in the engine ----------------------------------------------------------------------------------------------------
+# ---- in the engine -------------------------------------------------------------------------------
 
 
 @pytest.fixture

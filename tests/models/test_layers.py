@@ -1,4 +1,6 @@
-"""Our layers against PyTorch's: on the samples without their padding, in and outside the engine, alone and stacked."""
+"""Our layers against PyTorch's: on the samples without their padding, in and outside the engine,
+alone and stacked.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +208,7 @@ def test_stacked_clients_with_masks_of_their_own_equal_one_by_one():
             torch.testing.assert_close(buffers[name][client], buffer, rtol=1e-9, atol=1e-9)
 
 
-# ---- dropout ----------------------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def key(value=7):
@@ -311,7 +313,7 @@ def test_dropout_does_nothing_in_evaluation():
         assert torch.equal(Dropout(0.5, 1, channels=False)(x), x)
 
 
-# ---- conversion -------------------------------------------------------------------------------------------------------
+# ---- conversion ----------------------------------------------------------------------------------
 
 
 def every_kind():

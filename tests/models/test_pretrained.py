@@ -1,4 +1,6 @@
-"""Pretrained models against transformers' own forward pass, on tiny models written to disk; and real ones where they are at hand."""
+"""Pretrained models against transformers' own forward pass, on tiny models written to disk; and
+real ones where they are at hand.
+"""
 
 from __future__ import annotations
 
@@ -276,7 +278,9 @@ def test_batch_norm_is_the_engines_and_moves_as_that_of_pytorch_would(saved, nam
 
 
 def test_statistics_of_mobilenet_move_slowly(saved):
-    """The momentum of transformers is TensorFlow's decay; taken as it is, statistics would be those of the last batch."""
+    """The momentum of transformers is TensorFlow's decay; taken as it is, statistics would be those
+    of the last batch.
+    """
     model = made("mobilenet", saved["mobilenet"]).double().train()
     first = model.features.body.conv_stem.first_conv
     before = first.normalization.running_mean.clone()
@@ -327,7 +331,8 @@ def test_towers_without_prompts_are_the_whole_transformer(saved, name):
         whole.features.projection(found), whole.features(x), rtol=tolerance, atol=tolerance
     )
     assert tower.width == found.shape[1] == 8
-    # Frozen layers are merged into fewer and larger operations; trainable ones are left as they are.
+    # Frozen layers are merged into fewer and larger operations; trainable ones are left as they
+    # are.
     assert all(isinstance(block, Block) for block in tower.encoder.module.blocks)
     assert not any(isinstance(block, Block) for block in whole.features.encoder.blocks)
 
@@ -487,14 +492,16 @@ def test_weights_that_are_not_all_there_are_refused(saved, tmp_path):
     """CLIP's image encoder without its projection would get a random one."""
     transformers.CLIPVisionModel.from_pretrained(saved["clip"]).save_pretrained(tmp_path)
     refused(
-        "lacks 'visual_projection.weight' and thereby 1 of the weights of a CLIPVisionModelWithProjection",
+        "lacks 'visual_projection.weight' and thereby 1 of the weights of a "
+        "CLIPVisionModelWithProjection",
         str(tmp_path),
     )
 
 
 def test_images_that_do_not_fit_are_refused(saved, tmp_path):
     refused(
-        f"source '{saved['vit']}' of model 'pretrained' takes images with 3 channels, got shape (1, 16, 16)",
+        f"source '{saved['vit']}' of model 'pretrained' takes images with 3 channels, got shape "
+        "(1, 16, 16)",
         saved["vit"],
         (1, 16, 16),
     )
@@ -528,8 +535,8 @@ def test_names_that_the_hub_does_not_answer_to_are_refused():
         [sys.executable, "-c", code], env=offline, check=False, capture_output=True, text=True
     )
     assert (
-        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face hub gave"
-        in run.stderr
+        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face "
+        "hub gave" in run.stderr
     )
     assert VALID in run.stderr
 
@@ -564,13 +571,17 @@ def photos(size: int, a_class: int) -> tuple[Tensor, np.ndarray]:
 @torch.no_grad()
 @pytest.mark.slow
 def test_a_linear_probe_on_resnet_50_knows_photographs():
-    """Each third is held out once, because single thirds of 84 images differ by several percent. Chance is 0.14."""
+    """Each third is held out once, because single thirds of 84 images differ by several percent.
+
+    Chance is 0.14.
+    """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import cross_val_score
 
     resnet = encoder(weights("resnet50-imagenet"))
     assert resnet.width == 2048
-    # Smaller than the 224 pixels of the source, which take more than twice as long and give the same accuracy.
+    # Smaller than the 224 pixels of the source, which take more than twice as long and give the
+    # same accuracy.
     x, y = photos(160, 36)
     z = torch.nn.functional.normalize(torch.cat([resnet(batch) for batch in x.split(16)])).numpy()
     thirds = [

@@ -58,7 +58,9 @@ def test_a_split_number_worked_out_by_hand():
 
 
 def errors(rows, inner, columns):
-    """Errors against float64 of the split product, its gradient, and ordinary float32 products, relative to the largest value."""
+    """Errors against float64 of the split product, its gradient, and ordinary float32 products,
+    relative to the largest value.
+    """
     x, weight, bias, upper = (
         normal(rows, inner),
         normal(columns, inner, seed=1),

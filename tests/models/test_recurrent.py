@@ -247,7 +247,9 @@ def test_the_fused_recurrence_inside_transforms(fused):
 
 
 def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
-    """One round of one full batch a client: the new model is the mean, by size, of what plain PyTorch makes of each."""
+    """One round of one full batch a client: the new model is the mean, by size, of what plain
+    PyTorch makes of each.
+    """
     sizes = [6, 3, 8, 5]
     x, y = numbers(22, 10, high=9), numbers(22, high=9, seed=1)
     clients = np.repeat(np.arange(4), sizes)
@@ -295,7 +297,8 @@ def test_options():
         (
             (1, 28, 28),
             {},
-            "model 'charlstm' needs samples that are sequences of characters, got shape (1, 28, 28)",
+            "model 'charlstm' needs samples that are sequences of characters, got shape (1, 28, "
+            "28)",
         ),
         (
             (80,),

@@ -95,7 +95,8 @@ def test_image_mean() -> None:
     [
         (
             {"norm": "grup"},
-            "unknown norm 'grup' in the options of model 'resnet18'; did you mean 'group'? Valid: batch, group",
+            "unknown norm 'grup' in the options of model 'resnet18'; did you mean 'group'? Valid: "
+            "batch, group",
         ),
         ({"norm": "group", "width": 5}, "groups=2 of model 'resnet18' does not divide width=5"),
         ({"width": 0}, "width of model 'resnet18' must be a whole number of at least 1, got 0"),

@@ -1,4 +1,6 @@
-"""Recurrent layers as matrix products: the values and gradients of PyTorch's layers, stacked or not."""
+"""Recurrent layers as matrix products: the values and gradients of PyTorch's layers, stacked or
+not.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def flat(outcome):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_stacked_layers_are_those_of_pytorch(name, given):
-    """Two clients with weights of their own, under ``vmap``, and the gradient of everything that is returned."""
+    """Two clients with weights of their own, under ``vmap``, and the gradient of everything that is
+    returned.
+    """
     layer = made(name)
     clients = [layer, copy.deepcopy(layer)]
     with torch.no_grad():

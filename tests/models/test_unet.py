@@ -1,4 +1,6 @@
-"""U-Net: parameters by hand, sizes, the original's connections, enlarging by repetition, and refusals."""
+"""U-Net: parameters by hand, sizes, the original's connections, enlarging by repetition, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.engine.gpu import needs_gpu
 
 
 def test_parameters_by_hand():
-    # Two levels: convolutions 3x3 without bias, a scale and a shift a channel for each norm, and 1x1 convolutions.
+    # Two levels: convolutions 3x3 without bias, a scale and a shift a channel for each norm, and
+    # 1x1 convolutions.
     down = 9 * (1 * 4 + 4 * 4) + 2 * 2 * 4 + 9 * (4 * 8 + 8 * 8) + 2 * 2 * 8
     up = (8 * 4 + 4) + 9 * (8 * 4 + 4 * 4) + 2 * 2 * 4
     model = unet((1, 16, 16), 3, width=4, depth=1)
@@ -40,7 +43,9 @@ def test_outputs_have_the_size_of_the_images(norm, size):
 
 
 def test_one_level_by_hand():
-    """Without halving, a U-Net is two convolutions; with one, the larger map is joined to the enlarged smaller one."""
+    """Without halving, a U-Net is two convolutions; with one, the larger map is joined to the
+    enlarged smaller one.
+    """
     torch.manual_seed(0)
     model = build("unet", shape=(1, 6, 6), classes=2, width=2, depth=1, norm="batch").eval()
     x = torch.randn(3, 1, 6, 6)

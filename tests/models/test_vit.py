@@ -1,4 +1,6 @@
-"""Vision transformers: what a token is made of, which parameters there are, and prompts that are all that moves."""
+"""Vision transformers: what a token is made of, which parameters there are, and prompts that are
+all that moves.
+"""
 
 from __future__ import annotations
 
@@ -304,8 +306,8 @@ def test_prompts_and_head_learn_digits():
         (
             vitprompts,
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'vitprompts' has no meaning beside source='./nowhere', which has a shape of its own; "
-            "valid: one of the two",
+            "depth=3 of model 'vitprompts' has no meaning beside source='./nowhere', which has a "
+            "shape of its own; valid: one of the two",
         ),
     ],
 )

@@ -28,7 +28,8 @@ def write_run(
 ):
     """Write a run whose clients' scores rise over rounds, group by group, and return its directory.
 
-    ``notes`` maps the names of notes to functions of (round, ids of the cohort); unseen clients are the last ones.
+    ``notes`` maps the names of notes to functions of (round, ids of the cohort); unseen clients are
+    the last ones.
     """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)

@@ -62,8 +62,8 @@ def test_one_run_has_rates_by_value(runs):
     withheld = summary["results"]["personal"]["seen"]["attributes"]["origin"]
     assert withheld["withheld"] > 0
     assert (
-        f"origin: {withheld['withheld']} samples of {withheld['withheld_clients']} clients not counted"
-        in page.text
+        f"origin: {withheld['withheld']} samples of {withheld['withheld_clients']} clients not "
+        "counted" in page.text
     )
     assert {"attributes-sex-personal-seen", "attributes-sex-personal-unseen"} <= set(page.figures)
 

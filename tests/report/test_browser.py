@@ -1,4 +1,6 @@
-"""Reports in a browser: drawn without errors, readable on a phone and on a wide screen, light and dark."""
+"""Reports in a browser: drawn without errors, readable on a phone and on a wide screen, light and
+dark.
+"""
 
 from __future__ import annotations
 

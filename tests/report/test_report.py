@@ -1,4 +1,6 @@
-"""Reports: their numbers are those of the runs, and every section is there or left out with a reason."""
+"""Reports: their numbers are those of the runs, and every section is there or left out with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +263,7 @@ def test_seen_clients_without_test_data_are_judged_by_validation_data(tmp_path):
     ]
 
 
-# ---- several runs ----------------------------------------------------------------------------------------------------
+# ---- several runs --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -386,7 +388,7 @@ def test_runs_on_other_data_are_compared_with_care(tmp_path):
     assert "trained on different data" in page_of(*runs, out=tmp_path / "a.html").text
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["one", "several"])
@@ -465,7 +467,7 @@ def test_figures_need_matplotlib_and_the_page_does_not(tmp_path, monkeypatch):
         write_report([run], figures=tmp_path / "figures")
 
 
-# ---- what cannot be reported -----------------------------------------------------------------------------------------
+# ---- what cannot be reported ---------------------------------------------------------------------
 
 
 def test_directories_without_runs_are_refused(tmp_path):

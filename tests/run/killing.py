@@ -1,7 +1,8 @@
-"""Runs in processes that are killed and started again: ``python -m tests.run.killing KIND FOLDER TRIALS``.
+"""Runs in processes that are killed and started again: ``python -m tests.run.killing KIND FOLDER
+TRIALS``.
 
-All processes are forked from this one, which has imported everything already, so that a trial takes less than a second. It
-has a single thread; one with several could not be forked.
+All processes are forked from this one, which has imported everything already, so that a trial takes
+less than a second. It has a single thread; one with several could not be forked.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def own_clouds(*, seed: int):
 
 
 def experiment(folder: Path):
-    """Return a run with every kind of file: copies of imports, best and local models, memories, a state of the server."""
+    """Return a run with every kind of file: copies of imports, best and local models, memories, a
+    state of the server.
+    """
     file = folder / "own_clouds.py"
     file.write_text(OWN)
     return experiment_from(
@@ -74,7 +77,9 @@ def ended(child: int) -> int:
 
 
 class Steps:
-    """Counts what makes files durable, and ends the process at one of these steps, before or after it."""
+    """Counts what makes files durable, and ends the process at one of these steps, before or after
+    it.
+    """
 
     def __init__(self, last: int | None = None, *, done: bool = False) -> None:
         self.count, self.last, self.done = 0, last, done

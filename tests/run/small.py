@@ -48,7 +48,9 @@ def stop_after(number):
 
 @cache
 def federation(unseen=(7,)):
-    """Nine clients of unequal sizes in three groups, whose data are three clouds turned a little for every group."""
+    """Nine clients of unequal sizes in three groups, whose data are three clouds turned a little
+    for every group.
+    """
     rng = np.random.default_rng(0)
     sizes = [12, 40, 9, 25, 60, 18, 33, 21, 15]
     clients = np.repeat(np.arange(len(sizes)), sizes)

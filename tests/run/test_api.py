@@ -66,7 +66,7 @@ class Answers(nn.Module):
         return self.head(self.features(x))
 
 
-# ---- models and data that do not fit ----------------------------------------------------------------------------------
+# ---- models and data that do not fit -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
@@ -135,7 +135,7 @@ def test_optimizer_and_schedule_may_be_given_as_in_a_file():
     assert plain.summary["results"] == made.summary["results"]
 
 
-# ---- directories -----------------------------------------------------------------------------------------------------
+# ---- directories ---------------------------------------------------------------------------------
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
@@ -307,15 +307,17 @@ def test_the_configuration_holds_what_the_run_depended_on(broken_off):
         3,
         torch.__version__,
     )
-    # The rule for a CPU: as many clients as fit into two million parameters (5·12 + 12 + 12·3 + 3 of them each).
+    # The rule for a CPU: as many clients as fit into two million parameters (5·12 + 12 + 12·3 + 3
+    # of them each).
     assert resolved["chunk"] == 2_000_000 // 111
 
 
-# ---- training that fails ---------------------------------------------------------------------------------------------
+# ---- training that fails -------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_checkpoint(tmp_path):
-    # Logistic regression stays finite for a few rounds: every step of this size adds a few powers of ten.
+    # Logistic regression stays finite for a few rounds: every step of this size adds a few powers
+    # of ten.
     wild = {"optimizer": optimizer_named("sgd", lr=1e37), "method": "fedavg", "model": "logistic"}
     with pytest.raises(RunError) as caught:
         small_run(tmp_path / "run", **wild, cohort=1)
@@ -362,7 +364,7 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
     assert promised(tmp_path / "run") == promised(tmp_path / "whole")
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -477,7 +479,7 @@ def test_choosing_a_round_without_validation_data_is_refused(evaluation):
         train(bare, rounds=1, evaluation=evaluation)
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("evaluation", [Evaluation(), Evaluation(every=3, select="best")])
@@ -503,7 +505,8 @@ def test_the_loaded_personal_models_score_what_the_metrics_say(tmp_path):
         for row in rows_of(tmp_path / "run")
         if row["round"] == rounds and row["split"] == "test"
     ]
-    # Clients that were never drawn, and those held out of training, train before they are evaluated.
+    # Clients that were never drawn, and those held out of training, train before they are
+    # evaluated.
     assert [row["client"] for row in rows] == list(range(data.clients))
     for row in rows:
         for module in (load(tmp_path / "run", client=row["client"]), run.model(row["client"])):

@@ -201,7 +201,8 @@ def test_a_run_without_rounds_is_evaluated():
         (Diary(), "callbacks must be a list of callbacks, got"),
         (
             [print],
-            "callbacks has <built-in function print>; valid: objects of classes derived from equipoise.Callback",
+            "callbacks has <built-in function print>; valid: objects of classes derived from "
+            "equipoise.Callback",
         ),
     ],
 )

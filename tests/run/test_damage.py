@@ -70,7 +70,9 @@ def flip(path, bit):
 
 
 def damaged(original, tmp_path, seed, *, cut):
-    """Copy a run directory and flip one bit of one of its files, or cut one of them off; all bytes are equally likely."""
+    """Copy a run directory and flip one bit of one of its files, or cut one of them off; all bytes
+    are equally likely.
+    """
     chance = random.Random(seed)
     directory = tmp_path / f"damaged-{seed}"
     shutil.copytree(original, directory)
@@ -137,7 +139,7 @@ def test_bits_anywhere_in_a_file_count(tmp_path):
             load_tensors(path)
 
 
-# ---- edited files ----------------------------------------------------------------------------------------------------
+# ---- edited files --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -249,7 +251,7 @@ def test_damaged_checksums_are_refused(text, whole, tmp_path):
         verify(run, "config.yaml")
 
 
-# ---- runs of older versions ------------------------------------------------------------------------------------------
+# ---- runs of older versions ----------------------------------------------------------------------
 
 
 def as_before_checksums(directory):
@@ -278,7 +280,7 @@ def test_runs_without_checksums_are_used_as_before(whole, broken_off, tmp_path):
                 assert (run / name).read_bytes() == content
 
 
-# ---- full disks ------------------------------------------------------------------------------------------------------
+# ---- full disks ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

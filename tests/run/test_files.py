@@ -1,4 +1,6 @@
-"""Files that are either there, whole, or as they were before, in directories with one writer at a time."""
+"""Files that are either there, whole, or as they were before, in directories with one writer at a
+time.
+"""
 
 from __future__ import annotations
 

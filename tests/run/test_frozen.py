@@ -1,4 +1,6 @@
-"""Run directories of models with frozen tensors: what they hold, what they give back, what they refuse."""
+"""Run directories of models with frozen tensors: what they hold, what they give back, what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -149,11 +151,13 @@ def test_other_frozen_weights_are_not_filled_with_a_run(tmp_path):
         load(tmp_path / "run", module=custom(seed=1))
 
 
-# ---- directories of the release before -------------------------------------------------------------------------------
+# ---- directories of the release before -----------------------------------------------------------
 
 
 def make_old(directory, module):
-    """Rewrite a run directory as the release before would have: frozen tensors in the files, no word of them elsewhere."""
+    """Rewrite a run directory as the release before would have: frozen tensors in the files, no
+    word of them elsewhere.
+    """
     config = config_of(directory)
     del config["resolved"]["frozen"]
     for setting in ("frozen", "encode"):
@@ -197,7 +201,7 @@ def test_runs_of_the_release_before_are_not_resumed(finished, tmp_path):
     assert everything_in(tmp_path / "run") == before
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def test_lowered_runs_can_be_resumed_and_written_as_yaml(tmp_path):
@@ -224,7 +228,7 @@ def test_experiments_say_how_frozen_modules_are_held():
         experiment_from({"data": "digits", "machine": {"encode": "never"}}, "a.yaml")
 
 
-# ---- real weights ----------------------------------------------------------------------------------------------------
+# ---- real weights --------------------------------------------------------------------------------
 
 SHARED = Path(os.environ.get("EQUIPOISE_SHARED", Path(__file__).parents[3] / "shared"))
 WEIGHTS = SHARED / "weights" / "vit-small-14"

@@ -42,7 +42,7 @@ def honest(rounds=12):
     return accuracy(trained("fedavg", unseen=(LIAR,), rounds=rounds))
 
 
-# ---- attacks ---------------------------------------------------------------------------------------------------------
+# ---- attacks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -71,7 +71,7 @@ def test_lies_about_control_variates_do_not_pass_the_guard():
     assert scaffold(None, engine=lies) < alone - 0.3
 
 
-# ---- updates that cannot be used -------------------------------------------------------------------------------------
+# ---- updates that cannot be used -----------------------------------------------------------------
 
 
 def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path, caplog):
@@ -105,7 +105,7 @@ def test_one_such_number_is_enough(value):
         assert list(row["left_out"]) == [str(LIAR)]
 
 
-# ---- without a guard, and with one that does nothing -----------------------------------------------------------------
+# ---- without a guard, and with one that does nothing ---------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
@@ -122,7 +122,7 @@ def test_a_bound_that_nobody_reaches_changes_no_byte(name, tmp_path):
         assert (without[file] == guarded[file]) == (file != "rounds.jsonl"), file
 
 
-# ---- what is recorded and remembered ---------------------------------------------------------------------------------
+# ---- what is recorded and remembered -------------------------------------------------------------
 
 
 def test_dropped_clients_are_named_and_do_not_count(tmp_path):
@@ -151,7 +151,9 @@ def test_who_was_scaled_is_noted(tmp_path):
 
 
 def test_dropped_clients_remember_nothing_of_the_round():
-    """So SCAFFOLD's c stays the mean of all c_k: neither side counts a round that the other does not."""
+    """So SCAFFOLD's c stays the mean of all c_k: neither side counts a round that the other does
+    not.
+    """
     trainer = trained(
         {"name": "scaffold", "guard": "multikrum"}, engine=lying(ATTACKS["flipped"]), rounds=3
     )
@@ -192,7 +194,7 @@ def test_a_guarded_run_resumes_to_the_same_bytes(tmp_path):
     assert promised(tmp_path / "run") == promised(tmp_path / "whole")
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def test_guards_are_parts_that_are_described_and_read_back():

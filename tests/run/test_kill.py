@@ -1,4 +1,6 @@
-"""A process that is killed at any moment and started again leaves the bytes of one that was left alone."""
+"""A process that is killed at any moment and started again leaves the bytes of one that was left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from tests.trials import trials
 pytestmark = pytest.mark.slow
 
 KILLS = 20
-# A process that is going to be killed waits for it after so many rounds, however fast the machine is, so that the run cannot
-# end before the last kill.
+# A process that is going to be killed waits for it after so many rounds, however fast the machine
+# is, so that the run cannot end before the last kill.
 MOST_BETWEEN_KILLS = 7
 ROUNDS = KILLS * MOST_BETWEEN_KILLS + 5
-# A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills land there too.
+# A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills
+# land there too.
 PROGRAM = f"""
 import sys, time
 import torch
@@ -132,7 +135,9 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
 
 @pytest.mark.parametrize(("kind", "full"), [("steps", 120), ("random", 200)])
 def test_kills_of_many_runs_change_no_byte(kind, full, tmp_path):
-    """Kill before and after every fsync, rename and truncation, and at random moments; see tests/run/killing.py."""
+    """Kill before and after every fsync, rename and truncation, and at random moments; see
+    tests/run/killing.py.
+    """
     command = [sys.executable, "-m", "tests.run.killing", kind, str(tmp_path), str(trials(full))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

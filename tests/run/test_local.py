@@ -1,4 +1,6 @@
-"""Local models: clients' models as trained in a round, evaluated before aggregation, and kept on request."""
+"""Local models: clients' models as trained in a round, evaluated before aggregation, and kept on
+request.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_what_is_kept_is_what_was_evaluated(tmp_path, method, chunk):
 
 
 def test_a_local_model_has_the_parts_the_client_keeps():
-    """FedPer's clients own their heads: the local model has the client's head, as its personal model does."""
+    """FedPer's clients own their heads: the local model has the client's head, as its personal
+    model does.
+    """
     run = small_run(None, "fedper", evaluation=LOCAL)
     for client in run.trainer.local_models().clients:
         local, personal = run.local_model(client).state_dict(), run.model(client).state_dict()
@@ -129,7 +133,9 @@ def test_nothing_else_changes(tmp_path, method):
 
 @pytest.mark.parametrize(("local", "passes"), [(False, 2), (True, 3)])
 def test_reports_and_evaluation_share_their_pass(monkeypatch, local, passes):
-    """GA needs validation losses before and after training; local models add the test data and nothing else."""
+    """GA needs validation losses before and after training; local models add the test data and
+    nothing else.
+    """
     looked = []
 
     def counting(*given):

@@ -1,4 +1,6 @@
-"""A run that is made longer leaves the same bytes as one that was long from the start, or is refused."""
+"""A run that is made longer leaves the same bytes as one that was long from the start, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_a_run_is_made_longer_twice_and_after_an_interruption(tmp_path):
 
 @pytest.mark.parametrize("at", ["restore_checkpoint", "_round"])
 def test_a_run_that_is_stopped_while_it_is_made_longer_can_be_resumed(at, tmp_path, monkeypatch):
-    """The first round after the change has no checkpoint yet; the journals have been rewound already."""
+    """The first round after the change has no checkpoint yet; the journals have been rewound
+    already.
+    """
     how = {"evaluation": Evaluation(every=2)}
     small_run(tmp_path / "whole", **how, rounds=6)
     small_run(tmp_path / "run", **how, rounds=3)

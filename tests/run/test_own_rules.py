@@ -1,4 +1,6 @@
-"""Runs of rules of one's own: notes in the journal, facts and server state in checkpoints, parts in the model."""
+"""Runs of rules of one's own: notes in the journal, facts and server state in checkpoints, parts in
+the model.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_another_seed_has_other_keys(tmp_path):
     assert len(keys[0] | keys[1]) == 4
 
 
-# ---- resuming --------------------------------------------------------------------------------------------------------
+# ---- resuming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["calibrated", "counted", "aligned", "mixed", "projected"])
@@ -108,7 +110,8 @@ def test_the_means_count_once_for_each_client_before_and_after_a_stop(tmp_path):
         small_run(tmp_path / "run", method={"name": "mixed"}, on_round=stop_after(2))
     run = small_run(tmp_path / "run", method={"name": "mixed"}, resume=True)
     model = size_in_bytes(run.trainer.state.model)
-    # Eight registered clients; the mean of five numbers and the share of three classes for each, in float32.
+    # Eight registered clients; the mean of five numbers and the share of three classes for each, in
+    # float32.
     means = 8 * (5 + 3) * 4
     had = set()
     for round_, row in enumerate(run.trainer.rounds):
@@ -118,7 +121,7 @@ def test_the_means_count_once_for_each_client_before_and_after_a_stop(tmp_path):
     assert len(had) == 8
 
 
-# ---- parts of a model ------------------------------------------------------------------------------------------------
+# ---- parts of a model ----------------------------------------------------------------------------
 
 
 def test_a_part_is_drawn_from_the_seed_trained_and_loaded(tmp_path):

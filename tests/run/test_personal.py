@@ -1,4 +1,6 @@
-"""Personal models at evaluation: adaptation of clients without a memory, fine-tuning, and kept parts averaged."""
+"""Personal models at evaluation: adaptation of clients without a memory, fine-tuning, and kept
+parts averaged.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ def full(trainer, client):
 def test_who_keeps_nothing_adapts_from_the_global_model_by_plain_gradient_steps():
     trainer = trained(Adapts())
     federation = trainer.federation
-    # The same two steps by hand, on the batches that were drawn: the client's whole split, so that order cannot matter.
+    # The same two steps by hand, on the batches that were drawn: the client's whole split, so that
+    # order cannot matter.
     size = int(federation.train.sizes[20])
     whole = Trainer(
         federation,

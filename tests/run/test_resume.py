@@ -211,7 +211,8 @@ def test_a_checkpoint_holds_the_server_state_and_the_memories_of_those_who_took_
     for name, shape in shapes.items():
         assert tuple(tensors[f"memory/control/{name}"].shape) == (TRAINING.cohort, *shape)
         assert tuple(tensors[f"server/control/{name}"].shape) == shape
-        # From c = 0 and c_k = 0, option II gives c⁺ = |S|/N · mean of c_k⁺, with N = 8 registered clients.
+        # From c = 0 and c_k = 0, option II gives c⁺ = |S|/N · mean of c_k⁺, with N = 8 registered
+        # clients.
         wanted = tensors[f"memory/control/{name}"].double().mean(0) * (TRAINING.cohort / 8)
         torch.testing.assert_close(
             tensors[f"server/control/{name}"].double(), wanted, rtol=1e-5, atol=1e-7
@@ -267,7 +268,7 @@ def test_a_moved_directory_can_be_resumed(undisturbed, tmp_path):
     assert promised(tmp_path / "elsewhere") == promised(undisturbed(method="fedavg"))
 
 
-# ---- checkpoints that are gone ---------------------------------------------------------------------------------------
+# ---- checkpoints that are gone -------------------------------------------------------------------
 
 
 def everything_in(directory):
@@ -318,7 +319,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     assert promised(tmp_path / "run") == promised(undisturbed(checkpoint_every=5))
 
 
-# ---- modules of one's own --------------------------------------------------------------------------------------------
+# ---- modules of one's own ------------------------------------------------------------------------
 
 
 class Activation(nn.Module):

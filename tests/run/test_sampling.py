@@ -1,4 +1,6 @@
-"""Samplers that ask before they choose, samplers that keep something, and samplers that choose wrongly."""
+"""Samplers that ask before they choose, samplers that keep something, and samplers that choose
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_what_candidates_are_asked_is_counted_in_the_round():
     model = size_in_bytes(run.trainer.state.model)
     for row in run.trainer.rounds:
         assert row["bytes_down"] == (6 + 4) * model
-        # Candidates report loss and accuracy; the cohort its training loss, its steps and its validation loss.
+        # Candidates report loss and accuracy; the cohort its training loss, its steps and its
+        # validation loss.
         assert row["bytes_up"] == 6 * 2 * 8 + 4 * (model + 3 * 8)
     assert run.summary["bytes_up"] == sum(row["bytes_up"] for row in run.trainer.rounds)
 

@@ -179,7 +179,8 @@ def test_a_table_shows_it(tmp_path):
 def test_on_flower_the_server_reads_its_own_samples(tmp_path):
     file = tmp_path / "experiment.yaml"
     file.write_text(
-        "data: {name: digits, server_val: 0.1}\ntraining: {rounds: 1}\nmachine: {device: cpu, precision: float64}\n"
+        "data: {name: digits, server_val: 0.1}\ntraining: {rounds: 1}\nmachine: {device: cpu, "
+        "precision: float64}\n"
         "evaluation: {select: best, select_on: server}\nflower: {clients: 22}\n"
     )
     alone = load_experiment(file).run()

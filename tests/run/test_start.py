@@ -65,7 +65,9 @@ def test_other_classes_need_a_head_of_their_own(first):
 
 
 def test_training_goes_on_from_the_start(first):
-    """One round from the start is the fourth round of the run, with the random numbers of a first one."""
+    """One round from the start is the fourth round of the run, with the random numbers of a first
+    one.
+    """
     warm, cold = small_run(rounds=1, start=first), small_run(rounds=1)
     assert (
         warm.summary["results"]["global"]["seen"]["loss"]

@@ -179,7 +179,7 @@ def test_a_metric_that_some_rounds_lack_is_averaged_over_the_others():
     )
 
 
-# ---- studies and reports ---------------------------------------------------------------------------------------------
+# ---- studies and reports -------------------------------------------------------------------------
 
 BASE = {
     "data": "digits",
@@ -235,8 +235,8 @@ def test_reports_show_the_averaged_clients(run):
     )
     page = Page(write_report([run.directory]).read_text(encoding="utf-8"))
     assert (
-        "Mean over the last 3 evaluated rounds (4 to 7) of 7: the mean of each client, then summarised."
-        in page.text
+        "Mean over the last 3 evaluated rounds (4 to 7) of 7: the mean of each client, then "
+        "summarised." in page.text
     )
     shown = page.table("All metrics of the accuracy of clients")["sigma_clients"]
     expected = run.summary["results"]["personal"]["seen"]["sigma_clients"]
@@ -263,8 +263,8 @@ def test_an_unfinished_run_is_reported_by_the_same_rule(tmp_path):
     )
     page = Page(write_report([tmp_path]).read_text(encoding="utf-8"))
     assert (
-        "(2 to 4) of 7: the mean of each client, then summarised. The run is unfinished (5 of 7 rounds)."
-        in page.text
+        "(2 to 4) of 7: the mean of each client, then summarised. The run is unfinished (5 of 7 "
+        "rounds)." in page.text
     )
 
 

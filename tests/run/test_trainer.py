@@ -60,7 +60,7 @@ def distance(found, wanted):
     )
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,8 @@ def distance(found, wanted):
 def test_every_evaluated_client_has_one_row_a_round_a_model_and_a_split(method, models):
     run = small_run(None, method, evaluation=Evaluation(every=3))
     data, rows = federation(), list(run.trainer.metrics)
-    # Rounds 3 and 6, and the last one, 7. Under ``local`` an unseen client trains a model of its own, too.
+    # Rounds 3 and 6, and the last one, 7. Under ``local`` an unseen client trains a model of its
+    # own, too.
     wanted = [
         (number, model, split, client)
         for number in (3, 6, 7)
@@ -112,7 +113,8 @@ def test_the_gap_is_global_minus_local_validation_loss():
     before, after = small_run(None, **how, rounds=2), small_run(None, **how, rounds=3)
     rows = final_rows(after, split="val")
     with_gap = [row for row in rows if "gap" in row]
-    # Only those who have just trained have a local model to compare with, and only validation data measure it.
+    # Only those who have just trained have a local model to compare with, and only validation data
+    # measure it.
     assert len(with_gap) == TRAINING.cohort
     assert not any("gap" in row for row in final_rows(after, split="test"))
     for row in with_gap:
@@ -144,7 +146,9 @@ def test_methods_without_a_local_and_a_global_model_have_no_gap(method):
 
 
 def with_holes():
-    """Four clients, of which client 1 has no test and client 2 no validation samples; client 3 is unseen."""
+    """Four clients, of which client 1 has no test and client 2 no validation samples; client 3 is
+    unseen.
+    """
     data = federation()
     pieces = {
         name: [data.split(name).of(client) for client in (1, 3, 4, 6)]
@@ -236,7 +240,8 @@ def test_rounds_tell_who_took_part_and_what_was_moved(tmp_path):
     for number, row in enumerate(rows, 1):
         assert (row["round"], row["cohort"]) == (number, 4)
         assert row["bytes_down"] == 4 * 4 * parameters
-        # Up go the parameters, and two numbers of eight bytes: the training loss and the number of steps.
+        # Up go the parameters, and two numbers of eight bytes: the training loss and the number of
+        # steps.
         assert row["bytes_up"] == 4 * (4 * parameters + 16)
     assert run.summary["bytes_up"] == sum(row["bytes_up"] for row in rows)
     assert run.summary["bytes_down"] == sum(row["bytes_down"] for row in rows)
@@ -278,7 +283,8 @@ def test_progress_shows_the_latest_evaluation():
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
     data = federation()
-    # Samples that training never sees and that overflow float32 as soon as they are multiplied by a weight above one.
+    # Samples that training never sees and that overflow float32 as soon as they are multiplied by a
+    # weight above one.
     x = data.x.clone()
     victim = 6
     x[torch.from_numpy(data.test.of(victim))] = 3e38
@@ -311,7 +317,8 @@ class Masked(nn.Module):
         )
 
 
-# FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD takes differences of all it sends, AFL a mean over rounds.
+# FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD takes differences of all it sends, AFL a
+# mean over rounds.
 @pytest.mark.parametrize(
     "method",
     [
@@ -347,7 +354,9 @@ class Scaled(nn.Module):
 
 
 def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
-    """The only step of the round takes the temperature, whose gradient is far above one, out of the range of float32."""
+    """The only step of the round takes the temperature, whose gradient is far above one, out of the
+    range of float32.
+    """
     model = Model(Masked(buffer=True), Scaled())
     with pytest.raises(
         RunError,
@@ -356,7 +365,7 @@ def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
         small_run(None, model=model, optimizer=Sgd(lr=3e38), steps=1)
 
 
-# ---- which round counts ----------------------------------------------------------------------------------------------
+# ---- which round counts --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,7 +387,8 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(
     assert run.summary["round"] == best < run.summary["rounds"]
     assert run.summary["select"] == "best"
     if patience:
-        # Patience counts evaluations: so many in a row did not improve on the best one before them, and never earlier.
+        # Patience counts evaluations: so many in a row did not improve on the best one before them,
+        # and never earlier.
         assert run.summary["rounds"] == best + patience * every < rounds
         numbers = list(means)
         for position in range(patience, len(numbers) - 1):
@@ -387,7 +397,8 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(
     else:
         assert run.summary["rounds"] == rounds
 
-    # What is kept is the model of that round: training that far and no further gives the same tensors.
+    # What is kept is the model of that round: training that far and no further gives the same
+    # tensors.
     until = small_run(tmp_path / "until", method, rounds=best)
     for name in ("model", "personal") if method == "local" else ("model",):
         kept, note = load_tensors(tmp_path / "run" / f"{name}.safetensors")
@@ -414,7 +425,7 @@ def test_the_last_round_counts_unless_asked_otherwise(tmp_path):
     assert not (tmp_path / "run" / "best.safetensors").exists()
 
 
-# ---- settings take effect --------------------------------------------------------------------------------------------
+# ---- settings take effect ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,7 +438,8 @@ def test_the_last_round_counts_unless_asked_otherwise(tmp_path):
     ],
 )
 def test_the_schedule_scales_the_second_update_by_its_factor(schedule, factor, tmp_path):
-    # One step of plain SGD a round: the second update is the gradient at the same point times the learning rate.
+    # One step of plain SGD a round: the second update is the gradient at the same point times the
+    # learning rate.
     plain = Training(rounds=4, cohort=3, steps=1, optimizer=Sgd(lr=0.1))
     how = {"model": NO_DROPOUT, "machine": EXACT, "federation": double(federation())}
 

@@ -212,7 +212,7 @@ def test_compare_runs_what_tune_chose(tmp_path, monkeypatch, capsys):
     )
 
 
-# ---- finished studies that grow --------------------------------------------------------------------------------------
+# ---- finished studies that grow ------------------------------------------------------------------
 
 
 def test_seeds_methods_and_settings_are_added_to_a_finished_study(tmp_path):
@@ -244,7 +244,7 @@ def test_seeds_methods_and_settings_are_added_to_a_finished_study(tmp_path):
     ).read_bytes()
 
 
-# ---- being killed ----------------------------------------------------------------------------------------------------
+# ---- being killed --------------------------------------------------------------------------------
 
 
 class Stop(Exception):

@@ -77,7 +77,9 @@ def test_mistakes_are_found_before_anything_runs(changes, message):
 
 
 def by_hand(directory, metric, *, model, split="test"):
-    """Return the mean of a metric over seen clients, and the largest mean of a group, from the rows."""
+    """Return the mean of a metric over seen clients, and the largest mean of a group, from the
+    rows.
+    """
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     wanted = (2, model, split, False)
     rows = [

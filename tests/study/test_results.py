@@ -53,8 +53,8 @@ def test_best_second_and_worse_are_marked():
         "| ditto_1 | 0.604 ± 0.011 † | <u>0.200 ± 0.071</u> |",
     ]
     assert (
-        "† worse than the best: p < 0.05, two-sided paired t-test over seeds, Holm correction over all pairs"
-        in (results.markdown())
+        "† worse than the best: p < 0.05, two-sided paired t-test over seeds, Holm correction over "
+        "all pairs" in (results.markdown())
     )
 
 
@@ -117,7 +117,8 @@ def test_intervals_are_read_from_the_runs(tmp_path):
         if job.method == "fedavg"
     ]
     assert low < np.mean(values) < high
-    # The clients of a run have a spread of about 0.2 around a group mean; that of 24 means is about 0.04.
+    # The clients of a run have a spread of about 0.2 around a group mean; that of 24 means is about
+    # 0.04.
     assert 0.05 < high - low < 0.25
     assert results.interval("base", "fedavg", "groups.group 1") is not None
     title = "95% bootstrap intervals over clients (BCa, 1,000 resamples), mean over seeds"

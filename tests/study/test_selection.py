@@ -59,7 +59,8 @@ def test_every_two_groups_are_left_out_once_for_cross_validation():
         ),
         (
             {"base": {**STUDY["base"], "data": {**DATA, "leave_out": GROUPS[:2]}}},
-            "tuning of s.yaml: leave-one-domain-out needs three left-out groups or more in setting 'base', got plain, rotated",
+            "tuning of s.yaml: leave-one-domain-out needs three left-out groups or more in setting "
+            "'base', got plain, rotated",
         ),
     ],
 )
@@ -69,7 +70,9 @@ def test_rules_that_cannot_be_followed_are_refused(changes, message):
 
 
 def made_up(study, validation, tested):
-    """Make results from the validation mean of each (setting, method), and the test mean of each left-out group."""
+    """Make results from the validation mean of each (setting, method), and the test mean of each
+    left-out group.
+    """
     summaries = {}
     for job in study.jobs:
         groups = tested[job.setting, job.method]
@@ -117,7 +120,8 @@ def test_each_rule_chooses_by_its_own_numbers():
     }
     assert chosen == {
         "training-domain": [0.1, 0.1, 0.1],
-        # For plain: (0.1 + 0.2) / 2 against (0.5 + 0.3) / 2; for rotated (0.6 + 0.4) / 2 against (0.1 + 0.3) / 2.
+        # For plain: (0.1 + 0.2) / 2 against (0.5 + 0.3) / 2; for rotated (0.6 + 0.4) / 2 against
+        # (0.1 + 0.3) / 2.
         "leave-one-domain-out": [1, 0.1, 0.1],
         "oracle": [0.1, 1, 1],
     }

@@ -44,7 +44,8 @@ def test_the_others_are_tested_against_the_best_as_part_of_all_pairs(higher):
     assert (ranking.best, ranking.second) == ((f"method {order[0]}",), (f"method {order[1]}",))
     pairs = [(a, b) for a in range(4) for b in range(a)]
     raw = [stats.ttest_rel(values[a], values[b]).pvalue for a, b in pairs]
-    # Holm's adjusted values in one line: the largest, so far, of the sorted values times how many are left.
+    # Holm's adjusted values in one line: the largest, so far, of the sorted values times how many
+    # are left.
     ranks = np.argsort(raw)
     adjusted = np.minimum(1, np.maximum.accumulate(np.array(raw)[ranks] * np.arange(6, 0, -1)))
     expected = {pairs[position]: value for position, value in zip(ranks, adjusted, strict=True)}

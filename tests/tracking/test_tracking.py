@@ -71,7 +71,8 @@ def test_a_tracker_may_be_named_alone_or_in_a_list():
         ({"name": "mlflow", "uri": 3}, "a.yaml: tracking.uri must be text or null, got 3"),
         (
             [3],
-            "a.yaml: tracking must be a name or a mapping with a name, got 3; valid names: tensorboard, mlflow",
+            "a.yaml: tracking must be a name or a mapping with a name, got 3; valid names: "
+            "tensorboard, mlflow",
         ),
     ],
 )

@@ -1,10 +1,12 @@
 """Partitions: the ways to divide a source's samples among clients.
 
-Every partition is a frozen dataclass that only stores what it is told and answers ``assign(source, seed)``. Where the
-source has groups, clients are made inside each group, so that a client always belongs to exactly one.
+Every partition is a frozen dataclass that only stores what it is told and answers ``assign(source,
+seed)``. Where the source has groups, clients are made inside each group, so that a client always
+belongs to exactly one.
 
-``min_samples`` is the least a client may hold. It is 3 unless told otherwise, because a client needs one sample each to
-train, to validate and to test on. What cannot be met is refused before anything is drawn.
+``min_samples`` is the least a client may hold. It is 3 unless told otherwise, because a client
+needs one sample each to train, to validate and to test on. What cannot be met is refused before
+anything is drawn.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def inside_groups(
     seed : int
         Decides what is drawn.
     divide : callable
-        Called for each group with its samples, the number of its first client, how many clients it has, and a generator.
-        Returns the samples of each of these clients.
+        Called for each group with its samples, the number of its first client, how many clients it
+        has, and a generator. Returns the samples of each of these clients.
 
     Returns
     -------
@@ -103,7 +103,8 @@ def inside_groups(
 def apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
     """Divide clients among groups in proportion to weights, at least one each, by D'Hondt's highest averages.
 
-    This makes the smallest weight per client as large as possible, so ``min_samples`` is met whenever it can be.
+    This makes the smallest weight per client as large as possible, so ``min_samples`` is met
+    whenever it can be.
 
     Parameters
     ----------
@@ -247,7 +248,8 @@ def members_by_group(source: Source) -> list[Ints]:
     for name, samples in zip(names, members, strict=True):
         if not samples.size:
             raise InputError(
-                f"group {name!r} of source {source.name!r} has no samples; leave it out of group_names"
+                f"group {name!r} of source {source.name!r} has no samples; leave it out of "
+                "group_names"
             )
     return members
 
@@ -275,7 +277,8 @@ def labels_of(source: Source, partition: str) -> Ints:
     """
     if not tasks.build(source.task).labels:
         raise InputError(
-            f"the {partition} partition needs one label a sample, but source {source.name!r} is a {source.task}"
+            f"the {partition} partition needs one label a sample, but source {source.name!r} is a "
+            f"{source.task}"
         )
     return source.y.cpu().numpy()
 
@@ -301,5 +304,6 @@ def require_samples(samples: int, clients: int, min_samples: int, where: str) ->
     wanted = count(clients, "clients") * count(min_samples, "min_samples")
     if samples < wanted:
         raise InputError(
-            f"{where} has {samples} samples, too few for {clients} clients with min_samples={min_samples} each"
+            f"{where} has {samples} samples, too few for {clients} clients with "
+            f"min_samples={min_samples} each"
         )

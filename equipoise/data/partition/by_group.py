@@ -28,10 +28,11 @@ WITHIN = ("ratio", "imbalance")
 class ByGroup:
     """Groups of very unequal weight: the domain imbalance factor of FedGCR.
 
-    With D groups, the commonest first, and rho = imbalance^(1/(D-1)), group i gets round(rho^(D-1-i)) clients and,
-    unless ``truncate`` is off, 1/rho of the samples of group i - 1. Inside a group each client holds rho times as many
-    samples as the one before. ``imbalance=1`` means equal groups of two clients that hold samples 1 : 3. Clients left
-    below ``min_samples`` are filled up from the largest ones of their group.
+    With D groups, the commonest first, and rho = imbalance^(1/(D-1)), group i gets
+    round(rho^(D-1-i)) clients and, unless ``truncate`` is off, 1/rho of the samples of group i - 1.
+    Inside a group each client holds rho times as many samples as the one before. ``imbalance=1``
+    means equal groups of two clients that hold samples 1 : 3. Clients left below ``min_samples``
+    are filled up from the largest ones of their group.
 
     Parameters
     ----------
@@ -42,16 +43,19 @@ class ByGroup:
     clients_per_group : sequence of int, optional
         Exactly how many clients each group gets.
     truncate : bool
-        Leave samples out so that the groups' sizes fall by rho. Off for a source whose groups are unequal already.
+        Leave samples out so that the groups' sizes fall by rho. Off for a source whose groups are
+        unequal already.
     ratio : float, optional
-        rho itself, where a rounded one is wanted: FedGCR's tables use 1.5 for five groups with imbalance 5 (not 1.495,
-        which gives the fourth group one client fewer), and 1.6 for six with imbalance 10 (not 1.585).
+        rho itself, where a rounded one is wanted: FedGCR's tables use 1.5 for five groups with
+        imbalance 5 (not 1.495, which gives the fourth group one client fewer), and 1.6 for six with
+        imbalance 10 (not 1.585).
     largest : int, optional
-        Keep exactly this many samples of the first group, and round the share of every client down, as FedGCR does.
-        By default as many as the other groups allow are kept, and all of them are given to clients.
+        Keep exactly this many samples of the first group, and round the share of every client down,
+        as FedGCR does. By default as many as the other groups allow are kept, and all of them are
+        given to clients.
     within : {"ratio", "imbalance"}
-        How sizes rise inside a group: by rho from client to client, or so that the last client of a group holds
-        ``imbalance`` times as many samples as its first (FedGCR's rule for PACS).
+        How sizes rise inside a group: by rho from client to client, or so that the last client of a
+        group holds ``imbalance`` times as many samples as its first (FedGCR's rule for PACS).
     order : sequence of str, optional
         All groups, the largest first; by default the order of the source.
     min_samples : int
@@ -116,7 +120,8 @@ class ByGroup:
             return list(range(len(source.group_names)))
         if sorted(self.order) != sorted(source.group_names):
             raise InputError(
-                f"order={list(self.order)} must name each of the groups {', '.join(source.group_names)} once"
+                f"order={list(self.order)} must name each of the groups "
+                f"{', '.join(source.group_names)} once"
             )
         return [source.group_names.index(name) for name in self.order]
 
@@ -143,7 +148,8 @@ class ByGroup:
         for name, size, wanted in zip(names, sizes, kept, strict=True):
             if size < wanted:
                 raise InputError(
-                    f"group {name!r} has {size} samples, but largest={self.largest} needs {wanted} of it"
+                    f"group {name!r} has {size} samples, but largest={self.largest} needs {wanted} "
+                    "of it"
                 )
         return kept
 
@@ -169,8 +175,8 @@ class ByGroup:
                 )
             if len(self.clients_per_group) != len(falling):
                 raise InputError(
-                    f"clients_per_group={list(self.clients_per_group)} must name one number for each of the "
-                    f"{len(falling)} groups {', '.join(names)}"
+                    f"clients_per_group={list(self.clients_per_group)} must name one number for "
+                    f"each of the {len(falling)} groups {', '.join(names)}"
                 )
             return [
                 count(clients, "each of clients_per_group") for clients in self.clients_per_group

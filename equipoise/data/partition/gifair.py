@@ -15,7 +15,8 @@ from equipoise.errors import InputError
 
 # How many classes are digits, capital and lowercase letters, in the order of the labels.
 _KINDS = (10, 26, 26)
-# Clients, images a client, and which of digits (0), capital (1) and lowercase letters (2) they are: GIFAIR, table 3.
+# Clients, images a client, and which of digits (0), capital (1) and lowercase letters (2) they are:
+# GIFAIR, table 3.
 _THREE_GROUPS = {
     "capital": (60, 800, (0, 1)),
     "lowercase": (100, 1000, (0, 2)),
@@ -27,8 +28,9 @@ _THREE_GROUPS = {
 class Skewed:
     """Label skew of GIFAIR's FEMNIST-Skewed: client k holds classes k, k + 1, ... in a circle, as many of each.
 
-    The paper has 100 clients with 5 of 10 classes and 500 images. Unlike `ClassesPerClient`, which divides all there is,
-    every client holds the same number of samples; what is left over belongs to nobody.
+    The paper has 100 clients with 5 of 10 classes and 500 images. Unlike `ClassesPerClient`, which
+    divides all there is, every client holds the same number of samples; what is left over belongs
+    to nobody.
 
     Parameters
     ----------
@@ -60,7 +62,8 @@ class Skewed:
         labels, total = _labels_without_groups(source, "skewed"), source.classes or 0
         if count(self.classes, "classes") > total:
             raise InputError(
-                f"classes={self.classes} a client is more than the {total} of source {source.name!r}"
+                f"classes={self.classes} a client is more than the {total} of source "
+                f"{source.name!r}"
             )
         classes_of = (
             np.arange(count(self.clients, "clients"))[:, None] + np.arange(self.classes)
@@ -101,9 +104,10 @@ class ThreeGroups:
     mixed            40              600  digits, capital and lowercase letters
     ==========  =======  ===============  =====================================
 
-    The paper does not say whether its 800, 1,000 and 600 images are those of a client or of a group; 2,400 images in all
-    could not give the accuracy it reports on 62 classes, so they are a client's. Inside a group the kinds of characters
-    come in the proportion in which the source has them. No image is used twice.
+    The paper does not say whether its 800, 1,000 and 600 images are those of a client or of a
+    group; 2,400 images in all could not give the accuracy it reports on 62 classes, so they are a
+    client's. Inside a group the kinds of characters come in the proportion in which the source has
+    them. No image is used twice.
 
     Parameters
     ----------
@@ -178,7 +182,7 @@ def _check_scale(scale: float, fits: Callable[[float], bool], *, least: float, w
 def _labels_without_groups(source: Source, partition: str) -> Ints:
     if source.groups is not None:
         raise InputError(
-            f"the {partition} partition is for sources without groups, but source {source.name!r} has "
-            f"{', '.join(source.group_names)}"
+            f"the {partition} partition is for sources without groups, but source {source.name!r} "
+            f"has {', '.join(source.group_names)}"
         )
     return labels_of(source, partition)

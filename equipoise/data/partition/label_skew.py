@@ -18,10 +18,11 @@ from equipoise.errors import InputError
 class Dirichlet:
     """Label skew: proportions of classes are drawn from a symmetric Dirichlet.
 
-    Two ways are in use under this name, and they make unlike federations. As it stands, each class is shared out among the
-    clients in drawn proportions, so clients differ in size too; those left below ``min_samples`` are then filled up one
-    sample at a time, each from whoever holds most at that moment. With ``equal``, clients are of equal size and each draws
-    the proportions of its own classes (Hsu et al., 2019), one client after the other; a class that has run out leaves its
+    Two ways are in use under this name, and they make unlike federations. As it stands, each class
+    is shared out among the clients in drawn proportions, so clients differ in size too; those left
+    below ``min_samples`` are then filled up one sample at a time, each from whoever holds most at
+    that moment. With ``equal``, clients are of equal size and each draws the proportions of its own
+    classes (Hsu et al., 2019), one client after the other; a class that has run out leaves its
     share to the rest, so the last clients take what there is.
 
     Small ``beta`` gives few classes to a client, large ``beta`` approaches `Iid`.
@@ -125,7 +126,8 @@ class ClassesPerClient:
         total = source.classes or 0
         if count(self.classes, "classes") > total:
             raise InputError(
-                f"classes={self.classes} a client is more than the {total} of source {source.name!r}"
+                f"classes={self.classes} a client is more than the {total} of source "
+                f"{source.name!r}"
             )
 
         def divide(
@@ -136,8 +138,9 @@ class ClassesPerClient:
                 holders = [k for k in range(clients) if (label - first - k) % total < self.classes]
                 if not holders:
                     raise InputError(
-                        f"none of clients {first} to {first + clients - 1} would hold class {label}: {self.classes} "
-                        f"classes a client do not cover all {total}; ask for more clients or more classes a client"
+                        f"none of clients {first} to {first + clients - 1} would hold class "
+                        f"{label}: {self.classes} classes a client do not cover all {total}; ask "
+                        "for more clients or more classes a client"
                     )
                 of_class = draws.permutation(samples[labels[samples] == label])
                 for client, piece in zip(
@@ -148,8 +151,8 @@ class ClassesPerClient:
             for client, mine in enumerate(held, start=first):
                 if len(mine) < self.min_samples:
                     raise InputError(
-                        f"client {client} would hold {len(mine)} samples of its {self.classes} classes, fewer than "
-                        f"min_samples={self.min_samples}; ask for fewer clients"
+                        f"client {client} would hold {len(mine)} samples of its {self.classes} "
+                        f"classes, fewer than min_samples={self.min_samples}; ask for fewer clients"
                     )
             return held
 

@@ -35,7 +35,8 @@ class Natural:
         """Divide the samples of ``source``; nothing is drawn, so the seed changes nothing."""
         if source.ids is None:
             raise InputError(
-                f"source {source.name!r} does not know which client a sample came from; partition it another way"
+                f"source {source.name!r} does not know which client a sample came from; partition "
+                "it another way"
             )
         names, first, holder, sizes = np.unique(
             source.ids, return_index=True, return_inverse=True, return_counts=True
@@ -44,8 +45,8 @@ class Natural:
         kept = np.flatnonzero(sizes >= count(self.min_samples, "min_samples"))
         if not kept.size:
             raise InputError(
-                f"no client of source {source.name!r} holds min_samples={self.min_samples} samples; "
-                f"the largest has {sizes.max()}"
+                f"no client of source {source.name!r} holds min_samples={self.min_samples} "
+                f"samples; the largest has {sizes.max()}"
             )
         kept = kept[np.argsort(first[kept])]
         group_of, group_names = groups_of(source)

@@ -99,8 +99,9 @@ def test_three_groups_by_hand():
 
 
 def test_three_groups_name_the_largest_scale():
-    # Digits run out first. 24, 30 and 18 images a client take 1440/6000 + 3000/4800 + 720/7200 = 0.965 of them;
-    # scale=0.031 means 25, 31 and 19 and would take 1500/6000 + 3100/4800 + 760/7200 = 1.001.
+    # Digits run out first. 24, 30 and 18 images a client take 1440/6000 + 3000/4800 + 720/7200 =
+    # 0.965 of them; scale=0.031 means 25, 31 and 19 and would take 1500/6000 + 3100/4800 + 760/7200
+    # = 1.001.
     labels = np.concatenate(
         [np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26]
     )

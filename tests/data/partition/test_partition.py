@@ -1,4 +1,6 @@
-"""Partitions: who gets what, worked out by hand where nothing is drawn and by slow loops where something is."""
+"""Partitions: who gets what, worked out by hand where nothing is drawn and by slow loops where
+something is.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +96,15 @@ def test_clients_follow_the_groups_sizes() -> None:
 
 
 def test_min_samples_is_met_where_proportions_rounded_up_would_not() -> None:
-    # 3 clients in proportion 10 : 5 would be 2 : 1, and the fourth must go to the first group, not the second.
+    # 3 clients in proportion 10 : 5 would be 2 : 1, and the fourth must go to the first group, not
+    # the second.
     assert sizes_by_group(Iid(4, min_samples=3).assign(grouped(10, 5), 0)) == [[4, 3, 3], [5]]
 
 
 def test_dirichlet_matches_its_definition() -> None:
-    """With many draws, shares of a class have the Dirichlet's mean 1/K and variance (K-1)/(K^2 (K beta + 1))."""
+    """With many draws, shares of a class have the Dirichlet's mean 1/K and variance (K-1)/(K^2 (K
+    beta + 1)).
+    """
     clients, beta, of_class = 4, 0.5, 500
     source = plain(2 * of_class, classes=2)
     shares = []
@@ -132,7 +137,8 @@ def test_dirichlet_always_ends(clients: int, beta: float, least: int, seed: int)
 
 
 def test_equal_clients_draw_their_own_proportions() -> None:
-    """Of a client that draws first, a class's share has the Dirichlet's mean 1/C and variance (C-1)/(C^2 (C beta + 1)).
+    """Of a client that draws first, a class's share has the Dirichlet's mean 1/C and variance
+    (C-1)/(C^2 (C beta + 1)).
 
     To that a finite client adds the noise of drawing, E[q (1 - q)]/n.
     """
@@ -259,7 +265,8 @@ PACS_5 = [[45, 68, 102, 153, 229], [42, 95, 213], [34, 172], [121]]
         (ByGroup(10, ratio=1.6, largest=1262), DOMAINS_10, 2),
         (ByGroup(5, ratio=1.4, largest=1262), DOMAINS_5, 1),
         (ByGroup(1, largest=630), [[157, 472]] * 6, 0),
-        # The ratio is published as 2.16; only ratios from 2.1642 to 2.1661 give the published sizes.
+        # The ratio is published as 2.16; only ratios from 2.1642 to 2.1661 give the published
+        # sizes.
         (ByGroup(10, ratio=2.165, largest=600, within="imbalance"), PACS_10, 0),
         (ByGroup(5, ratio=1.7, largest=600, within="imbalance"), PACS_5, 0),
     ],
