@@ -21,8 +21,8 @@ from equipoise.clustering import purity
 Rows = dict[tuple[str, str], dict[str, float]]
 
 
-def read(run: Path) -> dict[str, float]:
-    """Return the measures of one run."""
+def read(run: Path) -> dict[str, float] | None:
+    """Return the measures of one run, or ``None`` if its method does not cluster."""
     metrics = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     names = {row["client"]: row["group"] for row in metrics}
     numbers = {name: number for number, name in enumerate(sorted(set(names.values())))}
@@ -31,6 +31,8 @@ def read(run: Path) -> dict[str, float]:
     same: list[bool] = []
     for line in (run / "rounds.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
+        if "clusters" not in row.get("notes", {}):
+            return None
         clusters = np.array(row["notes"]["clusters"])
         types = np.array([numbers[names[client]] for client in row["clients"]])
         now = dict(zip(row["clients"], clusters.tolist(), strict=True))
@@ -46,7 +48,8 @@ def collect(runs: Path) -> Rows:
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for path in sorted(runs.glob("*/*/seed*/rounds.jsonl")):
         setting, method = path.parts[-4:-2]
-        found[setting, method].append(read(path.parent))
+        if (measured := read(path.parent)) is not None:
+            found[setting, method].append(measured)
     return {
         key: {name: float(np.mean([own[name] for own in seeds])) for name in seeds[0]}
         for key, seeds in found.items()

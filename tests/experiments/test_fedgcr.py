@@ -85,6 +85,10 @@ def test_clusters_by_hand(tmp_path):
             for number, (here, numbers) in enumerate(noted, 1)
         )
     )
+    without = tmp_path / "dif10" / "fedavg" / "seed0"
+    without.mkdir(parents=True)
+    (without / "metrics.jsonl").write_text("")
+    (without / "rounds.jsonl").write_text(json.dumps({"round": 1}) + "\n")
     (row,) = clusters.collect(tmp_path).values()
     assert row["round 1"] == 0.75
     assert row["purity"] == row["ARI"] == 1
