@@ -1,0 +1,618 @@
+"""Convolutions of stacked clients, as Triton kernels for a GPU.
+
+Forward pass, gradient by the input and gradient by the weights are matrix products whose factors
+are read from the images as they are needed, so no patches are ever written. Images may lie in
+memory in any order; results lie with channels innermost, which is the order these kernels read
+fastest.
+
+There are no atomic operations. The sum over samples of a weight's gradient is cut into pieces of a
+fixed number of rows, which are added in order. How the work is cut depends on the layer alone, so
+the same input gives the same bits, whoever shares the stack. Only imported where Triton is
+installed: see ``equipoise.models.layers``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from equipoise.models.kernels import _merged, _one_client
+from equipoise.models.products import _rounded
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a kernel moves over an image: stride, padding and dilation, down and across."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def size(self, image: tuple[int, int], kernel: tuple[int, int]) -> tuple[int, int]:
+        """Return height and width of the result."""
+        down, across = (
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(
+                image, kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        return down, across
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program works on: rows and columns of the result, length of a partial product."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the tile in the kernels' words."""
+        return {
+            "M": self.rows,
+            "N": self.columns,
+            "K": self.inner,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pack(
+    weight: tl.tensor,
+    packed: tl.tensor,
+    w_client: tl.tensor,
+    w_result: tl.tensor,
+    w_channel: tl.tensor,
+    w_place: tl.tensor,
+    low_parts: tl.tensor,
+    RESULTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PLACES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write weights as [clients, results, places of the kernel, channels]; the low parts follow the high ones."""
+    client = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < RESULTS * PLACES * CHANNELS
+    result, place, channel = (
+        at // (PLACES * CHANNELS),
+        at // CHANNELS % PLACES,
+        at % CHANNELS,
+    )
+    values = tl.load(
+        weight + client * w_client + result * w_result + channel * w_channel + place * w_place,
+        mask=inside,
+        other=0.0,
+    )
+    to = packed + client * (RESULTS * PLACES * CHANNELS) + at
+    if SPLIT:
+        high = _rounded(values)
+        tl.store(to + low_parts, _rounded(values - high), mask=inside)
+        values = high
+    tl.store(to, values.to(packed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _taps(
+    phase: tl.tensor,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    DILATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> tl.tuple:
+    """Return the first place of the kernel that meets a pixel, and how many do.
+
+    In the gradient by the input only every STRIDE-th pixel meets the same places.
+    """
+    first = phase * 0
+    number = first + SIZE
+    if TRANSPOSED and STRIDE > 1:
+        number = first
+        for back in tl.static_range(SIZE):
+            # From the last place to the first, so that the first one is what is left.
+            far = DILATION * (SIZE * (STRIDE - 1) + 1 + back)
+            meets = (phase + PADDING + far) % STRIDE == 0
+            first = tl.where(meets, SIZE - 1 - back, first)
+            number += meets.to(tl.int32)
+    return first, number
+
+
+@triton.jit
+def _shift(
+    place: tl.tensor,
+    phase: tl.tensor,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    DILATION: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+) -> tl.tensor:
+    """Return how far from its own pixel a result reads at a place of the kernel."""
+    if TRANSPOSED:
+        # Numerator: a multiple of the stride, and not negative.
+        far: tl.constexpr = DILATION * SIZE
+        return (phase + PADDING - place * DILATION + far * STRIDE) // STRIDE - far
+    return place * DILATION - PADDING
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _gather(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    samples: tl.tensor,
+    x_client: tl.tensor,
+    x_sample: tl.tensor,
+    x_channel: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    w_client: tl.tensor,
+    low_parts: tl.tensor,
+    CHANNELS: tl.constexpr,
+    RESULTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    STRIDE_DOWN: tl.constexpr,
+    STRIDE_ACROSS: tl.constexpr,
+    PADDING_DOWN: tl.constexpr,
+    PADDING_ACROSS: tl.constexpr,
+    DILATION_DOWN: tl.constexpr,
+    DILATION_ACROSS: tl.constexpr,
+    STEP_DOWN: tl.constexpr,
+    STEP_ACROSS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BIASED: tl.constexpr,
+    RELU: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> None:
+    """Write a tile of a convolution, pixels by channels, or of its gradient by the input.
+
+    The gradient is made for one phase of pixels at a time: those whose rows, and columns, leave
+    the same remainder after division by the stride meet the same places of the kernel.
+    """
+    PHASES_DOWN: tl.constexpr = STRIDE_DOWN if TRANSPOSED else 1
+    PHASES_ACROSS: tl.constexpr = STRIDE_ACROSS if TRANSPOSED else 1
+    MOVE_DOWN: tl.constexpr = 1 if TRANSPOSED else STRIDE_DOWN
+    MOVE_ACROSS: tl.constexpr = 1 if TRANSPOSED else STRIDE_ACROSS
+    PHASE_ROWS: tl.constexpr = (ROWS + PHASES_DOWN - 1) // PHASES_DOWN
+    PHASE_COLUMNS: tl.constexpr = (COLUMNS + PHASES_ACROSS - 1) // PHASES_ACROSS
+    TILES: tl.constexpr = (RESULTS + N - 1) // N
+    BLOCKS: tl.constexpr = (CHANNELS + K - 1) // K
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    result = (tile % TILES) * N + tl.arange(0, N)
+    phase = tile // TILES % (PHASES_DOWN * PHASES_ACROSS)
+    pixel = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M + tl.arange(0, M)
+    sample = pixel // (PHASE_ROWS * PHASE_COLUMNS)
+    row = pixel % (PHASE_ROWS * PHASE_COLUMNS) // PHASE_COLUMNS
+    column = pixel % PHASE_COLUMNS
+    phase_down, phase_across = phase // PHASES_ACROSS, phase % PHASES_ACROSS
+    exists = (sample < samples)[:, None]
+    top, left = (row * MOVE_DOWN)[:, None], (column * MOVE_ACROSS)[:, None]
+    own = x + client * x_client + sample.to(tl.int64)[:, None] * x_sample
+    own += top * x_row + left * x_column
+    first_down, taps_down = _taps(
+        phase_down, DOWN, STRIDE_DOWN, PADDING_DOWN, DILATION_DOWN, TRANSPOSED
+    )
+    first_across, taps_across = _taps(
+        phase_across, ACROSS, STRIDE_ACROSS, PADDING_ACROSS, DILATION_ACROSS, TRANSPOSED
+    )
+    matrix = weight + client * w_client + result[:, None] * (DOWN * ACROSS * CHANNELS)
+    needed = (result < RESULTS)[:, None]
+    along = tl.arange(0, K)
+    total = tl.zeros((M, N), dtype=tl.float32)
+    taps = taps_down * taps_across
+    steps = tl.cdiv(taps * CHANNELS, K) if PACKED else taps * BLOCKS
+    for step in range(0, steps):
+        if PACKED:
+            # Few channels: several places of the kernel at once.
+            tap = ((step * K + along) // CHANNELS)[None, :]
+            channel = ((step * K + along) % CHANNELS)[None, :]
+            there = tap < taps
+        else:
+            tap = step // BLOCKS
+            channel = ((step % BLOCKS) * K + along)[None, :]
+            there = channel < CHANNELS
+        i = first_down + tap // taps_across * STEP_DOWN
+        j = first_across + tap % taps_across * STEP_ACROSS
+        down = _shift(i, phase_down, DOWN, STRIDE_DOWN, PADDING_DOWN, DILATION_DOWN, TRANSPOSED)
+        across = _shift(
+            j, phase_across, ACROSS, STRIDE_ACROSS, PADDING_ACROSS, DILATION_ACROSS, TRANSPOSED
+        )
+        inside = exists & (top + down >= 0) & (top + down < HEIGHT)
+        inside &= (left + across >= 0) & (left + across < WIDTH)
+        wanted = needed
+        if PACKED or CHANNELS % K != 0:
+            inside = inside & there
+            wanted = wanted & there
+        values = tl.load(
+            own + (down * x_row + across * x_column + channel * x_channel), mask=inside, other=0.0
+        )
+        at = matrix + ((i * ACROSS + j) * CHANNELS + channel)
+        factors = tl.load(at, mask=wanted, other=0.0)
+        if PRECISION == "split":
+            low = tl.load(at + low_parts, mask=wanted, other=0.0)
+            high = _rounded(values)
+            part = tl.dot(_rounded(values - high), tl.trans(factors), input_precision="tf32")
+            part = tl.dot(high, tl.trans(low), part, input_precision="tf32")
+            total += tl.dot(high, tl.trans(factors), part, input_precision="tf32")
+        elif PRECISION == "bfloat16":
+            total = tl.dot(values.to(tl.bfloat16), tl.trans(factors), total)
+        else:
+            total = tl.dot(values, tl.trans(factors), total, input_precision=PRECISION)
+    if BIASED:
+        total += tl.load(bias + client * RESULTS + result, mask=result < RESULTS, other=0.0)[None, :]
+    if RELU:
+        # What is not a number stays so.
+        total = tl.where(total <= 0, 0.0, total)
+    to_row = row * PHASES_DOWN + phase_down
+    to_column = column * PHASES_ACROSS + phase_across
+    inside = exists & ((to_row < ROWS) & (to_column < COLUMNS))[:, None]
+    to = ((client * samples + sample) * ROWS + to_row) * COLUMNS + to_column
+    tl.store(
+        y + to[:, None] * RESULTS + result[None, :],
+        total.to(y.dtype.element_ty),
+        mask=inside & (result < RESULTS)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["pixels", "length"])
+def _weight_sums(
+    x: tl.tensor,
+    upper: tl.tensor,
+    sums: tl.tensor,
+    pixels: tl.tensor,
+    length: tl.tensor,
+    x_client: tl.tensor,
+    x_sample: tl.tensor,
+    x_channel: tl.tensor,
+    x_row: tl.tensor,
+    x_column: tl.tensor,
+    u_client: tl.tensor,
+    u_sample: tl.tensor,
+    u_channel: tl.tensor,
+    u_row: tl.tensor,
+    u_column: tl.tensor,
+    CHANNELS: tl.constexpr,
+    RESULTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    STRIDE_DOWN: tl.constexpr,
+    STRIDE_ACROSS: tl.constexpr,
+    PADDING_DOWN: tl.constexpr,
+    PADDING_ACROSS: tl.constexpr,
+    DILATION_DOWN: tl.constexpr,
+    DILATION_ACROSS: tl.constexpr,
+    BIASED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> None:
+    """Write the gradient by a tile of the weights, over one piece of all pixels of all samples.
+
+    Rows of the tile are places of the kernel and channels, columns are channels of the result. The
+    gradient by the bias, if there is one, follows that by the weights.
+    """
+    ALL: tl.constexpr = DOWN * ACROSS * CHANNELS
+    TILES: tl.constexpr = (RESULTS + N - 1) // N
+    TALL: tl.constexpr = (ALL + M - 1) // M
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    piece = tile // (TILES * TALL)
+    pieces = tl.num_programs(0) // (TILES * TALL)
+    result = (tile % TILES) * N + tl.arange(0, N)
+    first = tile // TILES % TALL * M
+    entry = first + tl.arange(0, M)
+    if CHANNELS % M == 0:
+        # The whole tile is at one place of the kernel.
+        place = first // CHANNELS
+        channel = (first % CHANNELS + tl.arange(0, M))[None, :]
+    else:
+        place = (entry // CHANNELS)[None, :]
+        channel = (entry % CHANNELS)[None, :]
+    down = place // ACROSS * DILATION_DOWN - PADDING_DOWN
+    across = place % ACROSS * DILATION_ACROSS - PADDING_ACROSS
+    images = x + client * x_client + (down * x_row + across * x_column + channel * x_channel)
+    changes = upper + client * u_client + (result * u_channel)[None, :]
+    here, wanted = (entry < ALL)[None, :], (result < RESULTS)[None, :]
+    along = tl.arange(0, K)
+    total = tl.zeros((M, N), dtype=tl.float32)
+    begin = piece * length
+    end = tl.minimum(begin + length, pixels)
+    for done in range(begin, end, K):
+        pixel = done + along
+        sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)[:, None]
+        row = (pixel % (ROWS * COLUMNS) // COLUMNS)[:, None]
+        column = (pixel % COLUMNS)[:, None]
+        exists = (pixel < end)[:, None]
+        top, left = row * STRIDE_DOWN, column * STRIDE_ACROSS
+        inside = exists & (top + down >= 0) & (top + down < HEIGHT)
+        inside &= (left + across >= 0) & (left + across < WIDTH)
+        if ALL % M != 0:
+            inside = inside & here
+        values = tl.load(
+            images + (sample * x_sample + top * x_row + left * x_column), mask=inside, other=0.0
+        )
+        change = tl.load(
+            changes + (sample * u_sample + row * u_row + column * u_column),
+            mask=exists & wanted,
+            other=0.0,
+        )
+        if PRECISION == "split":
+            values_high, change_high = _rounded(values), _rounded(change)
+            part = tl.dot(
+                tl.trans(_rounded(values - values_high)), change_high, input_precision="tf32"
+            )
+            part = tl.dot(
+                tl.trans(values_high), _rounded(change - change_high), part, input_precision="tf32"
+            )
+            total += tl.dot(tl.trans(values_high), change_high, part, input_precision="tf32")
+        elif PRECISION == "bfloat16":
+            total = tl.dot(tl.trans(values.to(tl.bfloat16)), change.to(tl.bfloat16), total)
+        else:
+            total = tl.dot(tl.trans(values), change, total, input_precision=PRECISION)
+    own = sums + (client * pieces + piece) * (RESULTS * (ALL + BIASED))
+    tl.store(
+        own + result[None, :] * ALL + entry[:, None],
+        total,
+        mask=(entry < ALL)[:, None] & wanted,
+    )
+    if BIASED:
+        if first == 0:
+            of_bias = tl.zeros((N,), dtype=tl.float32)
+            for done in range(begin, end, K):
+                pixel = done + along
+                sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)[:, None]
+                row = (pixel % (ROWS * COLUMNS) // COLUMNS)[:, None]
+                column = (pixel % COLUMNS)[:, None]
+                change = tl.load(
+                    changes + (sample * u_sample + row * u_row + column * u_column),
+                    mask=(pixel < end)[:, None] & wanted,
+                    other=0.0,
+                )
+                of_bias += tl.sum(change.to(tl.float32), axis=0)
+            tl.store(own + RESULTS * ALL + result, of_bias, mask=result < RESULTS)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _add_pieces(
+    sums: tl.tensor,
+    of_weight: tl.tensor,
+    of_bias: tl.tensor,
+    pieces: tl.tensor,
+    RESULTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add the pieces of a gradient in order, and write it in the order of the weights."""
+    ALL: tl.constexpr = RESULTS * CHANNELS * PLACES
+    client = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    result, channel, place = at // (CHANNELS * PLACES), at // PLACES % CHANNELS, at % PLACES
+    of = (result * PLACES + place) * CHANNELS + channel
+    if BIASED:
+        of = tl.where(at < ALL, of, at)
+    inside = at < ALL + BIASED * RESULTS
+    own = sums + client * pieces * (ALL + BIASED * RESULTS) + of
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for piece in range(0, pieces):
+        total += tl.load(own + piece * (ALL + BIASED * RESULTS), mask=inside, other=0.0)
+    tl.store(of_weight + client * ALL + at, total, mask=at < ALL)
+    if BIASED:
+        tl.store(of_bias + client * RESULTS + (at - ALL), total, mask=inside & (at >= ALL))
+
+
+# ---- launching -----------------------------------------------------------------------------------
+
+
+def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
+    """Lay weights out as a kernel reads them.
+
+    Returns
+    -------
+    Tensor
+        ``[parts, clients, results, places, channels]``; clients that share weights in memory go on
+        doing so.
+    """
+    results, channels = (2, 1) if transposed else (1, 2)
+    one = weight[:1] if weight.stride(0) == 0 else weight
+    places = weight.shape[3] * weight.shape[4]
+    flat = one.flatten(3)
+    shape = len(one), weight.shape[results], places, weight.shape[channels]
+    parts = 2 if precision == "split" else 1
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    made = torch.empty(parts, *shape, dtype=dtype, device=weight.device)
+    block = 1024
+    with torch.cuda.device_of(weight):
+        _pack[(triton.cdiv(math.prod(shape[1:]), block), len(one))](
+            flat,
+            made,
+            flat.stride(0),
+            flat.stride(results),
+            flat.stride(channels),
+            flat.stride(3),
+            made[0].numel(),
+            RESULTS=shape[1],
+            CHANNELS=shape[3],
+            PLACES=places,
+            SPLIT=parts == 2,
+            BLOCK=block,
+        )
+    return made
+
+
+def gather(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    precision: str,
+    *,
+    size: tuple[int, int] | None = None,
+    relu: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Convolve, or with the ``size`` of an image return the gradient by that image."""
+    clients, samples, channels, height, width = x.shape
+    transposed = size is not None
+    kernel = weight.shape[3], weight.shape[4]
+    results = weight.shape[2 if transposed else 1]
+    rows, columns = geometry.size((height, width), kernel) if size is None else size
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    y = torch.empty(clients, samples, rows, columns, results, dtype=dtype, device=x.device)
+    tile = tile or gather_tile(channels, results, kernel, precision)
+    matrix = packed(weight, transposed, precision)
+    down, across = geometry.stride if transposed else (1, 1)
+    pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
+    tiles = triton.cdiv(pixels, tile.rows) * down * across * triton.cdiv(results, tile.columns)
+    if y.numel():
+        with torch.cuda.device_of(x):
+            _gather[(tiles, clients)](
+                x,
+                matrix,
+                bias,
+                y,
+                samples,
+                *x.stride(),
+                0 if matrix.shape[1] == 1 else matrix.stride(1),
+                matrix.stride(0),
+                CHANNELS=channels,
+                RESULTS=results,
+                HEIGHT=height,
+                WIDTH=width,
+                ROWS=rows,
+                COLUMNS=columns,
+                **_named(kernel, geometry),
+                STEP_DOWN=_step(geometry, 0) if transposed else 1,
+                STEP_ACROSS=_step(geometry, 1) if transposed else 1,
+                TRANSPOSED=transposed,
+                BIASED=bias is not None,
+                RELU=relu,
+                PRECISION=precision,
+                PACKED=channels % tile.inner != 0 and channels < 4 * tile.inner,
+                **tile.options,
+            )
+    return y.permute(0, 1, 4, 2, 3)
+
+
+def weight_gradient(
+    x: Tensor,
+    upper: Tensor,
+    kernel: tuple[int, int],
+    geometry: Geometry,
+    precision: str,
+    *,
+    biased: bool,
+    tile: Tile | None = None,
+    piece: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient by weights and bias."""
+    clients, samples, channels, height, width = x.shape
+    results, rows, columns = upper.shape[2:]
+    places = kernel[0] * kernel[1]
+    entries = results * (channels * places + biased)
+    if tile is None or piece is None:
+        tile, piece = weight_tile(channels, results, kernel, precision)
+    pixels = samples * rows * columns
+    pieces = triton.cdiv(pixels, piece)
+    sums = torch.empty(clients, pieces, entries, dtype=torch.float32, device=x.device)
+    of_weight = torch.empty(clients, results, channels, *kernel, device=x.device)
+    of_bias = torch.empty(clients, results, device=x.device) if biased else None
+    tiles = triton.cdiv(channels * places, tile.rows) * triton.cdiv(results, tile.columns)
+    block = 1024
+    if clients:
+        with torch.cuda.device_of(x):
+            if pieces:
+                _weight_sums[(tiles * pieces, clients)](
+                    x,
+                    upper,
+                    sums,
+                    pixels,
+                    piece,
+                    *x.stride(),
+                    *upper.stride(),
+                    CHANNELS=channels,
+                    RESULTS=results,
+                    HEIGHT=height,
+                    WIDTH=width,
+                    ROWS=rows,
+                    COLUMNS=columns,
+                    **_named(kernel, geometry),
+                    BIASED=biased,
+                    PRECISION=precision,
+                    **tile.options,
+                )
+            _add_pieces[(triton.cdiv(entries, block), clients)](
+                sums,
+                of_weight,
+                of_bias,
+                pieces,
+                RESULTS=results,
+                CHANNELS=channels,
+                PLACES=places,
+                BIASED=biased,
+                BLOCK=block,
+            )
+    return of_weight, of_bias
+
+
+def _named(kernel: tuple[int, int], geometry: Geometry) -> dict[str, int]:
+    sizes = {
+        "": kernel,
+        "STRIDE_": geometry.stride,
+        "PADDING_": geometry.padding,
+        "DILATION_": geometry.dilation,
+    }
+    return {
+        name + way: size
+        for name, both in sizes.items()
+        for way, size in zip(("DOWN", "ACROSS"), both, strict=True)
+    }
+
+
+def _step(geometry: Geometry, axis: int) -> int:
+    """Return the distance of the places of a kernel that meet the same pixels of an image."""
+    stride = geometry.stride[axis]
+    return stride // math.gcd(stride, geometry.dilation[axis])
+
+
+def gather_tile(channels: int, results: int, kernel: tuple[int, int], precision: str) -> Tile:
+    """Choose the tile of a convolution or its gradient by the input, from the layer alone."""
+    return Tile(64, min(64, max(16, triton.next_power_of_2(results))), 32, 4, 3)
+
+
+def weight_tile(
+    channels: int, results: int, kernel: tuple[int, int], precision: str
+) -> tuple[Tile, int]:
+    """Choose the tile of a gradient by the weights and the pixels in a piece, from the layer alone."""
+    return Tile(64, min(64, max(16, triton.next_power_of_2(results))), 32, 4, 3), 2048
