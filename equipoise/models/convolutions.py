@@ -83,17 +83,21 @@ def _pack(
     CHANNELS: tl.constexpr,
     PLACES: tl.constexpr,
     SPLIT: tl.constexpr,
+    ENTRIES_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write weights as [clients, results, places of the kernel, channels]; the low parts follow the high ones."""
+    """Write weights as [clients, results, entries], or [clients, entries, results] if ENTRIES_FIRST.
+
+    Entries are places of the kernel and channels. The low parts follow the high ones.
+    """
     client = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < RESULTS * PLACES * CHANNELS
-    result, place, channel = (
-        at // (PLACES * CHANNELS),
-        at // CHANNELS % PLACES,
-        at % CHANNELS,
-    )
+    if ENTRIES_FIRST:
+        result, entry = at % RESULTS, at // RESULTS
+    else:
+        result, entry = at // (PLACES * CHANNELS), at % (PLACES * CHANNELS)
+    place, channel = entry // CHANNELS, entry % CHANNELS
     values = tl.load(
         weight + client * w_client + result * w_result + channel * w_channel + place * w_place,
         mask=inside,
@@ -221,8 +225,9 @@ def _gather(
     first_across, taps_across = _taps(
         phase_across, ACROSS, STRIDE_ACROSS, PADDING_ACROSS, DILATION_ACROSS, TRANSPOSED
     )
-    matrix = weight + client * w_client + result[:, None] * (DOWN * ACROSS * CHANNELS)
-    needed = (result < RESULTS)[:, None]
+    # In full float32 precision the factors are read across, else along what is summed.
+    ENTRIES_FIRST: tl.constexpr = PRECISION == "ieee"
+    matrix = weight + client * w_client
     along = tl.arange(0, K)
     total = tl.zeros((M, N), dtype=tl.float32)
     taps = taps_down * taps_across
@@ -230,29 +235,35 @@ def _gather(
     for step in range(0, steps):
         if PACKED:
             # Few channels: several places of the kernel at once.
-            tap = ((step * K + along) // CHANNELS)[None, :]
-            channel = ((step * K + along) % CHANNELS)[None, :]
-            there = tap < taps
+            entry = step * K + along
+            tap, channel = (entry // CHANNELS)[None, :], entry % CHANNELS
+            there = entry < taps * CHANNELS
         else:
-            tap = step // BLOCKS
-            channel = ((step % BLOCKS) * K + along)[None, :]
+            tap, channel = step // BLOCKS, (step % BLOCKS) * K + along
             there = channel < CHANNELS
         i = first_down + tap // taps_across * STEP_DOWN
         j = first_across + tap % taps_across * STEP_ACROSS
+        if not PACKED:
+            entry = (i * ACROSS + j) * CHANNELS + channel
         down = _shift(i, phase_down, DOWN, STRIDE_DOWN, PADDING_DOWN, DILATION_DOWN, TRANSPOSED)
         across = _shift(
             j, phase_across, ACROSS, STRIDE_ACROSS, PADDING_ACROSS, DILATION_ACROSS, TRANSPOSED
         )
         inside = exists & (top + down >= 0) & (top + down < HEIGHT)
         inside &= (left + across >= 0) & (left + across < WIDTH)
-        wanted = needed
         if PACKED or CHANNELS % K != 0:
-            inside = inside & there
-            wanted = wanted & there
+            inside = inside & there[None, :]
         values = tl.load(
-            own + (down * x_row + across * x_column + channel * x_channel), mask=inside, other=0.0
+            own + (down * x_row + across * x_column + channel[None, :] * x_channel),
+            mask=inside,
+            other=0.0,
         )
-        at = matrix + ((i * ACROSS + j) * CHANNELS + channel)
+        if ENTRIES_FIRST:
+            at = matrix + (entry[:, None] * RESULTS + result[None, :])
+            wanted = there[:, None] & (result < RESULTS)[None, :]
+        else:
+            at = matrix + (result[:, None] * (DOWN * ACROSS * CHANNELS) + entry[None, :])
+            wanted = (result < RESULTS)[:, None] & there[None, :]
         factors = tl.load(at, mask=wanted, other=0.0)
         if PRECISION == "split":
             low = tl.load(at + low_parts, mask=wanted, other=0.0)
@@ -262,8 +273,10 @@ def _gather(
             total += tl.dot(high, tl.trans(factors), part, input_precision="tf32")
         elif PRECISION == "bfloat16":
             total = tl.dot(values.to(tl.bfloat16), tl.trans(factors), total)
+        elif PRECISION == "tf32":
+            total = tl.dot(values, tl.trans(factors), total, input_precision="tf32")
         else:
-            total = tl.dot(values, tl.trans(factors), total, input_precision=PRECISION)
+            total = tl.dot(values, factors, total, input_precision="ieee")
     if BIASED:
         total += tl.load(bias + client * RESULTS + result, mask=result < RESULTS, other=0.0)[None, :]
     if RELU:
@@ -278,6 +291,13 @@ def _gather(
         total.to(y.dtype.element_ty),
         mask=inside & (result < RESULTS)[None, :],
     )
+
+
+@triton.jit
+def _first_part(x: tl.tensor) -> tl.tuple:
+    """Round to bfloat16, and return what is left too."""
+    first = x.to(tl.bfloat16)
+    return first, x - first.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["pixels", "length"])
@@ -366,19 +386,27 @@ def _weight_sums(
             mask=exists & wanted,
             other=0.0,
         )
-        if PRECISION == "split":
-            values_high, change_high = _rounded(values), _rounded(change)
-            part = tl.dot(
-                tl.trans(_rounded(values - values_high)), change_high, input_precision="tf32"
-            )
-            part = tl.dot(
-                tl.trans(values_high), _rounded(change - change_high), part, input_precision="tf32"
-            )
-            total += tl.dot(tl.trans(values_high), change_high, part, input_precision="tf32")
+        if PRECISION == "split" or PRECISION == "tf32":
+            # Only 16-bit factors can be transposed on their way to the tensor cores. The first two
+            # parts of a number hold 16 bits of it, more than TF32 does; all three hold 24.
+            left, left_rest = _first_part(values)
+            right, right_rest = _first_part(change)
+            left_second, left_rest = _first_part(left_rest)
+            right_second, right_rest = _first_part(right_rest)
+            part = tl.zeros((M, N), dtype=tl.float32)
+            if PRECISION == "split":
+                part = tl.dot(tl.trans(left_rest.to(tl.bfloat16)), right, part)
+                part = tl.dot(tl.trans(left), right_rest.to(tl.bfloat16), part)
+                part = tl.dot(tl.trans(left_second), right_second, part)
+            part = tl.dot(tl.trans(left_second), right, part)
+            part = tl.dot(tl.trans(left), right_second, part)
+            total += tl.dot(tl.trans(left), right, part)
         elif PRECISION == "bfloat16":
             total = tl.dot(tl.trans(values.to(tl.bfloat16)), change.to(tl.bfloat16), total)
         else:
-            total = tl.dot(tl.trans(values), change, total, input_precision=PRECISION)
+            total = tl.dot(
+                tl.trans(values), change, total, input_precision="tf32" if PRECISION == "tf32d" else PRECISION
+            )
     own = sums + (client * pieces + piece) * (RESULTS * (ALL + BIASED))
     tl.store(
         own + result[None, :] * ALL + entry[:, None],
@@ -441,8 +469,8 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     Returns
     -------
     Tensor
-        ``[parts, clients, results, places, channels]``; clients that share weights in memory go on
-        doing so.
+        ``[parts, clients, results * places * channels]``, or results last in full float32
+        precision; one client if all share their weights in memory.
     """
     results, channels = (2, 1) if transposed else (1, 2)
     one = weight[:1] if weight.stride(0) == 0 else weight
@@ -451,7 +479,7 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     shape = len(one), weight.shape[results], places, weight.shape[channels]
     parts = 2 if precision == "split" else 1
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    made = torch.empty(parts, *shape, dtype=dtype, device=weight.device)
+    made = torch.empty(parts, len(one), math.prod(shape[1:]), dtype=dtype, device=weight.device)
     block = 1024
     with torch.cuda.device_of(weight):
         _pack[(triton.cdiv(math.prod(shape[1:]), block), len(one))](
@@ -466,6 +494,7 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
             CHANNELS=shape[3],
             PLACES=places,
             SPLIT=parts == 2,
+            ENTRIES_FIRST=precision == "ieee",
             BLOCK=block,
         )
     return made
@@ -500,7 +529,7 @@ def gather(
             _gather[(tiles, clients)](
                 x,
                 matrix,
-                bias,
+                None if bias is None else bias.contiguous(),
                 y,
                 samples,
                 *x.stride(),
@@ -519,7 +548,7 @@ def gather(
                 BIASED=bias is not None,
                 RELU=relu,
                 PRECISION=precision,
-                PACKED=channels % tile.inner != 0 and channels < 4 * tile.inner,
+                PACKED=_packs(channels, tile.inner) and (down, across) == (1, 1),
                 **tile.options,
             )
     return y.permute(0, 1, 4, 2, 3)
@@ -600,6 +629,11 @@ def _named(kernel: tuple[int, int], geometry: Geometry) -> dict[str, int]:
     }
 
 
+def _packs(channels: int, inner: int) -> bool:
+    """Say whether partial products over channels at one place of the kernel would be mostly empty."""
+    return triton.cdiv(channels, inner) * inner > 1.25 * channels
+
+
 def _step(geometry: Geometry, axis: int) -> int:
     """Return the distance of the places of a kernel that meet the same pixels of an image."""
     stride = geometry.stride[axis]
@@ -616,3 +650,191 @@ def weight_tile(
 ) -> tuple[Tile, int]:
     """Choose the tile of a gradient by the weights and the pixels in a piece, from the layer alone."""
     return Tile(64, min(64, max(16, triton.next_power_of_2(results))), 32, 4, 3), 2048
+
+
+# ---- differentiation -----------------------------------------------------------------------------
+#
+# The gradients of each of the three functions are the other two, and so are theirs.
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    precision: str,
+    relu: bool = False,
+) -> Tensor:
+    """Convolve a client's batch with its weights.
+
+    Parameters
+    ----------
+    x : Tensor
+        A batch ``[samples, channels, height, width]``, float32 or bfloat16.
+    weight : Tensor
+        ``[results, channels, height, width]``, float32.
+    bias : Tensor or None
+        ``[results]``, float32.
+    geometry : Geometry
+        Stride, padding and dilation.
+    precision : str
+        ``"ieee"``: products and sums in float32. ``"split"``: as accurate, by tensor cores.
+        ``"tf32"``: factors rounded to TF32. ``"bfloat16"``: factors and result in bfloat16.
+    relu : bool
+        Whether negative results become zero.
+
+    Returns
+    -------
+    Tensor
+        ``[samples, results, height, width]``, with channels innermost in memory.
+    """
+    of_bias = None if bias is None else bias.unsqueeze(0)
+    y = StackedConvolution.apply(
+        x.unsqueeze(0), weight.unsqueeze(0), of_bias, geometry, precision, relu
+    )
+    return _one_client(y)
+
+
+class StackedConvolution(torch.autograd.Function):
+    """What :func:`convolve` does for clients stacked along a leading axis."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        precision: str,
+        relu: bool,
+    ) -> Tensor:
+        """Convolve."""
+        return gather(x, weight, bias, geometry, precision, relu=relu)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the gradients need."""
+        x, weight, bias, ctx.geometry, ctx.precision, ctx.relu = inputs
+        ctx.biased = bias is not None
+        ctx.save_for_backward(x, weight, output if ctx.relu else None)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient by input, weight and bias."""
+        x, weight, y = ctx.saved_tensors
+        if ctx.relu:
+            upper = torch.ops.aten.threshold_backward(upper, y, 0)
+        how = ctx.geometry, ctx.precision
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            size = x.shape[3], x.shape[4]
+            of_x = StackedInputGradient.apply(upper, weight, *how, size).to(x.dtype)
+        if any(ctx.needs_input_grad[1:3]):
+            kernel = weight.shape[3], weight.shape[4]
+            biased = ctx.biased and ctx.needs_input_grad[2]
+            of_weight, of_bias = StackedWeightGradient.apply(x, upper, *how, kernel, biased)
+        return of_x, of_weight, of_bias, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Count stacked clients among the clients there already are."""
+        made = StackedConvolution.apply(*_all_merged(info, in_dims, inputs, tensors=3))
+        return made.unflatten(0, (info.batch_size, -1)), 0
+
+
+class StackedInputGradient(torch.autograd.Function):
+    """The gradient of a convolution by its input, which is linear in the upper gradient and in the weights."""
+
+    @staticmethod
+    def forward(
+        upper: Tensor, weight: Tensor, geometry: Geometry, precision: str, size: tuple[int, int]
+    ) -> Tensor:
+        """Return the gradient by images of a size."""
+        return gather(upper, weight, None, geometry, precision, size=size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep both factors."""
+        upper, weight, ctx.geometry, ctx.precision, _ = inputs
+        ctx.save_for_backward(upper, weight)
+
+    @staticmethod
+    def backward(ctx: Any, second: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient by the upper gradient and by the weights."""
+        upper, weight = ctx.saved_tensors
+        how = ctx.geometry, ctx.precision
+        of_upper = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_upper = StackedConvolution.apply(second, weight, None, *how, False)
+            of_upper = of_upper.to(upper.dtype)
+        if ctx.needs_input_grad[1]:
+            kernel = weight.shape[3], weight.shape[4]
+            of_weight, _ = StackedWeightGradient.apply(second, upper, *how, kernel, False)
+        return of_upper, of_weight, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Count stacked clients among the clients there already are."""
+        made = StackedInputGradient.apply(*_all_merged(info, in_dims, inputs, tensors=2))
+        return made.unflatten(0, (info.batch_size, -1)), 0
+
+
+class StackedWeightGradient(torch.autograd.Function):
+    """The gradient of a convolution by weights and bias, which is linear in the input and in the upper gradient."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        upper: Tensor,
+        geometry: Geometry,
+        precision: str,
+        kernel: tuple[int, int],
+        biased: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient by weights of a size, and by the bias if there is one."""
+        return weight_gradient(x, upper, kernel, geometry, precision, biased=biased)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        """Keep both factors."""
+        x, upper, ctx.geometry, ctx.precision, *_ = inputs
+        ctx.save_for_backward(x, upper)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_weight: Tensor, of_bias: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradient by the input and by the upper gradient."""
+        x, upper = ctx.saved_tensors
+        how = ctx.geometry, ctx.precision
+        of_x = of_upper = None
+        if ctx.needs_input_grad[0]:
+            size = x.shape[3], x.shape[4]
+            of_x = StackedInputGradient.apply(upper, of_weight, *how, size).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_upper = StackedConvolution.apply(x, of_weight, of_bias, *how, False)
+            of_upper = of_upper.to(upper.dtype)
+        return of_x, of_upper, None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], *inputs: Any
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple[int, int | None]]:
+        """Count stacked clients among the clients there already are."""
+        of_weight, of_bias = StackedWeightGradient.apply(
+            *_all_merged(info, in_dims, inputs, tensors=2)
+        )
+        of_weight = of_weight.unflatten(0, (info.batch_size, -1))
+        if of_bias is None:
+            return (of_weight, None), (0, None)
+        return (of_weight, of_bias.unflatten(0, (info.batch_size, -1))), (0, 0)
+
+
+def _all_merged(
+    info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...], *, tensors: int
+) -> tuple[Any, ...]:
+    """Make one axis of stacked clients and the clients there already are, in the first inputs."""
+    merged = (
+        _merged(tensor, dim, info.batch_size)
+        for tensor, dim in zip(inputs[:tensors], in_dims, strict=False)
+    )
+    return *merged, *inputs[tensors:]
