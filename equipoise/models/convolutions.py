@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.models.kernels import _merged, _one_client
-from equipoise.models.products import _rounded
+from equipoise.models.products import _rounded, pay_on
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,17 @@ class Tile:
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
+
+
+def precision_on(device: torch.device) -> str:
+    """Return the precision that PyTorch's settings allow a convolution on a device: see :func:`convolve`."""
+    if torch.is_autocast_enabled("cuda"):
+        return "bfloat16"
+    if device.type != "cuda":  # Triton's interpreter.
+        return "ieee"
+    if torch.backends.cudnn.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0):
+        return "tf32"
+    return "split" if pay_on(device) else "ieee"
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -662,8 +673,9 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     geometry: Geometry,
-    precision: str,
+    *,
     relu: bool = False,
+    precision: str | None = None,
 ) -> Tensor:
     """Convolve a client's batch with its weights.
 
@@ -677,11 +689,12 @@ def convolve(
         ``[results]``, float32.
     geometry : Geometry
         Stride, padding and dilation.
-    precision : str
-        ``"ieee"``: products and sums in float32. ``"split"``: as accurate, by tensor cores.
-        ``"tf32"``: factors rounded to TF32. ``"bfloat16"``: factors and result in bfloat16.
     relu : bool
         Whether negative results become zero.
+    precision : str, optional
+        ``"ieee"``: products and sums in float32. ``"split"``: as accurate, by tensor cores.
+        ``"tf32"``: factors rounded to TF32, or to something finer. ``"bfloat16"``: factors and
+        result in bfloat16. By default what PyTorch's settings allow.
 
     Returns
     -------
@@ -689,9 +702,8 @@ def convolve(
         ``[samples, results, height, width]``, with channels innermost in memory.
     """
     of_bias = None if bias is None else bias.unsqueeze(0)
-    y = StackedConvolution.apply(
-        x.unsqueeze(0), weight.unsqueeze(0), of_bias, geometry, precision, relu
-    )
+    how = geometry, precision or precision_on(x.device), relu
+    y = StackedConvolution.apply(x.unsqueeze(0), weight.unsqueeze(0), of_bias, *how)
     return _one_client(y)
 
 
