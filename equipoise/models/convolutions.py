@@ -14,7 +14,7 @@ installed: see ``equipoise.models.layers``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,12 @@ def precision_on(device: torch.device) -> str:
     return "split" if pay_on(device) else "ieee"
 
 
+# Where entries of a kernel begin to be counted. Places and channels follow from an entry's number by
+# division. If the compiler knows that the number is small it divides in 8 bits, two numbers at a
+# time, and the assembler of CUDA 12.8 gets some of these wrong on an H200.
+_ORIGIN = 0
+
+
 # ---- kernels -------------------------------------------------------------------------------------
 
 
@@ -86,35 +92,33 @@ def _pack(
     weight: tl.tensor,
     packed: tl.tensor,
     w_client: tl.tensor,
-    w_result: tl.tensor,
-    w_channel: tl.tensor,
-    w_place: tl.tensor,
+    p_client: tl.tensor,
+    p_matrix: tl.tensor,
+    p_column: tl.tensor,
     low_parts: tl.tensor,
-    RESULTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    MATRICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PLACES: tl.constexpr,
     SPLIT: tl.constexpr,
-    ENTRIES_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
 ) -> None:
-    """Write weights as [clients, results, entries], or [clients, entries, results] if ENTRIES_FIRST.
+    """Transpose every matrix of every client's weights; the low parts follow the high ones.
 
-    Entries are places of the kernel and channels. The low parts follow the high ones.
+    Columns that are channels and places of the kernel, PLACES of them, are written places first.
     """
     client = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < RESULTS * PLACES * CHANNELS
-    if ENTRIES_FIRST:
-        result, entry = at % RESULTS, at // RESULTS
-    else:
-        result, entry = at // (PLACES * CHANNELS), at % (PLACES * CHANNELS)
-    place, channel = entry // CHANNELS, entry % CHANNELS
-    values = tl.load(
-        weight + client * w_client + result * w_result + channel * w_channel + place * w_place,
-        mask=inside,
-        other=0.0,
-    )
-    to = packed + client * (RESULTS * PLACES * CHANNELS) + at
+    matrix, tile = tl.program_id(0) % MATRICES, tl.program_id(0) // MATRICES
+    row = (tile % tl.cdiv(ROWS, R)) * R + tl.arange(0, R)
+    column = (tile // tl.cdiv(ROWS, R)) * C + tl.arange(0, C)
+    inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    own = weight + client * w_client + matrix * (ROWS * COLUMNS)
+    values = tl.load(own + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+    if PLACES > 1:
+        column = column % PLACES * (COLUMNS // PLACES) + column // PLACES
+    to = packed + client * p_client + matrix * p_matrix
+    to = to + column[None, :] * p_column + row[:, None]
     if SPLIT:
         high = _rounded(values)
         tl.store(to + low_parts, _rounded(values - high), mask=inside)
@@ -166,13 +170,14 @@ def _shift(
     return place * DILATION - PADDING
 
 
-@triton.jit(do_not_specialize=["samples"])
+@triton.jit(do_not_specialize=["samples", "origin"])
 def _gather(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
     samples: tl.tensor,
+    origin: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
@@ -209,6 +214,8 @@ def _gather(
 
     The gradient is made for one phase of pixels at a time: those whose rows, and columns, leave
     the same remainder after division by the stride meet the same places of the kernel.
+
+    ``origin`` is zero, which the compiler must not know: see ``_ORIGIN``.
     """
     PHASES_DOWN: tl.constexpr = STRIDE_DOWN if TRANSPOSED else 1
     PHASES_ACROSS: tl.constexpr = STRIDE_ACROSS if TRANSPOSED else 1
@@ -246,7 +253,7 @@ def _gather(
     for step in range(0, steps):
         if PACKED:
             # Few channels: several places of the kernel at once.
-            entry = step * K + along
+            entry = origin + step * K + along
             tap, channel = (entry // CHANNELS)[None, :], entry % CHANNELS
             there = entry < taps * CHANNELS
         else:
@@ -311,13 +318,14 @@ def _first_part(x: tl.tensor) -> tl.tuple:
     return first, x - first.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["pixels", "length"])
+@triton.jit(do_not_specialize=["pixels", "length", "origin"])
 def _weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
     pixels: tl.tensor,
     length: tl.tensor,
+    origin: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
@@ -361,6 +369,8 @@ def _weight_sums(
     pieces = tl.num_programs(0) // (TILES * TALL)
     result = (tile % TILES) * N + tl.arange(0, N)
     first = tile // TILES % TALL * M
+    if CHANNELS % 16 != 0:
+        first += origin
     entry = first + tl.arange(0, M)
     if CHANNELS % M == 0:
         # The whole tile is at one place of the kernel.
@@ -369,8 +379,8 @@ def _weight_sums(
     else:
         place = (entry // CHANNELS)[None, :]
         channel = (entry % CHANNELS)[None, :]
-    down = place // ACROSS * DILATION_DOWN - PADDING_DOWN
-    across = place % ACROSS * DILATION_ACROSS - PADDING_ACROSS
+    down = (place + origin) // ACROSS * DILATION_DOWN - PADDING_DOWN
+    across = (place + origin) % ACROSS * DILATION_ACROSS - PADDING_ACROSS
     images = x + client * x_client + (down * x_row + across * x_column + channel * x_channel)
     changes = upper + client * u_client + (result * u_channel)[None, :]
     here, wanted = (entry < ALL)[None, :], (result < RESULTS)[None, :]
@@ -483,30 +493,36 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
         ``[parts, clients, results * places * channels]``, or results last in full float32
         precision; one client if all share their weights in memory.
     """
-    results, channels = (2, 1) if transposed else (1, 2)
-    one = weight[:1] if weight.stride(0) == 0 else weight
-    places = weight.shape[3] * weight.shape[4]
-    flat = one.flatten(3)
-    shape = len(one), weight.shape[results], places, weight.shape[channels]
+    one = (weight[:1] if weight.stride(0) == 0 else weight).contiguous()
+    clients, out, channels, *kernel = one.shape
+    places = math.prod(kernel)
+    entries_first = precision == "ieee"
+    # What becomes the last axis is that of rows. If it is the first axis of the weights now, there is
+    # one matrix; else there is one for each of that axis.
+    single = transposed != entries_first
+    rows, columns = (out, channels * places) if single else (channels, places)
     parts = 2 if precision == "split" else 1
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    made = torch.empty(parts, len(one), math.prod(shape[1:]), dtype=dtype, device=weight.device)
-    block = 1024
+    made = torch.empty(parts, clients, one[0].numel(), dtype=dtype, device=weight.device)
+    tile = (32, 64) if columns > 16 else (128, triton.next_power_of_2(columns))
+    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
+    matrices = 1 if single else out
     with torch.cuda.device_of(weight):
-        _pack[(triton.cdiv(math.prod(shape[1:]), block), len(one))](
-            flat,
+        _pack[(tiles * matrices, clients)](
+            one,
             made,
-            flat.stride(0),
-            flat.stride(results),
-            flat.stride(channels),
-            flat.stride(3),
-            made[0].numel(),
-            RESULTS=shape[1],
-            CHANNELS=shape[3],
-            PLACES=places,
+            one.stride(0),
+            made.stride(1),
+            channels if entries_first else channels * places,
+            out * channels if entries_first and not single else rows,
+            made.stride(0),
+            MATRICES=matrices,
+            ROWS=rows,
+            COLUMNS=columns,
+            PLACES=places if entries_first and single else 1,
             SPLIT=parts == 2,
-            ENTRIES_FIRST=precision == "ieee",
-            BLOCK=block,
+            R=tile[0],
+            C=tile[1],
         )
     return made
 
@@ -530,7 +546,7 @@ def gather(
     rows, columns = geometry.size((height, width), kernel) if size is None else size
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     y = torch.empty(clients, samples, rows, columns, results, dtype=dtype, device=x.device)
-    tile = tile or gather_tile(channels, results, kernel, precision)
+    tile = tile or gather_tile(channels, results, rows * columns, precision)
     matrix = packed(weight, transposed, precision)
     down, across = geometry.stride if transposed else (1, 1)
     pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
@@ -543,6 +559,7 @@ def gather(
                 None if bias is None else bias.contiguous(),
                 y,
                 samples,
+                _ORIGIN,
                 *x.stride(),
                 0 if matrix.shape[1] == 1 else matrix.stride(1),
                 matrix.stride(0),
@@ -582,7 +599,7 @@ def weight_gradient(
     places = kernel[0] * kernel[1]
     entries = results * (channels * places + biased)
     if tile is None or piece is None:
-        tile, piece = weight_tile(channels, results, kernel, precision)
+        tile, piece = weight_tile(channels, results, channels * places, precision)
     pixels = samples * rows * columns
     pieces = triton.cdiv(pixels, piece)
     sums = torch.empty(clients, pieces, entries, dtype=torch.float32, device=x.device)
@@ -599,6 +616,7 @@ def weight_gradient(
                     sums,
                     pixels,
                     piece,
+                    _ORIGIN,
                     *x.stride(),
                     *upper.stride(),
                     CHANNELS=channels,
@@ -651,16 +669,60 @@ def _step(geometry: Geometry, axis: int) -> int:
     return stride // math.gcd(stride, geometry.dilation[axis])
 
 
-def gather_tile(channels: int, results: int, kernel: tuple[int, int], precision: str) -> Tile:
-    """Choose the tile of a convolution or its gradient by the input, from the layer alone."""
-    return Tile(64, min(64, max(16, triton.next_power_of_2(results))), 32, 4, 3)
+def gather_tile(channels: int, results: int, pixels: int, precision: str) -> Tile:
+    """Choose the tile of a convolution or its gradient by the input.
+
+    It depends on the layer alone, so that results do not depend on who shares the stack.
+
+    Parameters
+    ----------
+    channels, results : int
+        Channels that are read and written.
+    pixels : int
+        Pixels of an image that is written.
+    precision : str
+        As for :func:`convolve`.
+    """
+    small, wide = pixels <= 64, results >= 128
+    if precision == "ieee":
+        tile = Tile(128, 64, 16, 4, 3)
+    elif precision == "split":
+        tile = Tile(64, 64, 32, 4, 3)
+    elif small:
+        tile = Tile(64, 64, 64, 4, 3)
+    elif wide:
+        tile = Tile(128, 128, 32, 8, 3)
+    else:
+        tile = Tile(128, 64, 32, 4 if precision == "bfloat16" else 8, 3)
+    inner = tile.inner
+    if channels % 16 == 0:
+        # The largest power of two that divides the channels.
+        inner = min(inner, channels & -channels)
+    columns = min(tile.columns, max(16, triton.next_power_of_2(results)))
+    return replace(tile, columns=columns, inner=inner)
 
 
-def weight_tile(
-    channels: int, results: int, kernel: tuple[int, int], precision: str
-) -> tuple[Tile, int]:
-    """Choose the tile of a gradient by the weights and the pixels in a piece, from the layer alone."""
-    return Tile(64, min(64, max(16, triton.next_power_of_2(results))), 32, 4, 3), 2048
+def weight_tile(channels: int, results: int, entries: int, precision: str) -> tuple[Tile, int]:
+    """Choose the tile of a gradient by the weights and the pixels of a piece, from the layer alone.
+
+    Parameters
+    ----------
+    channels, results : int
+        Channels that the layer reads and writes.
+    entries : int
+        Weights of one channel that is written.
+    precision : str
+        As for :func:`convolve`.
+    """
+    if precision == "ieee":
+        tile, piece = Tile(64, 64, 32, 4, 2), 512
+    elif precision == "bfloat16":
+        tile, piece = Tile(64, 64, 64, 4, 3), 1024
+    else:
+        # More stages would let Triton copy single numbers and transpose them on the way.
+        tile, piece = Tile(64, 64, 64, 4, 1), 1024
+    columns, rows = (max(16, triton.next_power_of_2(size)) for size in (results, entries))
+    return replace(tile, columns=min(tile.columns, columns), rows=min(tile.rows, rows)), piece
 
 
 # ---- differentiation -----------------------------------------------------------------------------
