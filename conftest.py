@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+_WITH_TRITON = ("convolutions", "kernels", "products")
 collect_ignore = (
-    [] if find_spec("triton") else ["equipoise/models/kernels.py", "equipoise/models/products.py"]
+    [] if find_spec("triton") else [f"equipoise/models/{name}.py" for name in _WITH_TRITON]
 )
+if not torch.cuda.is_available():
+    # The kernels run in Triton's interpreter then. It must be known before they are defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,9 +2,9 @@
 
 What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and
 writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling goes
-over its tensors once each way. Leading axes may lie in memory in any order, because a grouped
-convolution puts samples before clients, and results lie as their input does, so that no layer has
-to copy.
+over its tensors once each way. Axes may lie in memory in any order, because a grouped convolution
+puts samples before clients and those of ``equipoise.models.convolutions`` put channels innermost.
+Results lie as their input does, so that no layer has to copy.
 
 There are no atomic operations: sums run in a fixed order that depends on samples and positions
 alone, so the same input gives the same bits, whoever shares the stack. Only imported where Triton
@@ -32,7 +32,7 @@ from equipoise.models.layers import masked_norm
 def work_on(device: torch.device) -> bool:
     """Say whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
     try:
-        StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2))
+        StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2), False)
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
         warnings.warn(
             f"Triton cannot build kernels for {device}, steps will be slower: {error}", stacklevel=2
@@ -43,9 +43,19 @@ def work_on(device: torch.device) -> bool:
 
 # ---- BatchNorm -----------------------------------------------------------------------------------
 
-# A program holds a tile of one channel of one client, samples by positions, in registers: 16 values
-# a thread.
+# A program holds a tile of one client, channels by samples by positions, in registers: 16 values a
+# thread. It has a single channel, unless channels are innermost in memory.
 _TILE = 4096
+_CHANNELS_OF_TILE = 32
+
+
+@triton.jit
+def _channels(channels: tl.tensor, TOGETHER: tl.constexpr) -> tl.tuple:
+    """Say which client and channels a program works on, and which of the channels exist."""
+    blocks = tl.cdiv(channels, TOGETHER)
+    client = tl.program_id(0) // blocks
+    channel = (tl.program_id(0) % blocks) * TOGETHER + tl.arange(0, TOGETHER)
+    return client, channel, client * channels + channel, channel < channels
 
 
 @triton.jit
@@ -53,6 +63,7 @@ def _tile(
     tile: tl.tensor,
     samples: tl.tensor,
     positions: tl.tensor,
+    exists: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tuple:
@@ -60,7 +71,8 @@ def _tile(
     across = tl.cdiv(positions, COLUMNS)
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
-    return rows, columns, (rows < samples)[:, None] & (columns < positions)[None, :]
+    inside = (rows < samples)[:, None] & (columns < positions)[None, :]
+    return rows, columns, exists[:, None, None] & inside[None, :, :]
 
 
 @triton.jit
@@ -73,10 +85,13 @@ def _places(
     by_client: tl.tensor,
     by_sample: tl.tensor,
     by_channel: tl.tensor,
+    by_position: tl.tensor,
 ) -> tl.tensor:
     """Point at the places of a tile."""
-    first = tensor + client.to(tl.int64) * by_client + channel.to(tl.int64) * by_channel
-    return first + (rows.to(tl.int64) * by_sample)[:, None] + columns[None, :]
+    of_channel = tensor + client.to(tl.int64) * by_client + channel.to(tl.int64) * by_channel
+    of_sample = rows.to(tl.int64) * by_sample
+    of_position = columns * by_position
+    return of_channel[:, None, None] + (of_sample[:, None] + of_position[None, :])[None, :, :]
 
 
 @triton.jit
@@ -92,8 +107,29 @@ def _kept(
 
 @triton.jit
 def _total(values: tl.tensor) -> tl.tensor:
-    """Sum a tile."""
-    return tl.sum(tl.sum(values, axis=1), axis=0)
+    """Sum each channel of a tile."""
+    return tl.sum(tl.sum(values, axis=2), axis=1)
+
+
+@triton.jit
+def _spread(values: tl.tensor) -> tl.tensor:
+    """Give every place of a tile its channel's value."""
+    return values[:, None, None]
+
+
+@triton.jit
+def _of_tiles(
+    table: tl.tensor,
+    unit: tl.tensor,
+    exists: tl.tensor,
+    number: tl.tensor,
+    LENGTH: tl.constexpr,
+    TILES: tl.constexpr,
+) -> tl.tensor:
+    """Load one number of every tile of each channel, from a table of LENGTH numbers by tiles."""
+    tiles, each = tl.num_programs(1), tl.arange(0, TILES)
+    of = unit.to(tl.int64)[:, None] * LENGTH * tiles + number * tiles + each[None, :]
+    return tl.load(table + of, mask=exists[:, None] & (each < tiles)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -107,27 +143,29 @@ def _moments(
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
+    x_position: tl.tensor,
     MASKED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Write the count, the mean and the sum of squared deviations of every tile."""
-    unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    client, channel = unit // channels, unit % channels
-    rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
-    inside = inside & _kept(mask, client, rows, samples, MASKED)[:, None]
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    client, channel, unit, exists = _channels(channels, TOGETHER)
+    rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
+    inside = inside & _kept(mask, client, rows, samples, MASKED)[None, :, None]
     values = tl.load(
-        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel, x_position),
         mask=inside,
         other=0.0,
     )
     count = _total(inside.to(tl.float32))
     mean = _total(values) / tl.maximum(count, 1.0)
-    deviation = tl.where(inside, values - mean, 0.0)
+    deviation = tl.where(inside, values - _spread(mean), 0.0)
     to = moments + unit.to(tl.int64) * 3 * tiles + tile
-    tl.store(to, count)
-    tl.store(to + tiles, mean)
-    tl.store(to + 2 * tiles, _total(deviation * deviation))
+    tl.store(to, count, mask=exists)
+    tl.store(to + tiles, mean, mask=exists)
+    tl.store(to + 2 * tiles, _total(deviation * deviation), mask=exists)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -150,33 +188,35 @@ def _normalise(
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
+    x_position: tl.tensor,
     y_client: tl.tensor,
     y_sample: tl.tensor,
     y_channel: tl.tensor,
+    y_position: tl.tensor,
     AFFINE: tl.constexpr,
     TRACKED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Put the tiles' moments together, and normalise a tile; the first one also writes the statistics."""
-    unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    client, channel = unit // channels, unit % channels
-    each = tl.arange(0, TILES)
-    of = moments + unit.to(tl.int64) * 3 * tiles + each
-    counts = tl.load(of, mask=each < tiles, other=0.0)
-    means = tl.load(of + tiles, mask=each < tiles, other=0.0)
-    squares = tl.load(of + 2 * tiles, mask=each < tiles, other=0.0)
-    count = tl.sum(counts, axis=0)
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    client, channel, unit, exists = _channels(channels, TOGETHER)
+    counts = _of_tiles(moments, unit, exists, 0, 3, TILES)
+    means = _of_tiles(moments, unit, exists, 1, 3, TILES)
+    squares = _of_tiles(moments, unit, exists, 2, 3, TILES)
+    count = tl.sum(counts, axis=1)
     some = tl.maximum(count, 1.0)
-    mean = tl.sum(counts * means, axis=0) / some
-    squares += counts * (means - mean) * (means - mean)
-    var = tl.sum(squares, axis=0) / some
+    mean = tl.sum(counts * means, axis=1) / some
+    apart = means - mean[:, None]
+    var = tl.sum(squares + counts * apart * apart, axis=1) / some
     share = 1.0 / some
     after_mean, after_var = mean, var
     if TRACKED:
         # A single value has no variance: the running statistics serve, and stay.
-        before_mean, before_var = tl.load(old_mean + unit), tl.load(old_var + unit)
+        before_mean = tl.load(old_mean + unit, mask=exists, other=0.0)
+        before_var = tl.load(old_var + unit, mask=exists, other=1.0)
         enough = count > 1
         unbiased = var * count / tl.maximum(count - 1.0, 1.0)
         after_mean = tl.where(enough, before_mean + momentum * (mean - before_mean), before_mean)
@@ -185,22 +225,23 @@ def _normalise(
         share = tl.where(enough, share, 0.0)
     scale = 1.0 / tl.sqrt(var + eps)
     if tile == 0:
-        tl.store(new_mean + unit, after_mean)
-        tl.store(new_var + unit, after_var)
-        tl.store(used + unit * 3, mean)
-        tl.store(used + unit * 3 + 1, scale)
-        tl.store(used + unit * 3 + 2, share)
-    rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
+        tl.store(new_mean + unit, after_mean, mask=exists)
+        tl.store(new_var + unit, after_var, mask=exists)
+        tl.store(used + unit * 3, mean, mask=exists)
+        tl.store(used + unit * 3 + 1, scale, mask=exists)
+        tl.store(used + unit * 3 + 2, share, mask=exists)
+    rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
     values = tl.load(
-        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel, x_position),
         mask=inside,
         other=0.0,
     )
-    values = (values - mean) * scale
+    values = (values - _spread(mean)) * _spread(scale)
     if AFFINE:
-        values = values * tl.load(weight + unit) + tl.load(bias + unit)
+        values = values * _spread(tl.load(weight + unit, mask=exists, other=0.0))
+        values += _spread(tl.load(bias + unit, mask=exists, other=0.0))
     tl.store(
-        _places(y, client, channel, rows, columns, y_client, y_sample, y_channel),
+        _places(y, client, channel, rows, columns, y_client, y_sample, y_channel, y_position),
         values,
         mask=inside,
     )
@@ -218,31 +259,36 @@ def _gradient_sums(
     u_client: tl.tensor,
     u_sample: tl.tensor,
     u_channel: tl.tensor,
+    u_position: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
+    x_position: tl.tensor,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Write the sums over every tile of the upper gradient, and of its product with the normalised input."""
-    unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    client, channel = unit // channels, unit % channels
-    rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    client, channel, unit, exists = _channels(channels, TOGETHER)
+    rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
     change = tl.load(
-        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel),
+        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel, u_position),
         mask=inside,
         other=0.0,
     )
     values = tl.load(
-        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel, x_position),
         mask=inside,
         other=0.0,
     )
     # Where a place does not exist the upper gradient is zero, and so is what it adds.
-    normalised = (values - tl.load(used + unit * 3)) * tl.load(used + unit * 3 + 1)
+    mean = tl.load(used + unit * 3, mask=exists, other=0.0)
+    scale = tl.load(used + unit * 3 + 1, mask=exists, other=0.0)
+    normalised = (values - _spread(mean)) * _spread(scale)
     to = sums + unit.to(tl.int64) * 2 * tiles + tile
-    tl.store(to, _total(change))
-    tl.store(to + tiles, _total(change * normalised))
+    tl.store(to, _total(change), mask=exists)
+    tl.store(to + tiles, _total(change * normalised), mask=exists)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -262,53 +308,54 @@ def _gradient(
     u_client: tl.tensor,
     u_sample: tl.tensor,
     u_channel: tl.tensor,
+    u_position: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
+    x_position: tl.tensor,
     o_client: tl.tensor,
     o_sample: tl.tensor,
     o_channel: tl.tensor,
+    o_position: tl.tensor,
     AFFINE: tl.constexpr,
     MASKED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
     """Write the gradient by a tile of the input; the first tile also writes those by weight and bias."""
-    unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    client, channel = unit // channels, unit % channels
-    each = tl.arange(0, TILES)
-    of = sums + unit.to(tl.int64) * 2 * tiles + each
-    through_bias = tl.sum(tl.load(of, mask=each < tiles, other=0.0), axis=0)
-    through_weight = tl.sum(tl.load(of + tiles, mask=each < tiles, other=0.0), axis=0)
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    client, channel, unit, exists = _channels(channels, TOGETHER)
+    through_bias = tl.sum(_of_tiles(sums, unit, exists, 0, 2, TILES), axis=1)
+    through_weight = tl.sum(_of_tiles(sums, unit, exists, 1, 2, TILES), axis=1)
     if tile == 0:
-        tl.store(of_bias + unit, through_bias)
-        tl.store(of_weight + unit, through_weight)
-    mean, scale, share = (
-        tl.load(used + unit * 3),
-        tl.load(used + unit * 3 + 1),
-        tl.load(used + unit * 3 + 2),
-    )
-    rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
+        tl.store(of_bias + unit, through_bias, mask=exists)
+        tl.store(of_weight + unit, through_weight, mask=exists)
+    mean = tl.load(used + unit * 3, mask=exists, other=0.0)
+    scale = tl.load(used + unit * 3 + 1, mask=exists, other=0.0)
+    share = tl.load(used + unit * 3 + 2, mask=exists, other=0.0)
+    rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
     change = tl.load(
-        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel),
+        _places(upper, client, channel, rows, columns, u_client, u_sample, u_channel, u_position),
         mask=inside,
         other=0.0,
     )
     values = tl.load(
-        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel),
+        _places(x, client, channel, rows, columns, x_client, x_sample, x_channel, x_position),
         mask=inside,
         other=0.0,
     )
     # Padding is normalised like samples, but statistics do not depend on it.
-    through_statistics = share * (through_bias + (values - mean) * scale * through_weight)
+    normalised = (values - _spread(mean)) * _spread(scale)
+    through_statistics = _spread(through_bias) + normalised * _spread(through_weight)
     kept = _kept(mask, client, rows, samples, MASKED)
-    change -= tl.where(kept[:, None], through_statistics, 0.0)
+    change -= tl.where(kept[None, :, None], _spread(share) * through_statistics, 0.0)
     if AFFINE:
-        scale = scale * tl.load(weight + unit)
+        scale = scale * tl.load(weight + unit, mask=exists, other=0.0)
     tl.store(
-        _places(of_x, client, channel, rows, columns, o_client, o_sample, o_channel),
-        change * scale,
+        _places(of_x, client, channel, rows, columns, o_client, o_sample, o_channel, o_position),
+        change * _spread(scale),
         mask=inside,
     )
 
@@ -374,9 +421,9 @@ class StackedNorm(torch.autograd.Function):
             _dense(tensor) for tensor in (weight, bias, mask, mean, var)
         )
         clients, samples, channels, positions = values.shape
-        tiles, options = _tiling(samples, positions)
-        grid = (clients * channels, tiles)
-        y = _room(values, (positions,))
+        grid, options = _tiling(values)
+        tiles = grid[1]
+        y = _room(values)
         moments = x.new_empty(clients, channels, 3, tiles)
         new_mean, new_var, used = (x.new_empty(clients, channels, *more) for more in ((), (), (3,)))
         sizes = samples, positions, channels
@@ -386,7 +433,7 @@ class StackedNorm(torch.autograd.Function):
                 mask,
                 moments,
                 *sizes,
-                *values.stride()[:3],
+                *values.stride(),
                 MASKED=mask is not None,
                 **options,
             )
@@ -404,8 +451,8 @@ class StackedNorm(torch.autograd.Function):
                 momentum,
                 eps,
                 *sizes,
-                *values.stride()[:3],
-                *y.stride()[:3],
+                *values.stride(),
+                *y.stride(),
                 AFFINE=weight is not None,
                 TRACKED=mean is not None,
                 TILES=triton.next_power_of_2(tiles),
@@ -435,13 +482,13 @@ class StackedNorm(torch.autograd.Function):
         values, change = _flat(x), _flat(upper)
         weight, mask, used = (_dense(tensor) for tensor in (weight, mask, used))
         clients, samples, channels, positions = values.shape
-        tiles, options = _tiling(samples, positions)
-        grid = (clients * channels, tiles)
-        of_x = _room(values, (positions,))
+        grid, options = _tiling(values)
+        tiles = grid[1]
+        of_x = _room(values)
         sums = x.new_empty(clients, channels, 2, tiles)
         of_weight, of_bias = (x.new_empty(clients, channels) for _ in range(2))
         sizes = samples, positions, channels
-        strides = *change.stride()[:3], *values.stride()[:3]
+        strides = *change.stride(), *values.stride()
         with torch.cuda.device_of(x):
             _gradient_sums[grid](change, values, used, sums, *sizes, *strides, **options)
             _gradient[grid](
@@ -456,7 +503,7 @@ class StackedNorm(torch.autograd.Function):
                 of_bias,
                 *sizes,
                 *strides,
-                *of_x.stride()[:3],
+                *of_x.stride(),
                 AFFINE=weight is not None,
                 MASKED=mask is not None,
                 TILES=triton.next_power_of_2(tiles),
@@ -504,19 +551,21 @@ def _plain_norm(
     return of_all
 
 
-def _tiling(samples: int, positions: int) -> tuple[int, dict[str, int]]:
-    """Choose tiles from samples and positions alone, and as few shapes of them as can be: each is compiled once."""
-    columns = min(triton.next_power_of_2(positions), _TILE // 4)
-    rows = min(triton.next_power_of_2(samples), _TILE // columns)
+def _tiling(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Choose tiles from one client's shape alone, and as few shapes of them as can be: each is compiled once."""
+    clients, samples, channels, positions = x.shape
+    together = min(triton.next_power_of_2(channels), _CHANNELS_OF_TILE) if x.stride(2) == 1 else 1
+    columns = min(triton.next_power_of_2(positions), max(_TILE // (4 * together), 1))
+    rows = min(triton.next_power_of_2(samples), max(_TILE // (together * columns), 1))
     tiles = triton.cdiv(samples, rows) * triton.cdiv(positions, columns)
-    warps = min(max(rows * columns // 512, 1), 8)
-    return tiles, {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
+    warps = min(max(together * rows * columns // 512, 1), 8)
+    options = {"TOGETHER": together, "ROWS": rows, "COLUMNS": columns, "num_warps": warps}
+    return (clients * triton.cdiv(channels, together), tiles), options
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View ``[clients, samples, channels, ...]`` with one axis of positions that follow each other in memory."""
-    flat = x.unsqueeze(-1) if x.dim() == 3 else x.flatten(3)
-    return flat if flat.shape[-1] == 1 or flat.stride(-1) == 1 else flat.contiguous()
+    """View ``[clients, samples, channels, ...]`` with one axis of positions."""
+    return x.unsqueeze(-1) if x.dim() == 3 else x.flatten(3)
 
 
 def _one_client(stacked: Tensor) -> Tensor:
@@ -546,19 +595,13 @@ def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | No
 
 
 def _order(x: Tensor) -> list[int]:
-    """List the axes of clients, samples and channels from the outermost in memory to the innermost."""
-    return sorted(range(3), key=x.stride, reverse=True)
+    """List the axes from the outermost in memory to the innermost."""
+    return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
-def _room(x: Tensor, positions: Sequence[int]) -> Tensor:
-    """Make an empty tensor whose axes of clients, samples and channels lie in memory as those of ``x``."""
-    order = _order(x)
-    return _in_place(x.new_empty([x.shape[axis] for axis in order] + list(positions)), order)
-
-
-def _in_place(ordered: Tensor, order: Sequence[int]) -> Tensor:
-    """Bring axes in the order of memory back to clients, samples and channels."""
-    return ordered.permute(*(order.index(axis) for axis in range(3)), *range(3, ordered.dim()))
+def _room(x: Tensor) -> Tensor:
+    """Make an empty tensor whose axes lie in memory as those of ``x``."""
+    return torch.empty_permuted(x.shape, _order(x), dtype=x.dtype, device=x.device)
 
 
 # ---- max-pooling ---------------------------------------------------------------------------------
@@ -576,29 +619,39 @@ def _pool(
     planes: tl.tensor,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
+    RELU: tl.constexpr,
     PLANES: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write the maximum of every window, and which of its values that is."""
+    """Write the maximum of every window, and which of its values that is.
+
+    A plane is an image with all its channels if they are innermost, INNER of them, or one channel.
+    """
     ROWS: tl.constexpr = HEIGHT // DOWN
     COLUMNS: tl.constexpr = WIDTH // ACROSS
     plane = tl.program_id(0).to(tl.int64) * PLANES + tl.arange(0, PLANES)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    inside = (plane < planes)[:, None] & (place < ROWS * COLUMNS)[None, :]
-    first = (place // COLUMNS) * (DOWN * WIDTH) + (place % COLUMNS) * ACROSS
-    window = x + (plane * (HEIGHT * WIDTH))[:, None] + first[None, :]
+    inside = (plane < planes)[:, None] & (place < ROWS * COLUMNS * INNER)[None, :]
+    row, column = place // (COLUMNS * INNER), place // INNER % COLUMNS
+    first = (row * (DOWN * WIDTH) + column * ACROSS) * INNER + place % INNER
+    window = x + (plane * (HEIGHT * WIDTH * INNER))[:, None] + first[None, :]
     best = tl.full((PLANES, PLACES), float("-inf"), tl.float32)
     chosen = tl.zeros((PLANES, PLACES), tl.int32)
     for i in tl.static_range(DOWN):
         for j in tl.static_range(ACROSS):
-            value = tl.load(window + (i * WIDTH + j), mask=inside, other=0.0)
+            value = tl.load(window + (i * WIDTH + j) * INNER, mask=inside, other=0.0)
             # As PyTorch has it: the first of equal values, and anything that is not a number.
             better = (value > best) | (value != value)
             best = tl.where(better, value, best)
             chosen = tl.where(better, i * ACROSS + j, chosen)
-    to = (plane * (ROWS * COLUMNS))[:, None] + place[None, :]
+    if RELU:
+        # The gradient goes nowhere.
+        chosen = tl.where(best <= 0, -1, chosen)
+        best = tl.where(best <= 0, 0.0, best)
+    to = (plane * (ROWS * COLUMNS * INNER))[:, None] + place[None, :]
     tl.store(y + to, best, mask=inside)
     tl.store(winner + to, chosen.to(tl.int8), mask=inside)
 
@@ -609,8 +662,13 @@ def _pool_gradient(
     winner: tl.tensor,
     of_x: tl.tensor,
     planes: tl.tensor,
+    u_plane: tl.tensor,
+    u_row: tl.tensor,
+    u_column: tl.tensor,
+    u_inner: tl.tensor,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -622,23 +680,24 @@ def _pool_gradient(
     plane = tl.program_id(0).to(tl.int64) * PLANES + tl.arange(0, PLANES)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     exists = (plane < planes)[:, None]
-    inside = exists & (place < HEIGHT * WIDTH)[None, :]
-    row, column = place // WIDTH, place % WIDTH
+    inside = exists & (place < HEIGHT * WIDTH * INNER)[None, :]
+    row, column, inner = place // (WIDTH * INNER), place // INNER % WIDTH, place % INNER
     # The last rows and columns belong to no window if the size is not a multiple of the window's.
     pooled = exists & ((row < ROWS * DOWN) & (column < COLUMNS * ACROSS))[None, :]
-    window = (row // DOWN) * COLUMNS + column // ACROSS
+    window = ((row // DOWN) * COLUMNS + column // ACROSS) * INNER + inner
     own = (row % DOWN) * ACROSS + column % ACROSS
-    of = (plane * (ROWS * COLUMNS))[:, None] + window[None, :]
+    of = (plane * (ROWS * COLUMNS * INNER))[:, None] + window[None, :]
     won = tl.load(winner + of, mask=pooled, other=-1).to(tl.int32) == own[None, :]
-    change = tl.load(upper + of, mask=pooled, other=0.0)
+    above = (row // DOWN) * u_row + (column // ACROSS) * u_column + inner * u_inner
+    change = tl.load(upper + (plane * u_plane)[:, None] + above[None, :], mask=pooled, other=0.0)
     tl.store(
-        of_x + (plane * (HEIGHT * WIDTH))[:, None] + place[None, :],
+        of_x + (plane * (HEIGHT * WIDTH * INNER))[:, None] + place[None, :],
         tl.where(won, change, 0.0),
         mask=inside,
     )
 
 
-def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
+def max_pool(x: Tensor, window: tuple[int, int], relu: bool = False) -> Tensor:
     """Take the maximum over windows that neither overlap nor leave gaps.
 
     Parameters
@@ -648,13 +707,15 @@ def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
     window : tuple of two int
         Height and width of a window; at most 127 values. Rows and columns that fill no window are
         left out.
+    relu : bool
+        Whether negative values become zero first.
 
     Returns
     -------
     Tensor
         ``[samples, channels, height // window[0], width // window[1]]``.
     """
-    y, _ = StackedMaxPool.apply(x.unsqueeze(0), window)
+    y, _ = StackedMaxPool.apply(x.unsqueeze(0), window, relu)
     return _one_client(y)
 
 
@@ -662,76 +723,87 @@ class StackedMaxPool(torch.autograd.Function):
     """What :func:`max_pool` does for clients stacked along a leading axis; also says which value has won."""
 
     @staticmethod
-    def forward(x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, window: tuple[int, int], relu: bool) -> tuple[Tensor, Tensor]:
         """Take the maximum of every window."""
-        order = _order(x)
-        planes = _in_planes(x, order)
-        size = x.shape[3] // window[0], x.shape[4] // window[1]
-        y = x.new_empty(len(planes), *size)
-        winner = torch.empty_like(y, dtype=torch.int8)
-        grid, options = _pooling(len(planes), size, x.shape[3:], window, *_WINDOWS)
+        order = _order_of_planes(x)
+        planes = _in_planes(x, order).contiguous()
+        shape = *x.shape[:3], x.shape[3] // window[0], x.shape[4] // window[1]
+        y = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+        winner = torch.empty_permuted(shape, order, dtype=torch.int8, device=x.device)
+        grid, options = _pooling(planes, shape[3:], window, *_WINDOWS)
         with torch.cuda.device_of(x):
-            _pool[grid](planes, y, winner, len(planes), **options)
-        leading = [x.shape[axis] for axis in order]
-        return _in_place(y.unflatten(0, leading), order), _in_place(
-            winner.unflatten(0, leading), order
-        )
+            _pool[grid](planes, y, winner, len(planes), RELU=relu, **options)
+        return y, winner
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, tuple[int, int]], output: tuple[Tensor, Tensor]
+        ctx: Any, inputs: tuple[Tensor, tuple[int, int], bool], output: tuple[Tensor, Tensor]
     ) -> None:
         """Keep which values have won."""
-        x, ctx.window = inputs
+        x, ctx.window, _ = inputs
         ctx.size = x.shape[3:]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
         """Return every window's gradient to the value that has won."""
         (winner,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
-            return _plain_pool_gradient(upper, winner, ctx.size, ctx.window), None
-        order = _order(winner)
-        of_x = upper.new_empty([winner.shape[axis] for axis in order] + list(ctx.size))
-        planes = of_x[..., 0, 0].numel()
-        grid, options = _pooling(planes, ctx.size, ctx.size, ctx.window, *_INPUTS)
+            return _plain_pool_gradient(upper, winner, ctx.size, ctx.window), None, None
+        order = _order_of_planes(winner)
+        shape = *winner.shape[:3], *ctx.size
+        of_x = torch.empty_permuted(shape, order, dtype=upper.dtype, device=upper.device)
+        planes, above = _in_planes(of_x, order), _in_planes(upper, order)
+        grid, options = _pooling(planes, ctx.size, ctx.window, *_INPUTS)
         with torch.cuda.device_of(upper):
             _pool_gradient[grid](
-                _in_planes(upper, order), _in_planes(winner, order), of_x, planes, **options
+                above,
+                _in_planes(winner, order).contiguous(),
+                of_x,
+                len(planes),
+                *above.stride(),
+                **options,
             )
-        return _in_place(of_x, order), None
+        return of_x, None, None
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None], x: Tensor, window: tuple[int, int]
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, window: tuple[int, int], relu: bool
     ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
         """Count stacked clients among the clients there already are."""
-        made = StackedMaxPool.apply(_merged(x, in_dims[0], info.batch_size), window)
+        made = StackedMaxPool.apply(_merged(x, in_dims[0], info.batch_size), window, relu)
         return tuple(tensor.unflatten(0, (info.batch_size, -1)) for tensor in made), (0, 0)
 
 
+def _order_of_planes(x: Tensor) -> list[int]:
+    """List the axes in the order of memory, with height and width side by side: channels may follow them."""
+    leading = sorted(range(3), key=x.stride, reverse=True)
+    if leading[2] == 2 and x.shape[2] > 1 and x.stride(2) < x.stride(4):
+        return [*leading[:2], 3, 4, 2]
+    return [*leading, 3, 4]
+
+
 def _in_planes(x: Tensor, order: Sequence[int]) -> Tensor:
-    """View ``[clients, samples, channels, height, width]`` as one plane after the other, in the order of memory."""
-    return x.permute(*order, 3, 4).reshape(-1, *x.shape[3:]).contiguous()
+    """View clients, samples and channels as ``[planes, height, width, inner]``, channels innermost or not."""
+    laid_out = x.permute(*order)
+    if order[-1] == 2:
+        return laid_out.flatten(0, 1)
+    return laid_out.flatten(0, 2).unsqueeze(-1)
 
 
 def _pooling(
-    planes: int,
-    places: Sequence[int],
-    size: Sequence[int],
-    window: tuple[int, int],
-    results: int,
-    warps: int,
+    planes: Tensor, results: Sequence[int], window: tuple[int, int], of_program: int, warps: int
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Choose how many planes, and how many places of each, a program works on."""
-    of_plane = places[0] * places[1]
-    each = min(triton.next_power_of_2(of_plane), results)
-    options = {"HEIGHT": size[0], "WIDTH": size[1], "DOWN": window[0], "ACROSS": window[1]}
-    options |= {"PLANES": results // each, "PLACES": each, "num_warps": warps}
-    return (triton.cdiv(planes, results // each), triton.cdiv(of_plane, each)), options
+    number, height, width, inner = planes.shape
+    of_plane = results[0] * results[1] * inner
+    each = min(triton.next_power_of_2(of_plane), of_program)
+    options = {"HEIGHT": height, "WIDTH": width, "INNER": inner}
+    options |= {"DOWN": window[0], "ACROSS": window[1]}
+    options |= {"PLANES": of_program // each, "PLACES": each, "num_warps": warps}
+    return (triton.cdiv(number, of_program // each), triton.cdiv(of_plane, each)), options
 
 
 def _plain_pool_gradient(

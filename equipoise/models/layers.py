@@ -1,7 +1,8 @@
 """Layers whose behaviour must not depend on which clients, or how much padding, share the batch.
 
 ``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and
-padded embedding layers by these, and recurrent ones by those of :mod:`equipoise.models.sequences`.
+padded embedding layers by these, sequences of some of them by one that does several in one go, and
+recurrent layers by those of :mod:`equipoise.models.sequences`.
 Outside the engine they behave exactly like the layers they replace, so a finished model is an
 ordinary ``nn.Module``.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -431,12 +433,13 @@ def _split_products(x: Tensor) -> Any:
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that stacked clients can afford in full float32 precision.
+    """A convolution that stacked clients can afford.
 
     Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast
-    grouped kernels for TF32 and bfloat16, but in float32 it works through the groups one after the
-    other. Cutting the images into patches and multiplying matrices, one product for all clients, is
-    several times faster there.
+    grouped kernels for TF32 and bfloat16, but for few channels and in float32 it works through the
+    groups one after the other. On a GPU with Triton the kernels of
+    :mod:`equipoise.models.convolutions` do the work. On one without, float32 images are cut into
+    patches, which is several times faster than groups.
     """
 
     def __init__(self, layer: nn.Conv2d) -> None:
@@ -446,6 +449,7 @@ class Convolution(nn.Conv2d):
             layer.kernel_size,  # type: ignore[arg-type]
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
+            layer.dilation,  # type: ignore[arg-type]
             bias=layer.bias is not None,
             device="meta",
         )
@@ -458,23 +462,45 @@ class Convolution(nn.Conv2d):
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
             and layer.groups == 1
-            and layer.dilation == (1, 1)
             and layer.padding_mode == "zeros"
             and not isinstance(layer.padding, str)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve a batch ``[samples, channels, height, width]``."""
-        in_groups = (
-            _current is None
-            or not _current.stacked
-            or not x.is_cuda
-            or torch.is_autocast_enabled("cuda")
-        )
-        if in_groups or torch.backends.cudnn.allow_tf32:
-            return super().forward(x)
+        return self.convolved(x, relu=False)
+
+    def convolved(self, x: Tensor, *, relu: bool) -> Tensor:
+        """Convolve a batch, and set what is negative to zero if asked to."""
+        if (kernels := _convolutions(x, self.weight)) is not None:
+            geometry = kernels.Geometry(self.stride, self.padding, self.dilation)
+            made: Tensor = kernels.convolve(x, self.weight, self.bias, geometry, relu=relu)
+            return made
+        y = super().forward(x) if self._in_groups(x) else self._by_patches(x)
+        return y.relu() if relu else y
+
+    def _in_groups(self, x: Tensor) -> bool:
+        """Say whether PyTorch's own convolution is the better one if there are no kernels."""
+        stacked = _current is not None and _current.stacked and x.is_cuda and x.dim() == 4
+        lowered = torch.is_autocast_enabled("cuda") or torch.backends.cudnn.allow_tf32
+        return not stacked or lowered or self.dilation != (1, 1)
+
+    def _by_patches(self, x: Tensor) -> Tensor:
         y, _ = _PatchProduct.apply(x, self.weight, self.stride, self.padding)
         return y if self.bias is None else y + self.bias.view(-1, 1, 1)
+
+
+def _convolutions(x: Tensor, weight: Tensor) -> Any:
+    """Return the module of convolutions if this is a pass of stacked clients that they can serve, else ``None``."""
+    if _current is None or not _current.stacked or not x.is_cuda or x.dim() != 4:
+        return None
+    lowered = torch.is_autocast_enabled("cuda")
+    types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)
+    if x.dtype not in types or weight.dtype != torch.float32:
+        return None
+    if lowered and torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return None
+    return _module_with_triton("convolutions", x.device)
 
 
 class _PatchProduct(torch.autograd.Function):
@@ -599,12 +625,68 @@ class MaxPool(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take the maximum over the windows of a batch ``[samples, channels, height, width]``."""
+        return self.pooled(x, relu=False)
+
+    def pooled(self, x: Tensor, *, relu: bool) -> Tensor:
+        """Take the maximum over windows, of a batch whose negative values are set to zero if asked to."""
         down, across = self.window
         # The kernels note a window's winner in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
-        kernels = _kernels(x) if fits else None
-        pooled: Tensor = super().forward(x) if kernels is None else kernels.max_pool(x, self.window)
-        return pooled
+        if fits and (kernels := _kernels(x)) is not None:
+            pooled: Tensor = kernels.max_pool(x, self.window, relu)
+            return pooled
+        return super().forward(x.relu() if relu else x)
+
+
+class Sequential(nn.Sequential):
+    """A sequence of layers that on a GPU lets the layer before or after a ReLU do its work for stacked clients.
+
+    A convolution's kernel sets negative results to zero before it writes them. Where max-pooling
+    follows, its kernel does: the maximum is the same, and so is the gradient.
+    """
+
+    @staticmethod
+    def replaces(layer: nn.Module) -> bool:
+        """Say whether a layer is an ordinary sequence in which a ReLU has such a neighbour."""
+        if type(layer) is not nn.Sequential or has_hooks(layer):
+            return False
+        return any(
+            (_is_relu(second) and Convolution.replaces(first))
+            or (_is_relu(first) and MaxPool.replaces(second))
+            for first, second in pairwise(layer)
+        )
+
+    @staticmethod
+    def on_device(x: Tensor) -> bool:
+        """Say whether a batch is on a device that kernels may exist for."""
+        return x.is_cuda
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply one layer after the other."""
+        if _current is None or not _current.stacked or not self.on_device(x):
+            made: Tensor = super().forward(x)
+            return made
+        layers: list[nn.Module | None] = [*self, None]
+        index = 0
+        while (layer := layers[index]) is not None:
+            after, index = layers[index + 1], index + 1
+            if _is_relu(layer) and type(after) is MaxPool and not has_hooks(after):
+                x, index = after.pooled(x, relu=True), index + 1
+            elif (
+                type(layer) is Convolution
+                and not has_hooks(layer)
+                and _is_relu(after)
+                and type(layers[index + 1]) is not MaxPool
+            ):
+                x, index = layer.convolved(x, relu=True), index + 1
+            else:
+                x = layer(x)
+        return x
+
+
+def _is_relu(layer: nn.Module | None) -> bool:
+    """Say whether a layer is PyTorch's ReLU and nothing else."""
+    return type(layer) is nn.ReLU and not has_hooks(layer)
 
 
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
@@ -680,6 +762,11 @@ def convert(module: nn.Module) -> nn.Module:
             recurrent = cast(nn.RNNBase, layer)
             dropouts += bool(recurrent.dropout)
             return Recurrent(recurrent, dropouts)
+        if Sequential.replaces(layer):
+            sequence = Sequential()
+            sequence._modules.update(layer._modules)
+            sequence.training = layer.training
+            return sequence
         for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
             if not isinstance(layer, kind) and kind.replaces(layer):
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]

@@ -387,10 +387,9 @@ def test_batchnorm_refuses_a_batch_without_channels():
     "layer",
     [
         nn.Conv2d(2, 2, 3, groups=2),
-        nn.Conv2d(2, 2, 3, dilation=2),
         nn.Conv2d(2, 2, 3, padding="same"),
     ],
-    ids=["groups", "dilation", "named padding"],
+    ids=["groups", "named padding"],
 )
 def test_unusual_convolutions_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer

@@ -1,0 +1,372 @@
+"""The convolutions of stacked clients against ``nn.Conv2d`` in float64, client by client.
+
+They run on a GPU, or slowly on the CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equipoise import tasks
+from equipoise.engine.network import Network
+from equipoise.models import build, layers
+from equipoise.models.layers import Convolution, Forward, Sequential, convert, forward_pass
+from tests.engine.gpu import needs_gpu
+
+pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
+
+from equipoise.models import convolutions, kernels
+from equipoise.models.convolutions import Geometry, Tile, convolve
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Largest error over the largest value. A weight's gradient in TF32 is more accurate than that.
+ERROR = {"ieee": 2e-6, "split": 2e-6, "tf32": 3e-3, "bfloat16": 3e-2}
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).float().to(DEVICE)
+
+
+def channels_last(x):
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3)
+
+
+def lies_channels_last(x):
+    return x.movedim(-3, -1).is_contiguous()
+
+
+def assert_near(found, wanted, error=ERROR["ieee"]):
+    assert found.shape == wanted.shape
+    found, wanted = found.detach(), wanted.detach()
+    scale = max(float(wanted.abs().max()), 1e-30)
+    assert float((found.double() - wanted).abs().max()) <= error * scale
+
+
+def parts(channels, results, size, kernel, clients=2, samples=2):
+    """Images, weights and bias of several clients."""
+    x = normal(clients, samples, channels, *size)
+    return x, normal(clients, results, channels, *kernel, seed=1), normal(clients, results, seed=2)
+
+
+def by_pytorch(x, weight, bias, geometry, relu=False):
+    """One client after the other."""
+    how = geometry.stride, geometry.padding, geometry.dilation
+    bias = [None] * len(x) if bias is None else bias
+    y = torch.stack([F.conv2d(a, w, b, *how) for a, w, b in zip(x, weight, bias, strict=True)])
+    return y.relu() if relu else y
+
+
+def stacked(geometry, **options):
+    return vmap(lambda x, weight, bias: convolve(x, weight, bias, geometry, **options))
+
+
+def results_of(function, tensors, dtype=torch.float32, seconds=False):
+    """What a function makes of tensors, its gradients, and those of their squares."""
+    own = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    y = function(*own)
+    loss = (y * normal(*y.shape, seed=3).to(y.dtype)).sum() if not seconds else y.pow(3).sum()
+    firsts = torch.autograd.grad(loss, own, create_graph=seconds)
+    if not seconds:
+        return [y.detach(), *firsts]
+    return torch.autograd.grad(sum(first.square().sum() for first in firsts), own)
+
+
+CASES = {
+    "usual": (4, 5, (5, 6), (3, 3), Geometry(padding=(1, 1))),
+    "three channels": (3, 17, (6, 5), (5, 5), Geometry(padding=(2, 2))),
+    "one pixel": (1, 1, (1, 1), (1, 1), Geometry()),
+    "kernel larger than the image": (2, 3, (1, 2), (5, 3), Geometry(padding=(2, 1))),
+    "sixteen channels": (16, 4, (4, 4), (3, 2), Geometry(padding=(0, 1))),
+    "forty channels": (40, 33, (3, 3), (2, 2), Geometry()),
+    "stride": (5, 4, (5, 7), (3, 3), Geometry((2, 3), (1, 1))),
+    "stride beyond the kernel": (3, 2, (7, 6), (1, 2), Geometry((3, 4), (0, 1))),
+    "dilation": (2, 4, (7, 6), (3, 2), Geometry((1, 1), (2, 0), (2, 3))),
+    "stride and dilation": (2, 3, (9, 8), (3, 3), Geometry((4, 2), (3, 2), (2, 3))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_is_that_of_every_client(case):
+    channels, results, size, kernel, geometry = CASES[case]
+    tensors = parts(channels, results, size, kernel)
+    found = results_of(stacked(geometry, precision="ieee"), tensors)
+    wanted = results_of(lambda *own: by_pytorch(*own, geometry), tensors, torch.float64)
+    for own, other in zip(found, wanted, strict=True):
+        assert_near(own, other)
+    assert lies_channels_last(found[0]), "a later layer would have to copy"
+    assert lies_channels_last(found[1])
+    assert found[2].is_contiguous()
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("precision", ["split", "tf32", "bfloat16"])
+def test_precisions(precision, relu):
+    geometry = Geometry((2, 1), (1, 1))
+    tensors = parts(17, 5, (4, 5), (3, 3))
+    if precision == "bfloat16":
+        # The kernels round first, and near zero that decides what ReLU does.
+        tensors = [tensor.bfloat16().float() for tensor in tensors]
+    found = results_of(stacked(geometry, precision=precision, relu=relu), tensors)
+    wanted = results_of(lambda *own: by_pytorch(*own, geometry, relu), tensors, torch.float64)
+    assert found[0].dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    for own, other in zip(found, wanted, strict=True):
+        assert_near(own, other, ERROR[precision])
+
+
+def test_images_may_lie_in_any_order():
+    x, weight, bias = parts(3, 4, (4, 5), (3, 3), samples=3)
+    wanted = by_pytorch(x.double(), weight.double(), bias.double(), Geometry())
+    for axis in (1, 2):
+        one_first = x.movedim(0, axis).contiguous()
+        found = vmap(lambda x, w, b: convolve(x, w, b, Geometry()), in_dims=(axis, 0, 0))
+        assert_near(found(one_first, weight, bias), wanted)
+    assert_near(stacked(Geometry())(channels_last(x), weight, bias), wanted)
+
+
+def test_clients_may_share_images_or_weights():
+    x, weight, bias = parts(3, 4, (4, 5), (3, 3), samples=3)
+    shared_images = lambda w, b: vmap(lambda w, b: convolve(x[0], w, b, Geometry()))(w, b)  # noqa: E731
+    shared_weights = lambda x, w: vmap(lambda x: convolve(x, w, None, Geometry()))(x)  # noqa: E731
+    assert_near(
+        shared_images(weight, bias),
+        by_pytorch(*(t.double() for t in (x[:1].expand_as(x), weight, bias)), Geometry()),
+    )
+    found = results_of(shared_weights, (x, weight[0]))
+    wanted = results_of(
+        lambda x, w: by_pytorch(x, w.expand(len(x), *w.shape), None, Geometry()),
+        (x, weight[0]),
+        torch.float64,
+    )
+    for own, other in zip(found, wanted, strict=True):
+        assert_near(own, other)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradients_can_be_differentiated(relu):
+    geometry = Geometry((2, 1), (1, 0), (1, 2))
+    tensors = parts(3, 4, (4, 5), (3, 2))
+    found = results_of(stacked(geometry, relu=relu), tensors, seconds=True)
+    wanted = results_of(
+        lambda *own: by_pytorch(*own, geometry, relu), tensors, torch.float64, seconds=True
+    )
+    for own, other in zip(found, wanted, strict=True):
+        assert_near(own, other, 1e-5)
+
+
+def test_a_gradient_inside_vmap():
+    x, weight, bias = parts(3, 4, (4, 5), (3, 2))
+
+    def loss(convolved):
+        return lambda weight, bias, x: convolved(x, weight, bias).square().sum()
+
+    found = vmap(grad(loss(lambda *own: convolve(*own, Geometry())), argnums=(0, 1)))
+    wanted = vmap(grad(loss(F.conv2d), argnums=(0, 1)))
+    exact = wanted(weight.double(), bias.double(), x.double())
+    for own, other in zip(found(weight, bias, x), exact, strict=True):
+        assert_near(own, other)
+
+
+def test_the_same_bits_twice_and_whoever_shares_the_stack(monkeypatch):
+    # Several pieces, the last of them not full.
+    monkeypatch.setattr(convolutions, "weight_tile", lambda *_: (Tile(32, 16, 16, 1, 1), 32))
+    x, weight, bias = parts(3, 4, (5, 5), (3, 3), clients=3, samples=4)
+    geometry = Geometry(padding=(1, 1))
+    first = results_of(stacked(geometry), (x, weight, bias))
+    for own, other in zip(results_of(stacked(geometry), (x, weight, bias)), first, strict=True):
+        assert torch.equal(own, other)
+    wanted = results_of(lambda *own: by_pytorch(*own, geometry), (x, weight, bias), torch.float64)
+    for own, other in zip(first, wanted, strict=True):
+        assert_near(own, other)
+    alone = [tensor[:1] for tensor in (x, weight, bias)]
+    towards = normal(*first[0].shape, seed=3)
+
+    def results(tensors, towards):
+        own = [tensor.detach().requires_grad_() for tensor in tensors]
+        y = stacked(geometry)(*own)
+        return [y, *torch.autograd.grad(y, own, towards)]
+
+    for own, other in zip(results(alone, towards[:1]), first, strict=True):
+        assert torch.equal(own, other[:1])
+    # Rows of padding, whose upper gradient is zero.
+    wider = torch.cat([x, x], dim=1), weight, bias
+    padded = torch.cat([towards, torch.zeros_like(towards)], dim=1)
+    _, of_x, *of_weights = results(wider, padded)
+    assert torch.equal(of_x[:, :4], first[1])
+    for own, other in zip(of_weights, first[2:], strict=True):
+        assert torch.equal(own, other)
+
+
+def test_no_samples_give_no_gradient():
+    x, weight, bias = parts(2, 3, (3, 3), (2, 2), samples=0)
+    y, of_x, of_weight, of_bias = results_of(stacked(Geometry()), (x, weight, bias))
+    assert y.shape == (2, 0, 3, 2, 2)
+    assert of_x.shape == x.shape
+    assert not of_weight.any()
+    assert not of_bias.any()
+
+
+# ---- in the engine -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Let layers of stacked clients use the kernels on this device, and say how often they did."""
+    calls = []
+
+    def chosen(module):
+        def serving(x, *_):
+            if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
+                return None
+            calls.append(module)
+            return module
+
+        return serving
+
+    monkeypatch.setattr(layers, "_convolutions", chosen(convolutions))
+    monkeypatch.setattr(layers, "_kernels", chosen(kernels))
+    return calls
+
+
+def test_layers_use_the_kernels_for_stacked_clients_only(everywhere):
+    layer = nn.Conv2d(2, 3, (2, 3), (2, 1), (1, 0), (1, 2)).to(DEVICE)
+    x = normal(4, 2, 5, 6)
+    wanted = layer(x).double()
+    (own,) = convert(nn.Sequential(layer))
+    assert type(own) is Convolution
+    with forward_pass(Forward(train=True)):
+        assert_near(own(x), wanted, 1e-3)
+    assert not everywhere
+    with forward_pass(Forward(train=True, stacked=True)):
+        assert_near(own(x), wanted)
+    assert everywhere == [convolutions]
+
+
+@pytest.mark.parametrize(
+    ("body", "calls"),
+    [
+        ([nn.Conv2d(2, 3, 2), nn.ReLU()], ["conv"]),
+        ([nn.Conv2d(2, 3, 2), nn.ReLU(), nn.MaxPool2d(2)], ["conv", "pool"]),
+        ([nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(2, 3, 2)], ["pool", "conv"]),
+        ([nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Tanh()], ["conv", "conv"]),
+        ([nn.ReLU(), nn.MaxPool2d(2, stride=1), nn.Conv2d(2, 3, 2), nn.ReLU()], ["conv"]),
+    ],
+    ids=["convolution", "both", "pooling", "two convolutions", "other pooling"],
+)
+def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch):
+    plain = nn.Sequential(*body).to(DEVICE)
+    x = normal(3, 2, 6, 7)
+    wanted = plain.double()(x.double())
+    plain.float()
+    own = convert(plain)
+    assert type(own) is Sequential
+    assert list(own.state_dict()) == list(plain.state_dict())
+    assert_near(own(x), wanted, 1e-3)
+    monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
+    relus = []
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: relus.append(self) or x.relu())
+    with forward_pass(Forward(train=True, stacked=True)):
+        assert_near(own(x), wanted)
+    names = {convolutions: "conv", kernels: "pool"}
+    assert [names[module] for module in everywhere] == calls
+    assert len(relus) == (1 if calls == ["conv"] and len(body) == 4 else 0)
+
+
+def test_a_relu_with_a_hook_is_called():
+    relu = nn.ReLU()
+    relu.register_forward_hook(lambda *_: None)
+    body = nn.Sequential(nn.Conv2d(2, 3, 2), relu, nn.MaxPool2d(2))
+    assert type(convert(body)) is nn.Sequential
+
+
+class Copies(TorchDispatchMode):
+    """Notes the shapes of the images that are copied while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copying = torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy
+        if function.overloadpacket in copying and args[0].dim() >= 5:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["cnn4", "bncnn"])
+def test_a_step_of_a_whole_model_copies_no_images(name, everywhere, monkeypatch):
+    monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
+    options = {
+        "cnn4": {"channels": (2, 3, 2, 3)},
+        "bncnn": {"channels": (3, 2), "hidden": (), "kernel": 3},
+    }[name]
+    module = build(name, shape=(2, 8, 8), classes=3, **options)
+    clients, rows = 2, 5
+    x = normal(clients, rows, 2, 8, 8)
+    y = torch.arange(clients * rows, device=DEVICE).view(clients, rows) % 3
+
+    def step(dtype):
+        network = Network(module, tasks.build("classification"), torch.device(DEVICE), dtype)
+        params = {
+            n: (t + 0.1 * normal(clients, *t.shape, seed=i).abs()).to(dtype)
+            for i, (n, t) in enumerate(network.initial().items())
+        }
+        moving = {n: t.requires_grad_() for n, t in params.items() if n not in network.buffers}
+
+        def of_one(params, x, y):
+            forward = Forward(train=True, stacked=True)
+            return F.cross_entropy(network.apply(params, x, forward)[0], y)
+
+        losses = vmap(of_one)(params, x.to(dtype), y)
+        gradients = torch.autograd.grad(losses.sum(), list(moving.values()))
+        return dict(zip(moving, gradients, strict=True))
+
+    wanted = step(torch.float64)
+    assert not everywhere
+    with Copies() as copies:
+        found = step(torch.float32)
+    assert everywhere.count(convolutions) == len(options["channels"])
+    images = [shape for shape in copies.shapes if shape[:2] == (clients, rows)]
+    # Features become rows before the fully connected layer.
+    assert images == [(clients, rows, options["channels"][-1], 2, 2)]
+    for parameter, other in wanted.items():
+        scale = max(float(other.abs().max()), 1e-3)
+        assert float((found[parameter] - other).abs().max()) <= 1e-4 * scale, parameter
+
+
+LARGE = {
+    "pfl 1": (3, 32, (32, 32), (3, 3), Geometry()),
+    "pfl 2": (32, 64, (30, 30), (3, 3), Geometry()),
+    "large kernel": (3, 16, (32, 32), (5, 5), Geometry(padding=(2, 2))),
+    "grey": (1, 32, (28, 28), (5, 5), Geometry(padding=(2, 2))),
+    "six channels": (6, 16, (14, 14), (5, 5), Geometry()),
+    "twelve channels": (12, 20, (13, 11), (3, 3), Geometry((2, 2), (1, 1))),
+    "resnet stem": (3, 64, (32, 32), (3, 3), Geometry(padding=(1, 1))),
+    "resnet down": (64, 128, (32, 32), (3, 3), Geometry((2, 2), (1, 1))),
+    "resnet shortcut": (128, 256, (16, 16), (1, 1), Geometry((2, 2))),
+    "resnet last": (512, 512, (4, 4), (3, 3), Geometry(padding=(1, 1))),
+    "imagenet stem": (3, 64, (64, 64), (7, 7), Geometry((2, 2), (3, 3))),
+    "to few channels": (64, 4, (16, 16), (3, 3), Geometry(padding=(1, 1))),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ERROR)
+@pytest.mark.parametrize("case", LARGE)
+def test_sizes_of_real_models(case, precision):
+    channels, results, size, kernel, geometry = LARGE[case]
+    tensors = parts(channels, results, size, kernel, clients=3, samples=5)
+    tensors = [channels_last(tensors[0]), *tensors[1:]]
+    found = results_of(stacked(geometry, precision=precision), tensors)
+    wanted = results_of(lambda *own: by_pytorch(*own, geometry), tensors, torch.float64)
+    for own, other in zip(found, wanted, strict=True):
+        assert_near(own, other, ERROR[precision])
+    again = results_of(stacked(geometry, precision=precision), tensors)
+    assert all(torch.equal(own, other) for own, other in zip(again, found, strict=True))
+    alone = [tensor[:1] for tensor in tensors]
+    assert torch.equal(stacked(geometry, precision=precision)(*alone), found[0][:1])
