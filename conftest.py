@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
+_WITH_TRITON = ("kernels", "lstm_kernels", "products")
 collect_ignore = (
-    [] if find_spec("triton") else ["equipoise/models/kernels.py", "equipoise/models/products.py"]
+    [] if find_spec("triton") else [f"equipoise/models/{name}.py" for name in _WITH_TRITON]
 )
 
 
