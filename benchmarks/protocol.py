@@ -107,6 +107,8 @@ class Work:
 
     def model(self, stage: Pass) -> nn.Module:
         """Build the model with the initial weights, in training mode, its dropout off where the pass says so."""
+        # Models of the benchmarks' own are registered by importing them.
+        import benchmarks.text  # noqa: F401
         from equipoise.models import build
 
         model: nn.Module = build(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.config import Experiment, experiment_from
 from equipoise.errors import InputError, unknown
-from equipoise.method import Sampler, State
+from equipoise.method import Candidates, Sampler, State
 from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
@@ -41,11 +41,9 @@ from equipoise.study import load_study
 class InTurn(Sampler):
     """Clients take part one after another, the next ones in every round."""
 
-    def select(
-        self, key: int, state: State, sizes: NDArray[np.int64], count: int
-    ) -> NDArray[np.int64]:
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Return the cohort of the round."""
-        return in_turn(state.round, len(sizes), count)
+        return candidates.ids[in_turn(state.round, len(candidates.ids), count)]
 
 
 def in_turn(round_: int, clients: int, count: int) -> NDArray[np.int64]:
