@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import environments, jobs, speed
 from benchmarks.machine import Rates
-from benchmarks.peers import bare
+from benchmarks.peers import bare, equipoise_engine
 from benchmarks.protocol import Clock, Job, Pass, Work
 from equipoise.errors import InputError
 
@@ -69,6 +69,31 @@ def test_bare_loop_is_federated_averaging(tmp_path: Path) -> None:
     got_weight, got_bias = (tensor.numpy() for tensor in final.values())
     np.testing.assert_allclose(got_weight, weight, rtol=1e-5)
     np.testing.assert_allclose(got_bias, bias, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        TINY,
+        dataclasses.replace(
+            TINY,
+            model="textlstm",
+            options={"hidden": 3, "embedding": 2},
+            shape=(4,),
+            classes=5,
+        ),
+    ],
+    ids=lambda job: job.model,
+)
+def test_the_engine_does_the_same_work_as_the_bare_loop(job: Job, tmp_path: Path) -> None:
+    jobs.materialize(job, tmp_path)
+    work, ended = Work(job, tmp_path, torch.device("cpu")), []
+    reference, final = (
+        peer.train(work, job.exact, lambda: ended.append(None)) for peer in (bare, equipoise_engine)
+    )
+    initial = torch.load(tmp_path / "initial.pt", weights_only=True)
+    assert len(ended) == 2 * job.exact.rounds
+    assert speed.distance(final, reference, initial)["of_move"] < job.tolerance
 
 
 def test_job_survives_the_directory(tmp_path: Path) -> None:
