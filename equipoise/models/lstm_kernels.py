@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.products import pay_on
+from equipoise.models.products import pay_on, stages
 from equipoise.models.recurrent import recurrence
 
 # Units of a program, how many products are summed at a time, and how a program is run: by how
@@ -236,11 +236,16 @@ def _precision(device: torch.device) -> str:
     return "tf32x3" if device.type == "cuda" and pay_on(device) else "ieee"
 
 
-def _options(like: Tensor, hidden: int, tiles: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the compile-time values of a kernel, all but those that only one of them has."""
+def _options(
+    like: Tensor, hidden: int, tiles: dict[str, dict[str, int]], factors: int
+) -> dict[str, Any]:
+    """Return the compile-time values of a kernel that multiplies by so many tiles at a time."""
     samples, precision = like.shape[2], _precision(like.device)
     rows = min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(samples)))
-    return {"PRECISION": precision, "HIDDEN": hidden, "ROWS": rows, **tiles[precision]}
+    tile = tiles[precision]
+    stage = 4 * tile["INNER"] * (rows + factors * tile["UNITS"])
+    fitting = {"num_stages": stages(like.device, stage, tile["num_stages"])}
+    return {"PRECISION": precision, "HIDDEN": hidden, "ROWS": rows, **tile, **fitting}
 
 
 def _grid(clients: int, samples: int, options: dict[str, Any]) -> tuple[int, int]:
@@ -275,7 +280,7 @@ class StackedRecurrence(torch.autograd.Function):
         # In float32 where outputs are not: cells are sums over many steps.
         cells = torch.empty_like(outputs, dtype=torch.float32)
         gates = driven.new_empty((*outputs.shape[:3], 4 * hidden) if keep else 0)
-        options = _options(driven, hidden, _FORWARD)
+        options = _options(driven, hidden, _FORWARD, 4)
         grid = _grid(clients, samples, options)
         of_first = samples * hidden, 0
         of_later = outputs.stride()[:2]
@@ -321,7 +326,7 @@ class StackedRecurrence(torch.autograd.Function):
         clients, steps, samples, hidden = outputs.shape
         changes = torch.empty_like(gates)
         of_cell = of_last.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        options = _options(upper, hidden, _BACKWARD)
+        options = _options(upper, hidden, _BACKWARD, 1)
         grid = _grid(clients, samples, options)
         first = cell.contiguous()
         with torch.cuda.device_of(upper):

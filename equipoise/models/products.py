@@ -36,14 +36,14 @@ def pay_on(device: torch.device) -> bool:
 
 
 @cache
-def _stages(device: torch.device) -> int:
-    """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
+def stages(device: torch.device, stage: int, most: int) -> int:
+    """Choose how many parts of so many bytes are on their way at a time, as shared memory allows."""
     if device.type != "cuda":  # Triton's interpreter.
         return 1
     found = torch.cuda.get_device_properties(device)
     # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
     memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return max(1, min(4, memory // _STAGE))
+    return max(1, min(most, memory // stage))
 
 
 @triton.jit
@@ -156,7 +156,7 @@ class SplitProduct(torch.autograd.Function):
                 columns,
                 inner,
                 BIASED=bias is not None,
-                num_stages=_stages(x.device),
+                num_stages=stages(x.device, _STAGE, 4),
                 **_TILE,
             )
         return y
