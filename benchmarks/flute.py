@@ -8,8 +8,8 @@ the times, but not the machine. Two of the tasks are carried out here:
     A CNN on Federated EMNIST. Known: 3,400 clients, 10 a round, batches of 20, SGD 0.1, one epoch,
     1,500 rounds, tested every 50; FLUTE 8 min 22 s, FedML 5 h 49 min 52 s. The model is in
     ``experiments/cv_cnn_femnist``: convolutions of 32 and 64 channels (3 x 3), a 2 x 2 max-pool,
-    128 units, dropout 0.25 and 0.5, 62 classes, which is ``pflcnn`` here. TensorFlow Federated, from
-    which the data are, counts 671,585 training and 77,483 test images.
+    128 units, dropout 0.25 and 0.5, 62 classes, which is ``pflcnn`` here. TensorFlow Federated,
+    from which the data are, counts 671,585 training and 77,483 test images.
 ``shakespeare``
     An LSTM on Shakespeare's plays. Known: 715 clients, 10 a round, batches of 4, SGD 0.8, one
     epoch, 1,200 rounds, tested every 50; FLUTE 21 min 50 s, FedML 6 h 46 min 21 s. The model is in
@@ -302,8 +302,8 @@ def in_words(report: dict[str, Any]) -> str:
         f"{name} {_minutes(value)}" for name, value in report["published_seconds"].items()
     )
     return (
-        f"{report['job']}: {report['rounds']} rounds in {_minutes(report['seconds'])}{note}{known}; "
-        f"published: {published}"
+        f"{report['job']}: {report['rounds']} rounds in {_minutes(report['seconds'])}{note}{known}"
+        f"; published: {published}"
     )
 
 

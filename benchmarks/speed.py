@@ -34,7 +34,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison and say with the exit code whether it is valid: 0, 1 if a peer failed, 2 for bad input."""
+    """Run the comparison; return 0 if it is valid, 1 if a peer failed, 2 for bad input."""
     arguments = _parser().parse_args(argv)
     try:
         names = _chosen("job", arguments.jobs, jobs.NAMES, "--jobs")
@@ -63,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed",
-        description="Train the same jobs with Equipoise and its peers; compare client-steps per second and results.",
-        epilog="example: python -m benchmarks.speed --jobs small pfl --peers bare pfl equipoise --repeats 3",
+        description="Train the same jobs with Equipoise and its peers; compare client-steps per "
+        "second and results.",
+        epilog="example: python -m benchmarks.speed --jobs small pfl --peers bare pfl equipoise "
+        "--repeats 3",
     )
     parser.add_argument(
         "--jobs", nargs="+", default=list(jobs.NAMES), metavar="JOB", help=", ".join(jobs.NAMES)
@@ -155,7 +157,7 @@ def _able(peers: list[Peer], device: str) -> tuple[list[Peer], list[str]]:
 
 
 def _busy() -> list[str]:
-    """Warn of other work on the machine: threads that wait for one another lose far more than their share of a core."""
+    """Warn of other work on the machine, by which threads lose far more than a share of a core."""
     load = os.getloadavg()[0]
     return (
         [f"machine busy: load average {load:.1f} before the first run; timings are unreliable"]
@@ -235,7 +237,7 @@ def _measure(
     choices: Choices,
     arguments: argparse.Namespace,
 ) -> tuple[Results, dict[str, str]]:
-    """Run the peers in turn, again and again, so that a slow spell of the machine hits all of them alike."""
+    """Run the peers in turn, so that slow times of the machine affect all of them alike."""
     results: Results = {peer.name: [] for peer in peers}
     failures: dict[str, str] = {}
     repeats = 1 if arguments.quick else arguments.repeats
@@ -274,7 +276,7 @@ def _measure(
 
 
 def _run(command: list[str], peer: Peer, choices: Choices, arguments: argparse.Namespace) -> None:
-    """Run one peer to its end, in a process group of its own so that its workers can be ended with it."""
+    """Run one peer to its end, in a process group of its own, which can be ended as a whole."""
     process = subprocess.Popen(
         command,
         env=variables(peer, choices, arguments.threads),

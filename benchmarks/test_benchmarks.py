@@ -1,4 +1,4 @@
-"""The referee must be right: the bare loop, the distance and the bookkeeping, against numbers worked out otherwise."""
+"""The bare loop, the distance and the summary, against numbers worked out otherwise."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from equipoise.models import build
 
 
 def test_rates_are_those_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two products of 8 x 8 matrices and two copies of 4,000 bytes; the first of each does not count."""
+    """Products of 8 x 8 matrices and copies of 4,000 bytes; the first of each does not count."""
     ends = iter([0.0, 9.0, 10.0, 12.0, 20.0, 29.0, 30.0, 34.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ends))
     rates = measure(torch.device("cpu"), tf32=True, rows=8, copied=4000, repeats=1)
@@ -26,7 +26,7 @@ def test_rates_are_those_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_convolutional_model_by_hand() -> None:
-    """Pfl's model, 10 images: 3 products a layer, 2 of the first, and what layers read and write."""
+    """The CNN of pfl, 10 images: three products a layer, two of the first; tensors by hand."""
     cost = cost_of_step(build("pflcnn", shape=(3, 32, 32), classes=10), torch.zeros(10, 3, 32, 32))
     layers = [
         (32 * 30 * 30, 3 * 9),

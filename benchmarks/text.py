@@ -1,4 +1,4 @@
-"""A next-character model of PyTorch's own layers, and the task of a text whose every character is predicted.
+"""A next-character model of PyTorch's own layers, and a task in which all characters count.
 
 Importing this module registers the model ``textlstm`` and the task ``next_characters``.
 """

@@ -1,4 +1,4 @@
-"""Equipoise's own round loop, with the settings any user gets by default; evaluation and checkpoints are off."""
+"""Equipoise's own round loop with its default settings; evaluation and checkpoints are off."""
 
 from __future__ import annotations
 

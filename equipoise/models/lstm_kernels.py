@@ -377,7 +377,7 @@ class StackedRecurrence(torch.autograd.Function):
 def plain_recurrence(
     driven: Tensor, weight: Tensor, output: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Do what the kernels do in plain operations, which can be differentiated any number of times."""
+    """Do what the kernels do, in plain operations that can be differentiated twice."""
     outputs, last = recurrence(driven.transpose(0, 1), weight, output, cell)
     return outputs.transpose(0, 1), last
 

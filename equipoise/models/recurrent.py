@@ -22,9 +22,10 @@ def charlstm(
     layers: int = 2,
     vocabulary: int | None = None,
 ) -> Model:
-    """Build a next-character model: an embedding, LSTM layers, one dense layer (GIFAIR-FL, section 5.2; LEAF).
+    """Build a next-character model: an embedding, LSTM layers, one dense layer.
 
-    With the defaults and a vocabulary of 80 characters that is 819,920 parameters.
+    It is that of GIFAIR-FL, section 5.2, and of LEAF. With the defaults and a vocabulary of 80
+    characters it has 819,920 parameters.
 
     Parameters
     ----------
@@ -66,7 +67,9 @@ def charlstm(
 
 
 class Embedding(nn.Module):
-    """A vector for every character, looked up by a matrix product: its gradient is the same on every run.
+    """A vector for every character, looked up by a matrix product.
+
+    Its gradient is the same on every run.
 
     Parameters
     ----------
@@ -92,9 +95,10 @@ class Embedding(nn.Module):
 
 
 class Lstm(nn.Module):
-    """LSTM layers made of matrix products, so that clients can be stacked; ``nn.LSTM`` has no rule for that.
+    """LSTM layers made of matrix products, so that clients can be stacked.
 
-    Parameters have the names, shapes and initial distribution they have in ``nn.LSTM``.
+    ``nn.LSTM`` has no rule for that. Parameters have the names, shapes and initial distribution they
+    have in ``nn.LSTM``.
 
     Parameters
     ----------
@@ -129,7 +133,7 @@ class Lstm(nn.Module):
                 self.register_parameter(f"{name}_l{layer}", nn.Parameter(drawn))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Read sequences ``[samples, steps, inputs]`` and give the last layer's output after the last step."""
+        """Read ``[samples, steps, inputs]``; return the last layer's output after the last step."""
         steps = x.transpose(0, 1)
         for layer in range(self.layers):
             steps = self._outputs(steps, layer)

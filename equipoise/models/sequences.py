@@ -18,11 +18,11 @@ _ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
 
 
 class Recurrent(nn.Module):
-    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products, because theirs cannot be stacked.
+    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products.
 
-    Parameters have the same names. Dropout between layers is a hash of client, phase, step and
-    layer, as in :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's
-    own loop, which is faster.
+    Those of PyTorch cannot be stacked. Parameters have the same names. Dropout between layers is a
+    hash of client, phase, step and layer, as in :class:`~equipoise.models.layers.Dropout`. A single
+    client on a CPU uses PyTorch's own loop, which is faster.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Recurrent(nn.Module):
         return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
-        """Read sequences, and return the outputs of the last layer and the last states of all layers.
+        """Return the outputs of the last layer, and the last states of all layers.
 
         Parameters
         ----------
@@ -143,9 +143,9 @@ class Recurrent(nn.Module):
     def _layer(
         self, steps: Tensor, layer: int, way: int, first: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Go through the steps of one layer in one direction; return its outputs and its last states."""
+        """Return the outputs and the last states of one layer in one direction."""
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = self._weights(layer, way)
-        # An LSTM adds both biases to the same sums. With a projection, every step is more than that.
+        # An LSTM adds both biases to the same sums. With a projection, a step is more than that.
         at_once = self.mode == "LSTM" and weight_hr is None
         bias = bias_ih + bias_hh if at_once and bias_ih is not None else bias_ih  # type: ignore[operator]
         # What does not depend on the step before is one product for all steps.

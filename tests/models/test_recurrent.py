@@ -1,4 +1,4 @@
-"""The next-character model: equal to PyTorch's own LSTM, alone, stacked, and trained by the engine."""
+"""The next-character model: equal to PyTorch's LSTM, alone, stacked, and in the engine."""
 
 from __future__ import annotations
 
