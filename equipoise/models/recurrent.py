@@ -97,8 +97,8 @@ class Embedding(nn.Module):
 class Lstm(nn.Module):
     """LSTM layers made of matrix products, so that clients can be stacked.
 
-    ``nn.LSTM`` has no rule for that. Parameters have the names, shapes and initial distribution they
-    have in ``nn.LSTM``.
+    ``nn.LSTM`` has no rule for that. Parameters have the names, shapes and initial distribution
+    of ``nn.LSTM``.
 
     Parameters
     ----------
