@@ -78,7 +78,7 @@ _JOBS: dict[str, dict[str, Any]] = {
             "cohort": 31,
             "lr": 0.5,
         },
-        "rounds": {"cpu": (1, 2), "cuda": (5, 15)},
+        "rounds": {"cpu": (1, 1), "cuda": (5, 15)},
         "exact": 1,
         "tolerance": 1e-2,
     },
