@@ -37,7 +37,6 @@ _BACKWARD = {
 }
 # Samples of a program. Tensor cores multiply 16 rows at least.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -82,8 +81,6 @@ def _step(
     weight_client: tl.tensor,
     before_client: tl.tensor,
     before_step: tl.tensor,
-    cell_client: tl.tensor,
-    cell_step: tl.tensor,
     KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -131,7 +128,7 @@ def _step(
     new = _tanh(new)
     place = by_row * HIDDEN + unit[None, :]
     old = tl.load(
-        cell_before + client * cell_client + (of_step - 1) * cell_step + place,
+        cell_before + client * before_client + (of_step - 1) * before_step + place,
         mask=inside,
         other=0.0,
     )
@@ -163,8 +160,8 @@ def _step_gradient(
     upper_step: tl.tensor,
     upper_sample: tl.tensor,
     weight_client: tl.tensor,
-    cell_client: tl.tensor,
-    cell_step: tl.tensor,
+    before_client: tl.tensor,
+    before_step: tl.tensor,
     LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -211,7 +208,7 @@ def _step_gradient(
     leave = tl.load(kept + 3 * HIDDEN, mask=inside, other=0.0).to(tl.float32)
     seen = _tanh(tl.load(cells + first * HIDDEN + place, mask=inside, other=0.0))
     old = tl.load(
-        cell_before + client * cell_client + (of_step - 1) * cell_step + place,
+        cell_before + client * before_client + (of_step - 1) * before_step + place,
         mask=inside,
         other=0.0,
     ).to(tl.float32)
@@ -268,12 +265,8 @@ class StackedRecurrence(torch.autograd.Function):
         driven: Tensor, weight: Tensor, output: Tensor, cell: Tensor, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Go through the steps."""
-        driven, weight, output, cell = (
-            _rows(driven),
-            _dense(weight, 1),
-            output.contiguous(),
-            cell.contiguous(),
-        )
+        driven, weight = _with_rows(driven), _with_matrices(weight)
+        output, cell = output.contiguous(), cell.contiguous()
         clients, steps, samples, _ = driven.shape
         hidden = weight.shape[-1]
         outputs = driven.new_empty(clients, steps, samples, hidden)
@@ -282,8 +275,6 @@ class StackedRecurrence(torch.autograd.Function):
         gates = driven.new_empty((*outputs.shape[:3], 4 * hidden) if keep else 0)
         options = _options(driven, hidden, _FORWARD, 4)
         grid = _grid(clients, samples, options)
-        of_first = samples * hidden, 0
-        of_later = outputs.stride()[:2]
         with torch.cuda.device_of(driven):
             for step in range(steps):
                 later = step > 0
@@ -300,8 +291,7 @@ class StackedRecurrence(torch.autograd.Function):
                     samples,
                     *driven.stride()[:3],
                     weight.stride(0),
-                    *(of_later if later else of_first),
-                    *(of_later if later else of_first),
+                    *(outputs.stride()[:2] if later else (samples * hidden, 0)),
                     KEEP=keep,
                     **options,
                 )
@@ -322,7 +312,7 @@ class StackedRecurrence(torch.autograd.Function):
             # This gradient will be differentiated in turn, which the kernels cannot be.
             given = (driven, weight, output, cell)
             return (*torch.func.vjp(plain_recurrence, *given)[1]((upper, of_last)), None)
-        upper, dense = _rows(upper), _dense(weight, 1)
+        upper, dense = _with_rows(upper), _with_matrices(weight)
         clients, steps, samples, hidden = outputs.shape
         changes = torch.empty_like(gates)
         of_cell = of_last.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -382,11 +372,11 @@ def plain_recurrence(
     return outputs.transpose(0, 1), last
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _with_rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _dense(tensor: Tensor, axis: int) -> Tensor:
-    """Return a tensor that is contiguous from an axis on; clients may share what comes after."""
-    return tensor if tensor[(0,) * axis].is_contiguous() else tensor.contiguous()
+def _with_matrices(weight: Tensor) -> Tensor:
+    """Return weights of which each client's are contiguous; clients may share them."""
+    return weight if weight[0].is_contiguous() else weight.contiguous()
