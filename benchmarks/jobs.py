@@ -1,4 +1,4 @@
-"""The three jobs of the comparison, from launch-bound to compute-bound."""
+"""The jobs of the comparison, from launch-bound to compute-bound."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.protocol import Job, Pass
+from benchmarks.text import draw_text
 from equipoise.models import build
 
-_COMMON: dict[str, Any] = {"classes": 10, "samples": 50, "batch": 10, "epochs": 1, "seed": 0}
+_COMMON: dict[str, Any] = {"samples": 50, "batch": 10, "epochs": 1, "seed": 0}
 _IMAGE = (3, 32, 32)
 
 # ``rounds``: warm-up and timed, by device; ``exact``: rounds of the exactness pass. ``tolerance``:
@@ -23,6 +24,7 @@ _JOBS: dict[str, dict[str, Any]] = {
         "about": "MLP 64-64-10, 100 clients, all in the cohort",
         "fields": {
             "model": "mlp",
+            "classes": 10,
             "options": {"hidden": [64]},
             "shape": (64,),
             "clients": 100,
@@ -37,6 +39,7 @@ _JOBS: dict[str, dict[str, Any]] = {
         "about": "pfl-research's CIFAR-10 setting: two-layer CNN, 1,000 clients, cohort of 50",
         "fields": {
             "model": "pflcnn",
+            "classes": 10,
             "options": {},
             "shape": _IMAGE,
             "clients": 1000,
@@ -53,6 +56,7 @@ _JOBS: dict[str, dict[str, Any]] = {
         # places.
         "fields": {
             "model": "resnet18",
+            "classes": 10,
             "options": {"norm": "batch"},
             "shape": _IMAGE,
             "clients": 100,
@@ -62,6 +66,21 @@ _JOBS: dict[str, dict[str, Any]] = {
         "rounds": {"cpu": (1, 2), "cuda": (5, 15)},
         "exact": 1,
         "tolerance": 3e-2,
+    },
+    "text": {
+        "about": "LSTM 2 x 256, 80 characters, 31 clients, all in the cohort",
+        "fields": {
+            "model": "textlstm",
+            "classes": 80,
+            "options": {},
+            "shape": (80,),
+            "clients": 31,
+            "cohort": 31,
+            "lr": 0.5,
+        },
+        "rounds": {"cpu": (1, 1), "cuda": (5, 15)},
+        "exact": 1,
+        "tolerance": 1e-2,
     },
 }
 
@@ -78,7 +97,7 @@ def make(
     quick: bool = False,
     tf32: bool = False,
 ) -> Job:
-    """Describe one of the three jobs for a device.
+    """Describe one of the jobs for a device.
 
     Parameters
     ----------
@@ -129,7 +148,12 @@ def materialize(job: Job, directory: Path) -> None:
 
 
 def draw(job: Job) -> tuple[Tensor, Tensor]:
-    """Draw samples that can be learnt: unit noise around one point per class."""
+    """Draw samples that can be learnt: unit noise around one point per class, or texts."""
+    if job.model == "textlstm":
+        (length,), drawn = job.shape, torch.Generator().manual_seed(job.seed)
+        texts = draw_text(drawn, job.clients * job.samples, length + 1, job.classes)
+        texts = texts.unflatten(0, (job.clients, job.samples))
+        return texts[..., :-1].clone(), texts[..., -1].clone()
     generator = np.random.default_rng(job.seed)
     y = generator.integers(job.classes, size=(job.clients, job.samples))
     centres = 0.5 * generator.standard_normal((job.classes, *job.shape), dtype=np.float32)

@@ -26,7 +26,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Pass:
-    """One training from the initial weights: ``warmup`` rounds that do not count, then ``rounds`` that do.
+    """One training from the initial weights: rounds of warm-up, then ``rounds`` that count.
 
     A pass that is timed needs one warm-up round at least: a round is timed from the end of the one
     before.
@@ -49,8 +49,9 @@ class Job:
 
     Examples
     --------
-    >>> job = Job("tiny", "mlp", {"hidden": [4]}, (3,), 2, clients=5, samples=7, cohort=2, batch=3, epochs=1, lr=0.1,
-    ...           seed=0, threads=1, tolerance=1e-5, timed=Pass("timed", 1, 2, True, True),
+    >>> job = Job("tiny", "mlp", {"hidden": [4]}, (3,), 2, clients=5, samples=7, cohort=2, batch=3,
+    ...           epochs=1, lr=0.1, seed=0, threads=1, tolerance=1e-5,
+    ...           timed=Pass("timed", 1, 2, True, True),
     ...           exact=Pass("exact", 0, 1, False, False))
     >>> job.cohort_of(2), job.steps_per_round
     ([4, 0], 6)
@@ -76,11 +77,11 @@ class Job:
 
     @property
     def steps_per_round(self) -> int:
-        """Count the client-steps of one round: every client of the cohort, every batch, every epoch."""
+        """Count the client-steps of a round: every client of the cohort, batch and epoch."""
         return self.cohort * self.epochs * math.ceil(self.samples / self.batch)
 
     def cohort_of(self, round_: int) -> list[int]:
-        """Name the clients taking part in a round (counted from 0, warm-up included), in their order."""
+        """Name the clients of a round, in their order; rounds count from 0, with warm-up."""
         return [(round_ * self.cohort + place) % self.clients for place in range(self.cohort)]
 
     def write(self, directory: Path, initial: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
@@ -106,7 +107,9 @@ class Work:
     device: torch.device
 
     def model(self, stage: Pass) -> nn.Module:
-        """Build the model with the initial weights, in training mode, its dropout off where the pass says so."""
+        """Build the model with the initial weights, with or without dropout, for training."""
+        # Models of the benchmarks' own are registered by importing them.
+        import benchmarks.text  # noqa: F401
         from equipoise.models import build
 
         model: nn.Module = build(
@@ -120,7 +123,7 @@ class Work:
         return model.to(self.device).train()
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Load ``x`` and ``y`` onto the device; on the CPU they are mapped, so only clients that are used are read."""
+        """Load ``x`` and ``y`` onto the device; a CPU maps them, and reads only what is used."""
         data = torch.load(self.directory / "data.pt", weights_only=True, mmap=True)
         return data["x"].to(self.device), data["y"].to(self.device)
 
@@ -128,16 +131,18 @@ class Work:
 Train = Callable[[Work, Pass, Callable[[], None]], dict[str, Tensor]]
 """How a peer trains: ``train(work, stage, round_done) -> parameters``.
 
-Train ``stage.warmup + stage.rounds`` rounds from the initial weights, ``work.model(stage)``. Round ``r`` (from 0) asks
-the clients ``job.cohort_of(r)`` to train, and the global model becomes their average, weighted by numbers of samples.
-Call ``round_done()`` once after every round; it waits for the GPU. Return the final global parameters, on the CPU, by
-the names of ``work.model(stage).named_parameters()``. With ``stage.shuffle`` off, batches follow the stored order of
-samples; with ``stage.dropout`` off, nothing is dropped. ``train`` is called twice in one process, each time afresh.
+Train ``stage.warmup + stage.rounds`` rounds from the initial weights, ``work.model(stage)``. Round
+``r`` (from 0) asks the clients ``job.cohort_of(r)`` to train, and the global model becomes their
+average, weighted by numbers of samples. Call ``round_done()`` once after every round; it waits for
+the GPU. Return the final global parameters, on the CPU, by the names of
+``work.model(stage).named_parameters()``. With ``stage.shuffle`` off, batches follow the stored
+order of samples; with ``stage.dropout`` off, nothing is dropped. ``train`` is called twice in one
+process, each time afresh.
 """
 
 
 class Clock:
-    """Notes when each round ended, after waiting for the device, and what memory was held at the last one."""
+    """Records when each round ended, after waiting for the device, and the memory at the last."""
 
     def __init__(self, stage: Pass, device: torch.device) -> None:
         self._stage, self._device = stage, device
@@ -162,7 +167,7 @@ class Clock:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Measure the peak memory so far in MiB: resident, of this process and those it started, and on the GPU."""
+    """Measure the peak memory so far in MiB: of this process and its children, and on the GPU."""
     peak = {"resident_mib": _peak_resident() / MIB}
     if device.type == "cuda":
         peak["cuda_allocated_mib"] = torch.cuda.max_memory_allocated() / MIB
@@ -171,7 +176,7 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def _peak_resident() -> float:
-    """Sum each process's own peak in bytes; pages that processes share count once for each of them."""
+    """Sum each process's own peak in bytes; shared pages count once for each process."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
@@ -197,10 +202,10 @@ def _descends(pid: int, parents: dict[int, int]) -> bool:
 
 
 def float32_error(device: torch.device) -> dict[str, float]:
-    """Measure how far a product and a convolution are from float64: about 1e-7, or 3e-4 when TF32 is on.
+    """Measure how far a product and a convolution are from float64.
 
-    Measured, not read from a setting: PyTorch has two sets of switches, and only the result is the
-    truth.
+    That is about 1e-7, or 3e-4 if TF32 is on. Measured, not read from a setting: PyTorch has two
+    sets of switches, and only the result is the truth.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -18,8 +19,10 @@ import torch
 
 from benchmarks import jobs
 from benchmarks.environments import PEERS, ROOT, Choices, Peer, interpreter, variables
+from benchmarks.machine import Rates, cost_of_step, in_words, measured_apart, scaled
 from benchmarks.protocol import Job
 from equipoise.errors import InputError, RunError, unknown
+from equipoise.models import build
 
 REFEREE = "bare"
 OURS = "equipoise"
@@ -31,7 +34,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison and say with the exit code whether it is valid: 0, 1 if a peer failed, 2 for bad input."""
+    """Run the comparison; return 0 if it is valid, 1 if a peer failed, 2 for bad input."""
     arguments = _parser().parse_args(argv)
     try:
         names = _chosen("job", arguments.jobs, jobs.NAMES, "--jobs")
@@ -60,8 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed",
-        description="Train the same jobs with Equipoise and its peers; compare client-steps per second and results.",
-        epilog="example: python -m benchmarks.speed --jobs small pfl --peers bare pfl equipoise --repeats 3",
+        description="Train the same jobs with Equipoise and its peers; compare client-steps per "
+        "second and results.",
+        epilog="example: python -m benchmarks.speed --jobs small pfl --peers bare pfl equipoise "
+        "--repeats 3",
     )
     parser.add_argument(
         "--jobs", nargs="+", default=list(jobs.NAMES), metavar="JOB", help=", ".join(jobs.NAMES)
@@ -152,7 +157,7 @@ def _able(peers: list[Peer], device: str) -> tuple[list[Peer], list[str]]:
 
 
 def _busy() -> list[str]:
-    """Warn of other work on the machine: threads that wait for one another lose far more than their share of a core."""
+    """Warn of other work on the machine, by which threads lose far more than a share of a core."""
     load = os.getloadavg()[0]
     return (
         [f"machine busy: load average {load:.1f} before the first run; timings are unreliable"]
@@ -165,8 +170,10 @@ def _compare(
     names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     pythons = {peer.name: interpreter(peer, choices) for peer in peers}
+    rates = measured_apart(arguments.device, tf32=arguments.tf32, threads=arguments.threads)
     report: dict[str, Any] = {
         "device": arguments.device,
+        "machine": dataclasses.asdict(rates),
         "tf32": arguments.tf32,
         "threads": arguments.threads,
         "jobs": {},
@@ -184,8 +191,42 @@ def _compare(
             directory = Path(temporary)
             jobs.materialize(job, directory)
             results, failures = _measure(job, directory, peers, pythons, choices, arguments)
-            report["jobs"][name] = summarize(job, results, _distances(directory, results), failures)
+            limit = limit_of(job, rates)
+            distances = _distances(directory, results)
+            report["jobs"][name] = summarize(job, results, distances, failures, limit)
     return report
+
+
+def limit_of(job: Job, rates: Rates) -> dict[str, Any]:
+    """Return what a client-step of a job needs, and how many a second a machine can make at most.
+
+    Parameters
+    ----------
+    job : Job
+        What is trained.
+    rates : Rates
+        What the machine can do.
+
+    Returns
+    -------
+    dict
+        ``operations`` and ``bytes`` of a client-step, ``client_steps_per_second``, and which of the
+        two is the limit (``bound``).
+
+    Examples
+    --------
+    >>> job = jobs.make("small", device="cpu", threads=2)
+    >>> limit_of(job, Rates(2e9, 1e9, "here", "float32"))["bound"]
+    'operations'
+    """
+    model = build(job.model, shape=job.shape, classes=job.classes, **job.options)
+    cost = cost_of_step(model, jobs.draw(dataclasses.replace(job, clients=1))[0][0, : job.batch])
+    return {
+        "operations": cost.operations,
+        "bytes": cost.bytes,
+        "client_steps_per_second": 1 / cost.seconds(rates),
+        "bound": cost.bound(rates),
+    }
 
 
 def _measure(
@@ -196,7 +237,7 @@ def _measure(
     choices: Choices,
     arguments: argparse.Namespace,
 ) -> tuple[Results, dict[str, str]]:
-    """Run the peers in turn, again and again, so that a slow spell of the machine hits all of them alike."""
+    """Run the peers in turn, so that slow times of the machine affect all of them alike."""
     results: Results = {peer.name: [] for peer in peers}
     failures: dict[str, str] = {}
     repeats = 1 if arguments.quick else arguments.repeats
@@ -235,7 +276,7 @@ def _measure(
 
 
 def _run(command: list[str], peer: Peer, choices: Choices, arguments: argparse.Namespace) -> None:
-    """Run one peer to its end, in a process group of its own so that its workers can be ended with it."""
+    """Run one peer to its end, in a process group of its own, which can be ended as a whole."""
     process = subprocess.Popen(
         command,
         env=variables(peer, choices, arguments.threads),
@@ -311,9 +352,13 @@ def distance(
 
 
 def summarize(
-    job: Job, results: Results, distances: dict[str, dict[str, float]], failures: dict[str, str]
+    job: Job,
+    results: Results,
+    distances: dict[str, dict[str, float]],
+    failures: dict[str, str],
+    limit: dict[str, Any],
 ) -> dict[str, Any]:
-    """Reduce the repeats of one job to medians and spreads, and name everything that makes them incomparable."""
+    """Reduce the repeats of a job to medians and spreads, and name what makes them incomparable."""
     rows: dict[str, Any] = {}
     problems = list(failures.values())
     for peer, runs in results.items():
@@ -328,6 +373,7 @@ def summarize(
                 run["client_steps_per_second"]["total"] for run in runs
             ),
             "seconds_per_round": statistics.median(run["seconds_per_round"] for run in runs),
+            "share_of_limit": statistics.median(rates) / limit["client_steps_per_second"],
             "peak": {key: max(run["peak"][key] for run in runs) for key in runs[0]["peak"]},
             "distance": distances.get(peer),
             "threads": runs[0]["threads"],
@@ -358,6 +404,7 @@ def summarize(
         "about": jobs.ABOUT[job.name],
         "rounds": job.timed.rounds,
         "steps_per_round": job.steps_per_round,
+        "limit": limit,
         "peers": rows,
         "ratios": ratios,
         "problems": problems,
@@ -367,12 +414,14 @@ def summarize(
 def markdown(report: dict[str, Any]) -> str:
     """Write the report as Markdown that also reads well on a terminal."""
     lines = [f"# Speed on {report['device']}{', TF32 allowed' if report['tf32'] else ''}"]
+    lines += ["", f"Measured rates of the machine: {in_words(Rates(**report['machine']))}."]
     for name, job in report["jobs"].items():
         lines += ["", f"## {name}: {job['about']}", ""]
         header = [
             "peer",
             "client-steps/s",
             "spread",
+            "of limit",
             "s/round",
             "memory MiB",
             "GPU MiB",
@@ -380,10 +429,18 @@ def markdown(report: dict[str, Any]) -> str:
             "of the way",
             "equipoise is",
         ]
-        lines += _table(
-            [header, *(_row(peer, row, job["ratios"]) for peer, row in job["peers"].items())]
-        )
-        lines += ["", f"{job['rounds']} timed rounds of {job['steps_per_round']} client-steps."]
+        rows = [_row(peer, row, job["ratios"]) for peer, row in job["peers"].items()]
+        limit, steps = job["limit"], job["steps_per_round"]
+        highest = limit["client_steps_per_second"]
+        last = ["limit", _rate(highest), "-", "100 %", f"{steps / highest:.3g}"]
+        rows.append([*last, *["-"] * (len(header) - len(last))])
+        lines += _table([header, *rows])
+        lines += [
+            "",
+            f"{job['rounds']} timed rounds of {steps} client-steps. A client-step takes "
+            f"{scaled(limit['operations'])}FLOP and {scaled(limit['bytes'])}B at least; the limit "
+            f"is that of {limit['bound']}.",
+        ]
         for peer, row in job["peers"].items():
             versions = ", ".join(
                 f"{package} {version}" for package, version in row["versions"].items()
@@ -404,6 +461,7 @@ def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
         peer,
         _rate(row["client_steps_per_second"]),
         f"{_rate(row['lowest'])} … {_rate(row['highest'])}",
+        f"{row['share_of_limit']:.1%}".replace("%", " %"),
         f"{row['seconds_per_round']:.3g}",
         f"{peak['resident_mib']:,.0f}",
         f"{peak['cuda_reserved_mib']:,.0f}" if "cuda_reserved_mib" in peak else "-",

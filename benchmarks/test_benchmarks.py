@@ -1,4 +1,4 @@
-"""The referee must be right: the bare loop, the distance and the bookkeeping, against numbers worked out otherwise."""
+"""The bare loop, the distance and the summary, against numbers worked out otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks import environments, jobs, speed
-from benchmarks.peers import bare
+from benchmarks.machine import Rates
+from benchmarks.peers import bare, equipoise_engine
 from benchmarks.protocol import Clock, Job, Pass, Work
 from equipoise.errors import InputError
 
@@ -70,6 +71,31 @@ def test_bare_loop_is_federated_averaging(tmp_path: Path) -> None:
     np.testing.assert_allclose(got_bias, bias, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        TINY,
+        dataclasses.replace(
+            TINY,
+            model="textlstm",
+            options={"hidden": 3, "embedding": 2},
+            shape=(4,),
+            classes=5,
+        ),
+    ],
+    ids=lambda job: job.model,
+)
+def test_the_engine_does_the_same_work_as_the_bare_loop(job: Job, tmp_path: Path) -> None:
+    jobs.materialize(job, tmp_path)
+    work, ended = Work(job, tmp_path, torch.device("cpu")), []
+    reference, final = (
+        peer.train(work, job.exact, lambda: ended.append(None)) for peer in (bare, equipoise_engine)
+    )
+    initial = torch.load(tmp_path / "initial.pt", weights_only=True)
+    assert len(ended) == 2 * job.exact.rounds
+    assert speed.distance(final, reference, initial)["of_move"] < job.tolerance
+
+
 def test_job_survives_the_directory(tmp_path: Path) -> None:
     x, y = jobs.draw(TINY)
     TINY.write(tmp_path, {"w": torch.ones(1)}, x, y)
@@ -107,6 +133,7 @@ def test_jobs_have_the_agreed_sizes() -> None:
         "small": 500,
         "pfl": 250,
         "big": 50,
+        "text": 155,
     }
     assert sizes["pfl"].cohort_of(20) == list(range(50))
 
@@ -133,7 +160,8 @@ def test_summary_takes_medians_and_names_problems() -> None:
         "bare": {"relative": 0.0, "of_move": 0.0},
         "equipoise": {"relative": 1e-9, "of_move": math.nan},
     }
-    summary = speed.summarize(TINY, runs, distances, {"pfl": "pfl failed"})
+    limit = {"operations": 8, "bytes": 5e6, "client_steps_per_second": 240.0, "bound": "bytes"}
+    summary = speed.summarize(TINY, runs, distances, {"pfl": "pfl failed"}, limit)
     assert summary["peers"]["bare"]["client_steps_per_second"] == 20
     assert (summary["peers"]["bare"]["lowest"], summary["peers"]["bare"]["highest"]) == (10, 30)
     assert summary["ratios"] == {"bare": 3.0}
@@ -141,9 +169,27 @@ def test_summary_takes_medians_and_names_problems() -> None:
     assert failed == "pfl failed"
     assert "same work" in different
     assert "TF32" in tf32
-    assert "3.00 times as fast" in speed.markdown(
-        {"device": "cpu", "tf32": False, "jobs": {"small": summary}, "notes": []}
+    assert summary["peers"]["equipoise"]["share_of_limit"] == 0.25
+    machine = dataclasses.asdict(Rates(2e12, 3e9, "here", "float32"))
+    text = speed.markdown(
+        {"device": "cpu", "tf32": False, "machine": machine, "notes": []}
+        | {"jobs": {"small": summary}}
     )
+    assert "3.00 times as fast" in text
+    assert "25.0 %" in text
+    assert "here: 2 TFLOP/s in float32, 3 GB/s" in text
+    assert "8 FLOP and 5 MB at least; the limit is that of bytes" in text
+
+
+def test_the_limit_of_a_job_by_hand() -> None:
+    """Softmax regression of 3 numbers on 2 classes, batches of 2, with a bias."""
+    limit = speed.limit_of(TINY, Rates(operations=1.0, bytes=100.0, device="", precision=""))
+    # One product forwards and one for the weights' gradient: 2 samples x 3 x 2, twice two.
+    assert limit["operations"] == 2 * 2 * 12
+    # 6 inputs read twice, 4 outputs written and their gradients read, 8 parameters three times.
+    assert limit["bytes"] == 4 * (12 + 8 + 24)
+    assert limit["bound"] == "operations"
+    assert limit["client_steps_per_second"] == pytest.approx(1 / 48)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A whole run of a study's FedAvg, as Equipoise carries it out and as a plain loop over clients does.
+"""A whole run of a study's FedAvg, by Equipoise and by a plain loop over clients.
 
 ``python -m benchmarks.whole_run experiments/fedcrc/table1-cifar10.yaml --setting iid``. Both train
 the same clients in the same rounds, in turn, so that after clients/cohort rounds every client has
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.config import Experiment, experiment_from
 from equipoise.errors import InputError, unknown
-from equipoise.method import Sampler, State
+from equipoise.method import Candidates, Sampler, State
 from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
@@ -41,11 +41,9 @@ from equipoise.study import load_study
 class InTurn(Sampler):
     """Clients take part one after another, the next ones in every round."""
 
-    def select(
-        self, key: int, state: State, sizes: NDArray[np.int64], count: int
-    ) -> NDArray[np.int64]:
+    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Return the cohort of the round."""
-        return in_turn(state.round, len(sizes), count)
+        return candidates.ids[in_turn(state.round, len(candidates.ids), count)]
 
 
 def in_turn(round_: int, clients: int, count: int) -> NDArray[np.int64]:
@@ -108,7 +106,7 @@ def by_engine(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str,
 
 
 def by_loop(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str, Tensor]:
-    """Train with a plain PyTorch loop: one model, clients one after another, their average by size."""
+    """Train with a plain PyTorch loop: one model, clients in turn, their average by size."""
     training, device = setting.training, setting.machine.torch_device
     options: Any = training.optimizer
     x, y = setting.federation.x.to(device), setting.federation.y.to(device)
@@ -155,7 +153,10 @@ def by_loop(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str, T
 
 
 def of_the_way(setting: Setting) -> float:
-    """Compare a round of both without shuffling: the distance of their models over how far the loop's has moved."""
+    """Compare a round of both without shuffling.
+
+    Returns the distance of their models over how far the loop's has moved.
+    """
     plain = dataclasses.replace(
         setting,
         training=dataclasses.replace(setting.training, shuffle=False),

@@ -1,33 +1,20 @@
-"""Equipoise's own round loop, with the settings any user gets by default; evaluation and checkpoints are off."""
+"""Equipoise's own round loop with its default settings; evaluation and checkpoints are off."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.protocol import Job, Pass, Work, run_peer
+from benchmarks.protocol import Pass, Work, run_peer
+from benchmarks.whole_run import InTurn
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation, Split
-from equipoise.method import Candidates, Sampler, State
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class InTurn(Sampler):
-    """Clients take part in the order the job prescribes."""
-
-    job: Job
-
-    def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
-        """Return the cohort of the round."""
-        return np.array(self.job.cohort_of(state.round))
 
 
 def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
@@ -50,7 +37,7 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     del x, y
     trainer = Trainer(
         federation,
-        build("fedavg", sampling=InTurn(job)),
+        build("fedavg", sampling=InTurn()),
         work.model(stage).cpu(),
         Training(
             rounds=stage.warmup + stage.rounds,

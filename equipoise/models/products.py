@@ -36,19 +36,19 @@ def pay_on(device: torch.device) -> bool:
 
 
 @cache
-def _stages(device: torch.device) -> int:
-    """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
+def stages(device: torch.device, stage: int, most: int) -> int:
+    """Choose how many parts of so many bytes are on their way at a time; memory is limited."""
     if device.type != "cuda":  # Triton's interpreter.
         return 1
     found = torch.cuda.get_device_properties(device)
     # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
     memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return max(1, min(4, memory // _STAGE))
+    return max(1, min(most, memory // stage))
 
 
 @triton.jit
 def _rounded(x: tl.tensor) -> tl.tensor:
-    """Round to the nearest TF32 number: half a unit is added, then the 13 lowest bits are cleared."""
+    """Round to the nearest TF32 number: add half a unit, then clear the 13 lowest bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
@@ -137,7 +137,10 @@ def split(x: Tensor) -> Tensor:
 
 
 class SplitProduct(torch.autograd.Function):
-    """x wᵀ + b for a matrix w and a vector b that are never trained: the gradient is that towards x only."""
+    """x wᵀ + b for a matrix w and a vector b that are never trained.
+
+    The gradient is that towards x only.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -156,7 +159,7 @@ class SplitProduct(torch.autograd.Function):
                 columns,
                 inner,
                 BIASED=bias is not None,
-                num_stages=_stages(x.device),
+                num_stages=stages(x.device, _STAGE, 4),
                 **_TILE,
             )
         return y

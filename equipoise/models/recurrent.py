@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.models.base import Model
+from equipoise.models.layers import _module_with_triton
 
 
 def charlstm(
@@ -21,9 +22,10 @@ def charlstm(
     layers: int = 2,
     vocabulary: int | None = None,
 ) -> Model:
-    """Build a next-character model: an embedding, LSTM layers, one dense layer (GIFAIR-FL, section 5.2; LEAF).
+    """Build a next-character model: an embedding, LSTM layers, one dense layer.
 
-    With the defaults and a vocabulary of 80 characters that is 819,920 parameters.
+    It is that of GIFAIR-FL, section 5.2, and of LEAF. With the defaults and a vocabulary of 80
+    characters it has 819,920 parameters.
 
     Parameters
     ----------
@@ -65,7 +67,9 @@ def charlstm(
 
 
 class Embedding(nn.Module):
-    """A vector for every character, looked up by a matrix product: its gradient is the same on every run.
+    """A vector for every character, looked up by a matrix product.
+
+    Its gradient is the same on every run.
 
     Parameters
     ----------
@@ -91,9 +95,10 @@ class Embedding(nn.Module):
 
 
 class Lstm(nn.Module):
-    """LSTM layers made of matrix products, so that clients can be stacked; ``nn.LSTM`` has no rule for that.
+    """LSTM layers made of matrix products, so that clients can be stacked.
 
-    Parameters have the names, shapes and initial distribution they have in ``nn.LSTM``.
+    ``nn.LSTM`` has no rule for that. Parameters have the names, shapes and initial distribution
+    of ``nn.LSTM``.
 
     Parameters
     ----------
@@ -128,7 +133,7 @@ class Lstm(nn.Module):
                 self.register_parameter(f"{name}_l{layer}", nn.Parameter(drawn))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Read sequences ``[samples, steps, inputs]`` and give the last layer's output after the last step."""
+        """Read ``[samples, steps, inputs]``; return the last layer's output after the last step."""
         steps = x.transpose(0, 1)
         for layer in range(self.layers):
             steps = self._outputs(steps, layer)
@@ -145,37 +150,80 @@ class Lstm(nn.Module):
         driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
             0, steps.shape[:2]
         )
-        if driven.is_cuda and driven.dtype == weight_hh.dtype:
-            made = FusedRecurrence.apply(
-                driven.unsqueeze(1), weight_hh.unsqueeze(0), torch.is_grad_enabled()
-            )
-            outputs: Tensor = made[0].squeeze(1)
-            return outputs
-        return recurrence(driven, weight_hh)
+        start = driven.new_zeros(steps.shape[1], weight_hh.shape[1])
+        return steps_of_layer(driven, weight_hh, start, start)[0]
 
 
-def recurrence(driven: Tensor, weight: Tensor) -> Tensor:
-    """Go through the steps of an LSTM layer, which begins with zeros.
+def steps_of_layer(
+    driven: Tensor, weight: Tensor, output: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Go through the steps of one client's LSTM layer, on a GPU with kernels of our own.
 
     Parameters
     ----------
     driven : Tensor
-        What the inputs say to the four gates, ``[steps, ..., samples, 4 * hidden]``.
+        What the inputs add to the four gates, ``[steps, samples, 4 * hidden]``.
     weight : Tensor
-        How the gates depend on the output of the step before, ``[..., 4 * hidden, hidden]``.
+        How the gates depend on the output of the step before, ``[4 * hidden, hidden]``.
+    output, cell : Tensor
+        Output and cell before the first step, ``[samples, hidden]``.
 
     Returns
     -------
-    Tensor
-        The outputs of all steps, ``[steps, ..., samples, hidden]``.
+    tuple of Tensor
+        The outputs of all steps, ``[steps, samples, hidden]``, and the last cell.
 
     Examples
     --------
-    >>> recurrence(torch.zeros(5, 3, 8), torch.zeros(8, 2)).shape
+    >>> start = torch.zeros(3, 2)
+    >>> outputs, cell = steps_of_layer(torch.zeros(5, 3, 8), torch.zeros(8, 2), start, start)
+    >>> outputs.shape, cell.shape
+    (torch.Size([5, 3, 2]), torch.Size([3, 2]))
+    """
+    kernels = lstm_kernels(driven)
+    if kernels is None:
+        return recurrence(driven, weight, output, cell)
+    # Autocast lowers the product that made ``driven``, and so the one inside the kernel.
+    given = (driven, *(tensor.to(driven.dtype) for tensor in (weight, output, cell)))
+    made = kernels.StackedRecurrence.apply(
+        *(tensor.unsqueeze(0) for tensor in given), torch.is_grad_enabled()
+    )
+    return made[0].squeeze(0), made[1].squeeze(0)
+
+
+def lstm_kernels(driven: Tensor) -> Any:
+    """Return the module of GPU kernels if they can be used for a tensor, else ``None``."""
+    if not driven.is_cuda or driven.dtype == torch.float64:
+        return None
+    return _module_with_triton("lstm_kernels", driven.device)
+
+
+def recurrence(
+    driven: Tensor, weight: Tensor, output: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Go through the steps of an LSTM layer in plain operations.
+
+    Parameters
+    ----------
+    driven : Tensor
+        What the inputs add to the four gates, ``[steps, ..., samples, 4 * hidden]``.
+    weight : Tensor
+        How the gates depend on the output of the step before, ``[..., 4 * hidden, hidden]``.
+    output, cell : Tensor
+        Output and cell before the first step, ``[..., samples, hidden]``.
+
+    Returns
+    -------
+    tuple of Tensor
+        The outputs of all steps, ``[steps, ..., samples, hidden]``, and the last cell.
+
+    Examples
+    --------
+    >>> start = torch.zeros(3, 2)
+    >>> recurrence(torch.zeros(5, 3, 8), torch.zeros(8, 2), start, start)[0].shape
     torch.Size([5, 3, 2])
     """
     back = weight.transpose(-1, -2)
-    output = cell = torch.zeros_like(driven[0][..., : weight.shape[-1]])
     outputs = []
     # One unbind, because its gradient is one stack.
     for drive in driven.unbind(0):
@@ -183,110 +231,4 @@ def recurrence(driven: Tensor, weight: Tensor) -> Tensor:
         cell = keep.sigmoid() * cell + enter.sigmoid() * new.tanh()
         output = leave.sigmoid() * cell.tanh()
         outputs.append(output)
-    return torch.stack(outputs)
-
-
-class FusedRecurrence(torch.autograd.Function):
-    """What :func:`recurrence` does, with PyTorch's own GPU kernel for a cell: a fifth of the kernels of plain operations.
-
-    Takes ``[steps, clients, samples, 4 * hidden]``, the weights ``[clients, 4 * hidden, hidden]``,
-    and whether a gradient will be asked for. Gives the outputs, and for the gradient the cells and
-    the open gates of every step.
-    """
-
-    @staticmethod
-    def forward(driven: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Go through the steps."""
-        _, clients, samples, _ = driven.shape
-        back = weight.transpose(1, 2)
-        output = driven.new_zeros(clients, samples, weight.shape[-1])
-        cell = output.flatten(0, 1)
-        outputs, cells, gates = [], [cell], []
-        # Stacked clients come with other strides; one copy now saves one a step.
-        for drive in driven.contiguous().unbind(0):
-            output, cell, gate = fused_cell(
-                drive.flatten(0, 1), (output @ back).flatten(0, 1), cell
-            )
-            output = output.unflatten(0, (clients, samples))
-            outputs.append(output)
-            if keep:
-                cells.append(cell)
-                gates.append(gate)
-        kept = [
-            torch.stack(tensors).unflatten(1, (clients, samples))
-            for tensors in (cells, gates or cells)
-        ]
-        return torch.stack(outputs), kept[0], kept[1]
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Keep what the gradient needs."""
-        outputs, cells, gates = output
-        ctx.mark_non_differentiable(cells, gates)
-        ctx.save_for_backward(*inputs[:2], outputs, cells, gates)
-
-    @staticmethod
-    def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Go through the steps from the last to the first."""
-        driven, weight, outputs, cells, gates = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # This gradient will be differentiated in turn, which the kernels cannot be.
-            return (*torch.func.vjp(recurrence, driven, weight)[1](upper), None)
-        steps, clients, samples, _ = outputs.shape
-        upper = upper.clone(memory_format=torch.contiguous_format)
-        change = torch.zeros_like(gates[0])
-        of_cell = torch.zeros_like(cells[0]).flatten(0, 1)
-        changes = []
-        for step in reversed(range(steps)):
-            of_output = upper[step].baddbmm_(change, weight)
-            before, cell, gate = (
-                tensor.flatten(0, 1) for tensor in (cells[step], cells[step + 1], gates[step])
-            )
-            flat, of_cell = fused_cell_gradient(
-                of_output.flatten(0, 1), of_cell, before, cell, gate
-            )
-            change = flat.unflatten(0, (clients, samples))
-            changes.append(change)
-        of_driven = torch.stack(changes[::-1])
-        # No output drives the first step, so it adds nothing to the weights' gradient.
-        later, before = (
-            tensor.transpose(0, 1).flatten(1, 2) for tensor in (of_driven[1:], outputs[:-1])
-        )
-        return of_driven, later.transpose(1, 2) @ before, None
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, int | None, None],
-        driven: Tensor,
-        weight: Tensor,
-        keep: bool,
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-        """Count stacked clients among the clients there already are."""
-        merged = []
-        for tensor, dim, axis in ((driven, in_dims[0], 1), (weight, in_dims[1], 0)):
-            copies = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor
-            merged.append(copies.movedim(dim or 0, axis).flatten(axis, axis + 1))
-        made = FusedRecurrence.apply(*merged, keep)
-        outputs, cells, gates = (tensor.unflatten(1, (info.batch_size, -1)) for tensor in made)
-        return (outputs, cells, gates), (1, 1, 1)
-
-
-def fused_cell(drive: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make one step of an LSTM on a GPU: give output, cell and open gates, in rows of samples."""
-    made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._thnn_fused_lstm_cell(
-        drive, recurrent, cell
-    )
-    return made
-
-
-def fused_cell_gradient(
-    of_output: Tensor, of_cell: Tensor, before: Tensor, cell: Tensor, gate: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of that step by what drove its gates, and by the cell before it."""
-    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
-        of_output, of_cell, before, cell, gate, False
-    )
-    return made[0], made[1]
+    return torch.stack(outputs), cell

@@ -12,16 +12,17 @@ from torch.nn.utils.rnn import PackedSequence
 from equipoise.errors import InputError
 from equipoise.models.frozen import transforms
 from equipoise.models.layers import current_pass, dropped, has_hooks, next_key
+from equipoise.models.recurrent import steps_of_layer
 
 _ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
 
 
 class Recurrent(nn.Module):
-    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products, because theirs cannot be stacked.
+    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products.
 
-    Parameters have the same names. Dropout between layers is a hash of client, phase, step and
-    layer, as in :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's
-    own loop, which is faster.
+    Those of PyTorch cannot be stacked. Parameters have the same names. Dropout between layers is a
+    hash of client, phase, step and layer, as in :class:`~equipoise.models.layers.Dropout`. A single
+    client on a CPU uses PyTorch's own loop, which is faster.
 
     Parameters
     ----------
@@ -66,7 +67,7 @@ class Recurrent(nn.Module):
         return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
-        """Read sequences, and return the outputs of the last layer and the last states of all layers.
+        """Return the outputs of the last layer, and the last states of all layers.
 
         Parameters
         ----------
@@ -142,16 +143,23 @@ class Recurrent(nn.Module):
     def _layer(
         self, steps: Tensor, layer: int, way: int, first: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Go through the steps of one layer in one direction; return its outputs and its last states."""
+        """Return the outputs and the last states of one layer in one direction."""
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = self._weights(layer, way)
+        # An LSTM adds both biases to the same sums. With a projection, a step is more than that.
+        at_once = self.mode == "LSTM" and weight_hr is None
+        bias = bias_ih + bias_hh if at_once and bias_ih is not None else bias_ih  # type: ignore[operator]
         # What does not depend on the step before is one product for all steps.
-        driven = F.linear(steps.flatten(0, 1), weight_ih, bias_ih).unflatten(0, steps.shape[:2])  # type: ignore[arg-type]
-        state, outputs = first, []
+        driven = F.linear(steps.flatten(0, 1), weight_ih, bias).unflatten(0, steps.shape[:2])  # type: ignore[arg-type]
+        if at_once:
+            ordered = driven.flip(0) if way else driven
+            outputs, cell = steps_of_layer(ordered, weight_hh, *first)  # type: ignore[arg-type]
+            return (outputs.flip(0) if way else outputs), (outputs[-1], cell)
+        state, made = first, []
         drives = driven.unbind(0)
         for drive in reversed(drives) if way else drives:
             state = self._cell(drive, F.linear(state[0], weight_hh, bias_hh), state, weight_hr)  # type: ignore[arg-type]
-            outputs.append(state[0])
-        return torch.stack(outputs[::-1] if way else outputs), state
+            made.append(state[0])
+        return torch.stack(made[::-1] if way else made), state
 
     def _cell(
         self, drive: Tensor, recurrent: Tensor, state: tuple[Tensor, ...], weight_hr: Tensor | None

@@ -1,4 +1,4 @@
-"""The next-character model: equal to PyTorch's own LSTM, alone, stacked, and trained by the engine."""
+"""The next-character model: equal to PyTorch's LSTM, alone, stacked, and in the engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.func import functional_call, grad, vmap
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build as build_method
-from equipoise.models import build, defaults, recurrent
-from equipoise.models.recurrent import Embedding, FusedRecurrence, Lstm, charlstm, recurrence
+from equipoise.models import build, defaults
+from equipoise.models.recurrent import Embedding, Lstm, charlstm
 from equipoise.optimizers import Sgd
 from tests.rounds import play
 
@@ -160,90 +160,6 @@ def test_stacked_clients_match_one_client_at_a_time():
         assert losses[k].item() == pytest.approx(alone.item(), abs=1e-12)
         for name, p in mine.items():
             torch.testing.assert_close(gradients[name][k], p.grad, rtol=1e-9, atol=1e-12)
-
-
-def cell(drive, recurrent, cell):
-    """What the GPU's kernel does, in plain operations."""
-    enter, keep, new, leave = (drive + recurrent).chunk(4, dim=-1)
-    gates = [enter.sigmoid(), keep.sigmoid(), new.tanh(), leave.sigmoid()]
-    cell = gates[1] * cell + gates[0] * gates[2]
-    return gates[3] * cell.tanh(), cell, torch.cat(gates, -1)
-
-
-def cell_gradient(of_output, of_cell, before, cell, gates):
-    """Its gradient, by the chain rule."""
-    enter, keep, new, leave = gates.chunk(4, dim=-1)
-    of_cell = of_cell + of_output * leave * (1 - cell.tanh() ** 2)
-    of_gates = (
-        of_cell * new * enter * (1 - enter),
-        of_cell * before * keep * (1 - keep),
-        of_cell * enter * (1 - new**2),
-        of_output * cell.tanh() * leave * (1 - leave),
-    )
-    return torch.cat(of_gates, -1), of_cell * keep
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """The fused recurrence of one client, with plain operations in place of the GPU's kernels."""
-    monkeypatch.setattr(recurrent, "fused_cell", cell)
-    monkeypatch.setattr(recurrent, "fused_cell_gradient", cell_gradient)
-
-    def of_one_client(driven, weight):
-        return FusedRecurrence.apply(
-            driven.unsqueeze(1), weight.unsqueeze(0), torch.is_grad_enabled()
-        )[0].squeeze(1)
-
-    return of_one_client
-
-
-def test_the_fused_recurrence_is_the_plain_one(fused):
-    draw = torch.Generator().manual_seed(3)
-    driven, upper = (
-        torch.randn(3, 6, 4, width, generator=draw, dtype=torch.float64) for width in (20, 5)
-    )
-    weight = torch.randn(3, 20, 5, generator=draw, dtype=torch.float64)
-
-    def results(function, stacked):
-        """Outputs, gradients, and gradients of the gradients' squares."""
-        inputs = driven.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = (
-            vmap(function)(*inputs)
-            if stacked
-            else torch.stack([function(*own) for own in zip(*inputs, strict=True)])
-        )
-        cheap = torch.autograd.grad(outputs, inputs, upper, retain_graph=True)
-        first = torch.autograd.grad(outputs, inputs, upper, create_graph=True)
-        second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), inputs)
-        return [outputs, *first, *cheap, *second]
-
-    wanted = results(recurrence, stacked=False)
-    for stacked in (False, True):
-        for found, value in zip(results(fused, stacked), wanted, strict=True):
-            torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12)
-    with torch.no_grad():
-        torch.testing.assert_close(vmap(fused)(driven, weight), wanted[0], rtol=1e-10, atol=1e-12)
-        shared = vmap(fused, in_dims=(0, None))(driven, weight[0])
-        torch.testing.assert_close(
-            shared[2], recurrence(driven[2], weight[0]), rtol=1e-10, atol=1e-12
-        )
-
-
-def test_the_fused_recurrence_inside_transforms(fused):
-    draw = torch.Generator().manual_seed(3)
-    driven = torch.randn(3, 6, 4, 20, generator=draw, dtype=torch.float64)
-    weight = torch.randn(3, 20, 5, generator=draw, dtype=torch.float64)
-    found, wanted = (
-        vmap(
-            grad(
-                lambda driven, weight, function=function: (
-                    function(driven, weight)[-1].square().sum()
-                )
-            )
-        )(driven, weight)
-        for function in (fused, recurrence)
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
