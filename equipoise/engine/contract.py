@@ -176,6 +176,10 @@ class Engine(Protocol):
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
 
     @property
+    def not_replayed(self) -> str | None:
+        """Why steps that should be replayed on a GPU ran from Python, if some did and it is known here."""
+
+    @property
     def remembering(self) -> list[int]:
         """The clients whose memories are at hand here, in rising order."""
 

@@ -22,6 +22,7 @@ from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
+from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
@@ -97,7 +98,7 @@ class StackedEngine:
         self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
-        self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
+        self.workshop = Workshop(Replay() if machine.replay and self.data.on_gpu else None)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
@@ -255,6 +256,14 @@ class StackedEngine:
                 0, where, stack
             )
         return changed
+
+    @property
+    def not_replayed(self) -> str | None:
+        """Why steps that should be replayed on the GPU ran from Python, if some did."""
+        on_gpu = self.network.device.type == "cuda"
+        if self.machine.replay and on_gpu and not self.data.on_gpu:
+            return "the samples are not in the memory of the GPU"
+        return self.workshop.not_replayed
 
     @property
     def remembering(self) -> list[int]:

@@ -718,6 +718,7 @@ class Trainer:
             "select": self.evaluation.select,
             **({"select_by": self.evaluation.select_by} if self.evaluation.select_by else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
+            **({"not_replayed": slow} if (slow := self._not_replayed) else {}),
             "task": task.name,
             "score": task.score,
             **(
@@ -734,6 +735,10 @@ class Trainer:
             ),
             **_counted(self.bytes),
         }
+
+    @property
+    def _not_replayed(self) -> str | None:
+        return self.engine.not_replayed or self._trains.not_replayed
 
     def _summarized(self, rows: list[Row]) -> dict[str, Any]:
         """Summarise rows on test and on validation data."""
