@@ -110,7 +110,8 @@ class StackedEngine:
                 )
         else:
             largest = int(self.view.train.sizes.max(initial=1))
-            self.chunk = chunk_by_rule(self.network, min(training.batch_size, largest))
+            samples = min(training.batch_size, largest)
+            self.chunk = chunk_by_rule(self.network, samples, tf32=machine.tf32)
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
         """Gather clients for a round (counted from 0)."""
