@@ -62,39 +62,61 @@ def client_rows(
     list of dict
         In the order of ``clients``.
     """
-    sizes = federation.split(split).sizes
-    task = task or tasks.build(federation.task)
     counts = {name: values for name, values in measured.items() if read_column(name)}
-    measured = {name: values for name, values in measured.items() if name not in counts}
-    rows = []
-    for position, client in enumerate(clients.tolist()):
-        if sizes[client] == 0:
-            continue
-        row: Row = {
-            "round": round_,
-            "model": model,
-            "split": split,
+    columns = {name: values for name, values in measured.items() if name not in counts}
+    sizes = federation.split(split).sizes[clients]
+    # Lists of Python's own numbers: there may be a thousand clients in every round.
+    held = np.flatnonzero(sizes)
+    those = clients[held]
+    values = {name: np.asarray(column, np.float64)[held].tolist() for name, column in columns.items()}
+    names = federation.group_names
+    common: Row = {"round": round_, "model": model, "split": split}
+    rows: list[Row] = [
+        {
+            **common,
             "client": client,
-            "group": federation.group_names[federation.groups[client]],
-            "unseen": bool(federation.unseen[client]),
-            "n": int(sizes[client]),
-            **{name: float(values[position]) for name, values in measured.items()},
+            "group": names[group],
+            "unseen": unseen,
+            "n": size,
+            **dict(zip(values, own, strict=True)),
         }
-        faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
-        if left_out := {name: fault for name, fault in faults.items() if fault}:
-            row = {name: value for name, value in row.items() if name not in left_out}
-        if gaps and client in gaps:
-            row["gap"] = gaps[client]
-        if left_out:
-            row["left_out"] = left_out
-        own = {name: float(values[position]) for name, values in counts.items()}
-        higher = task.higher_is_better
-        if by_attribute := parity.of_client(
-            own, row["n"], score=task.score, higher_is_better=higher
-        ):
-            row["attributes"] = by_attribute
-        rows.append(row)
+        for client, group, unseen, size, own in zip(
+            those.tolist(),
+            federation.groups[those].tolist(),
+            federation.unseen[those].tolist(),
+            sizes[held].tolist(),
+            zip(*values.values(), strict=True) if values else [()] * len(held),
+            strict=True,
+        )
+    ]
+    if gaps or metrics or counts:
+        task = task or tasks.build(federation.task)
+        for row, position in zip(rows, held.tolist(), strict=True):
+            own = {name: float(column[position]) for name, column in counts.items()}
+            _complete(row, gaps or {}, metrics, own, task)
     return rows
+
+
+def _complete(
+    row: Row,
+    gaps: Mapping[int, float],
+    metrics: Sequence[Metric],
+    counts: Mapping[str, float],
+    task: Task,
+) -> None:
+    """Add a gap, why metrics are left out, and comparisons by attributes, where there are some."""
+    faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
+    left_out = {name: fault for name, fault in faults.items() if fault}
+    for name in left_out:
+        row.pop(name, None)
+    if row["client"] in gaps:
+        row["gap"] = gaps[row["client"]]
+    if left_out:
+        row["left_out"] = left_out
+    if by_attribute := parity.of_client(
+        counts, row["n"], score=task.score, higher_is_better=task.higher_is_better
+    ):
+        row["attributes"] = by_attribute
 
 
 def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
@@ -235,12 +257,13 @@ def summarize_rows(
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
     result: dict[str, Any] = {}
+    of: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        if row["split"] == split:
+            of.setdefault((row["model"], row["unseen"]), []).append(row)
     for model in MODELS:
         for who, unseen in (("seen", False), ("unseen", True)):
-            chosen = [
-                r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)
-            ]
-            if chosen:
+            if chosen := of.get((model, unseen)):
                 own_gaps = gaps if model == "global" and not unseen else {}
                 without = _without_samples(rows, federation, model, split, unseen)
                 higher, names = task.higher_is_better, _group_names(chosen, without)

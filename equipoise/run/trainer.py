@@ -614,7 +614,7 @@ class Trainer:
     ) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
-            if not np.isfinite(row["loss"]):
+            if not math.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
                 raise diverged(
                     row["round"], what, row["client"], self.federation, self._saved_round
