@@ -3,7 +3,7 @@
     python -m benchmarks.evaluation_cost --device cuda
     python -m benchmarks.evaluation_cost --job small --rounds 20 --profile
 
-Two runs of a job take turns round by round in one process: one evaluates all clients after every
+Two runs of a job take turns in one process, five rounds each: one evaluates all clients after every
 round, the other never. Both write their journals to disk. The job has no test data of its own, so
 clients hold ``--test`` images each (ten by default: the 10,000 test images of CIFAR-10 among the
 1,000 clients of job ``pfl``), and ``--val`` for validation. With ``--profile`` the operations of
@@ -21,6 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import jobs
-from benchmarks.million import one_round
+from benchmarks.million import Pause
 from benchmarks.protocol import Job
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
@@ -38,8 +40,10 @@ from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
-from equipoise.run.trainer import Trainer
+from equipoise.run.trainer import Progress, Trainer
 
+# Rounds of each run before those that are timed, and rounds in a row of each.
+WARM_UP, TURN = 4, 5
 # Names of operations and of CUDA calls that tell how often the host starts something, copies
 # something, or waits.
 _COUNTED = {
@@ -119,9 +123,9 @@ def measure(
     val, test : int
         Samples a client.
     rounds : int
-        Timed rounds of each run, after four for warm-up.
+        Timed rounds of each run, after warm-up; rounded up to whole turns.
     seconds : float
-        After how long no further round begins.
+        After how long no further turn begins.
     method : str
         What to train with; one with personal models evaluates those, too.
     profiled : bool
@@ -140,21 +144,20 @@ def measure(
             for name, every in (("without", 0), ("with", 1))
         }
         taken: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            seconds_of_rounds(run, WARM_UP, machine)
         begin = time.perf_counter()
-        for number in range(4 + rounds):
-            if number > 5 and time.perf_counter() - begin > seconds:
-                break
+        while len(taken["with"]) < rounds:
             for name, run in runs.items():
-                spent = _seconds(run, machine)
-                if number >= 4:
-                    taken[name].append(spent)
+                taken[name] += seconds_of_rounds(run, min(TURN, rounds), machine)
+            if time.perf_counter() - begin > seconds:
+                break
         laps = {
-            name: statistics.median(row[name] for row in list(runs["with"].timings)[4:])
+            name: statistics.median(row[name] for row in list(runs["with"].timings)[WARM_UP:])
             for name in ("train", "combine", "evaluate")
         }
         counts = {name: _profile(run, machine) for name, run in runs.items()} if profiled else {}
     medians = {name: statistics.median(each) for name, each in taken.items()}
-    pairs = zip(taken["with"], taken["without"], strict=True)
     return {
         "job": job.name,
         "method": method,
@@ -167,7 +170,6 @@ def measure(
         "seconds": medians,
         "laps": laps,
         "percent": 100 * (medians["with"] / medians["without"] - 1),
-        "percent_of_pairs": 100 * (statistics.median(a / b for a, b in pairs) - 1),
         "share": 100 * laps["evaluate"] / medians["without"],
         **({"counts": counts} if counts else {}),
         "device": _device(machine),
@@ -183,12 +185,20 @@ def _device(machine: Machine) -> str:
     return torch.cuda.get_device_name() if _on_gpu(machine) else "cpu"
 
 
-def _seconds(run: Trainer, machine: Machine) -> float:
-    begin = time.perf_counter()
-    one_round(run)
-    if _on_gpu(machine):
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def seconds_of_rounds(run: Trainer, count: int, machine: Machine) -> list[float]:
+    """Carry out the next rounds, and return the seconds of each."""
+    ticks = [time.perf_counter()]
+
+    def tick(progress: Progress) -> None:
+        if _on_gpu(machine):
+            torch.cuda.synchronize()
+        ticks.append(time.perf_counter())
+        if len(ticks) > count:
+            raise Pause
+
+    with suppress(Pause):
+        run.run(tick)
+    return [after - before for before, after in pairwise(ticks)]
 
 
 def _profile(run: Trainer, machine: Machine) -> dict[str, int]:
@@ -197,7 +207,7 @@ def _profile(run: Trainer, machine: Machine) -> dict[str, int]:
     if _on_gpu(machine):
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
-        one_round(run)
+        seconds_of_rounds(run, 1, machine)
     calls: Counter[str] = Counter()
     for event in recorded.key_averages():
         calls[event.key] += event.count

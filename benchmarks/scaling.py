@@ -361,9 +361,7 @@ def _checked(given: argparse.Namespace) -> list[int | str]:
     return chunks
 
 
-def _measure_all(
-    given: argparse.Namespace, chunks: Sequence[int | str], journal: Path
-) -> None:
+def _measure_all(given: argparse.Namespace, chunks: Sequence[int | str], journal: Path) -> None:
     begin = time.perf_counter()
     cells = [
         (model, precision, cohort, chunk)

@@ -41,8 +41,9 @@ def evaluate_shared(
     """Evaluate one model on every client's own samples.
 
     Samples of all clients are evaluated in large batches and averaged by client afterwards, in
-    float64. A sample that several clients hold is evaluated once. A model whose outputs depend on
-    the batch is evaluated on all samples of one client at a time.
+    float64. A sample that several clients hold is evaluated once, and clients that hold the same
+    samples are averaged once. A model whose outputs depend on the batch is evaluated on all samples
+    of one client at a time.
 
     Parameters
     ----------
@@ -71,9 +72,13 @@ def evaluate_shared(
         return evaluate_stacked(
             network, data, {}, params, split, clients, together, metrics, counting
         )
-    positions, where = _gather(split, clients, sizes), None
+    where = same = None
     if split.repeats:
-        positions, where = np.unique(positions, return_inverse=True)
+        firsts, same = np.unique(split.alike[clients], return_inverse=True)
+        sizes = split.sizes[firsts]
+        positions, where = np.unique(_gather(split, firsts, sizes), return_inverse=True)
+    else:
+        positions = _gather(split, clients, sizes)
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
     if not len(positions):
@@ -88,18 +93,19 @@ def evaluate_shared(
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
-    measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
+    # One copy to the host for all values.
+    of_samples = torch.stack([torch.cat(values) for values in pieces.values()]).cpu().numpy()
     if wanted.any and where is not None:
         _collect_repeated(network, data, params, wanted)
-    means = {
-        name: _mean_by_client(values if where is None else values[where], sizes)
-        for name, values in measured.items()
-    }
+    means = {}
+    for name, values in zip(pieces, of_samples, strict=True):
+        of_clients = _mean_by_client(values if where is None else values[where], sizes)
+        means[name] = of_clients if same is None else of_clients[same]
     return {**means, **wanted.values}
 
 
 class _Collected:
-    """Collects the outputs of one client after the other, and measures each client once it is complete.
+    """Collects the outputs of one client after the other, and measures complete clients.
 
     Parameters
     ----------
@@ -170,10 +176,10 @@ class _Collected:
 
 
 def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: _Collected) -> None:
-    """Measure clients that hold samples of others too: the outputs are computed again, for one client at a time.
+    """Measure clients that hold samples of others too, one client at a time.
 
-    Clients that hold the same samples in the same order, such as the test samples of a group, are
-    measured once.
+    The outputs are computed again. Clients that hold the same samples in the same order, such as
+    the test samples of a group, are measured once.
     """
     first: dict[bytes, int] = {}
     for position in np.flatnonzero(wanted.sizes).tolist():
@@ -244,26 +250,33 @@ def evaluate_stacked(
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] > 0]
     result: Measured = {"loss": np.full(len(clients), np.nan)}
+    of_chunks: list[dict[str, Tensor]] = []
     for start in range(0, len(order), chunk):
         members = order[start : start + chunk]
         where = torch.from_numpy(members).to(network.device)
         own = {name: stack[where] for name, stack in params.items()}
         wanted = _Collected(metrics, counting, split, clients[members])
-        for name, sums in _sums_of_chunk(network, data, own, still, wanted).items():
-            result.setdefault(name, np.full(len(clients), np.nan))[members] = (
-                sums.cpu().numpy() / sizes[members]
-            )
+        of_chunks.append(_sums_of_chunk(network, data, own, still, wanted))
+        for name in of_chunks[-1]:
+            result.setdefault(name, np.full(len(clients), np.nan))
         for name, values in wanted.values.items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = values
+    if of_chunks:
+        # Copied to the host at the end, so that it need not wait for every chunk.
+        names = list(of_chunks[0])
+        sums = torch.stack([torch.cat([own[name] for own in of_chunks]) for name in names])
+        for name, values in zip(names, sums.cpu().numpy(), strict=True):
+            result[name][order] = values / sizes[order]
     return result
 
 
 def _sums_of_chunk(
     network: Network, data: DeviceData, params: Tree, still: Tree, wanted: _Collected
 ) -> dict[str, Tensor]:
-    """Sum the task's metrics of each client's samples, for clients ordered by falling number of samples.
+    """Sum the task's metrics of each client's samples.
 
-    Metrics of all outputs of a client are measured on the way.
+    Clients are ordered by falling number of samples. Metrics of all outputs of a client are
+    measured on the way.
     """
     split, clients, sizes = wanted.split, wanted.clients, wanted.sizes
     active = len(clients)

@@ -9,7 +9,7 @@ those rows. A single client is not stacked at all: the same code then is the pla
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, groupby
@@ -445,8 +445,17 @@ class LocalTraining:
         tensors = [*_tensors(self.chunk, self.paces), *(t for state in states for t in state)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def run(self, batches: Sequence[Batches]) -> Reports:
+    def run(
+        self, batches: Sequence[Batches], meanwhile: Callable[[], None] | None = None
+    ) -> Reports:
         """Carry out the rule with the batches of each phase.
+
+        Parameters
+        ----------
+        batches : sequence of Batches
+            One a phase.
+        meanwhile : callable, optional
+            Called when all steps have been launched, before the host waits for them.
 
         Returns
         -------
@@ -473,6 +482,8 @@ class LocalTraining:
             else:
                 for block in _blocks(_spans(runs, turns)):
                     self._carry_out(self.replay, runs, block)
+        if meanwhile is not None:
+            meanwhile()
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
         of_task, losses = (
@@ -605,9 +616,15 @@ class Workshop:
     ----------
     replay : Replay, optional
         Where to record steps; without one every step is carried out from Python.
+
+    Attributes
+    ----------
+    meanwhile : list of callables
+        What the host does, once each, while the device trains the next chunk.
     """
 
     def __init__(self, replay: Replay | None = None) -> None:
+        self.meanwhile: list[Callable[[], None]] = []
         self._trainings: OrderedDict[Any, LocalTraining] = OrderedDict()
         self._replay = replay
         self._frozen = FrozenFeatures()
@@ -629,7 +646,7 @@ class Workshop:
         if slow and self._replay is not None:
             self._unreplayed = f"the optimizer {slow[0]} cannot be replayed"
         if slow or self._replay is None:
-            return LocalTraining(chunk, rule, paces, self._frozen).run(batches)
+            return LocalTraining(chunk, rule, paces, self._frozen).run(batches, self._meanwhile)
         clients = len(chunk.seen)
         # A recorded step reads the learning rate from memory, so that a schedule can change it.
         paces = [
@@ -637,11 +654,15 @@ class Workshop:
         ]
         training = self._training_for(chunk, rule, paces, self._replay)
         training.fill(chunk, paces)
-        outcome = training.run(batches)
+        outcome = training.run(batches, self._meanwhile)
         _copy_all(
             list(chunk.params.values()), [training.chunk.params[name] for name in chunk.params]
         )
         return outcome
+
+    def _meanwhile(self) -> None:
+        while self.meanwhile:
+            self.meanwhile.pop(0)()
 
     def _training_for(
         self, chunk: Chunk, rule: LocalRule, paces: Sequence[Pace], replay: Replay

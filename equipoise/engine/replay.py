@@ -57,6 +57,9 @@ class Recorder(Protocol):
     def begin_anew(self) -> None:
         """Take a new pool; the memory of the old one is free once its graphs are gone."""
 
+    def wait(self) -> None:
+        """Wait until no recorded program runs any more, so that some can be dropped."""
+
 
 class CudaRecorder:
     """Records programs as CUDA graphs, which share one pool of memory.
@@ -70,10 +73,12 @@ class CudaRecorder:
         self.most_bytes = int(POOL_SHARE * here.total_memory)
         self.begin_anew()
 
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
     def begin_anew(self) -> None:
         """Take a new pool."""
-        # A graph that is still running must not lose its memory.
-        torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()
         self.bytes = 0
 
@@ -118,7 +123,7 @@ class Replay:
         self._largest = 0
         self._collected = False
         # The graphs must not go with this object, which the garbage collector may free at any time.
-        weakref.finalize(self, _drop, self._graphs).atexit = False
+        weakref.finalize(self, _drop, self._graphs)
 
     def __len__(self) -> int:
         """Count the graphs."""
@@ -179,6 +184,7 @@ class Replay:
 
     def forget(self, owner: Hashable) -> None:
         """Drop the graphs of an owner, whose tensors are about to be freed."""
+        self._recorder.wait()
         for key in [key for key in self._graphs if key[0] == owner]:
             self._drop_one(key)
         self._met = {key: met for key, met in self._met.items() if key[0] != owner}
@@ -192,6 +198,7 @@ class Replay:
         oldest = next(iter(self._graphs))
         if self._calls - self._used[oldest] <= RECENT:
             return False
+        self._recorder.wait()
         self._drop_one(oldest)
         return True
 
@@ -200,6 +207,7 @@ class Replay:
         _drop({key: self._graphs.pop(key)})
 
     def _drop_all(self) -> None:
+        self._recorder.wait()
         self._used.clear()
         _drop(self._graphs)
         self._recorder.begin_anew()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -277,6 +277,13 @@ class StackedEngine:
 
     def keep(self) -> None:
         """Do nothing: models that may count are copied."""
+
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work while a GPU trains the next chunk of clients; without a GPU, now."""
+        if self.network.device.type == "cuda":
+            self.workshop.meanwhile.append(work)
+        else:
+            work()
 
     def commit(self, cohort: StackedCohort) -> None:
         """Make what the cohort's clients wrote in its round their newest memory."""

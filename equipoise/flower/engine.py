@@ -314,6 +314,10 @@ class FlowerEngine:
 
     # ---- memory ----------------------------------------------------------------------------------
 
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work now: clients train elsewhere."""
+        work()
+
     def commit(self, cohort: FlowerCohort) -> None:
         """Make the memories that a cohort wrote in its round the newest ones."""
         self._finished = cohort.round + 1

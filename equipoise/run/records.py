@@ -68,7 +68,9 @@ def client_rows(
     # Lists of Python's own numbers: there may be a thousand clients in every round.
     held = np.flatnonzero(sizes)
     those = clients[held]
-    values = {name: np.asarray(column, np.float64)[held].tolist() for name, column in columns.items()}
+    values = {
+        name: np.asarray(column, np.float64)[held].tolist() for name, column in columns.items()
+    }
     names = federation.group_names
     common: Row = {"round": round_, "model": model, "split": split}
     rows: list[Row] = [

@@ -250,12 +250,15 @@ class Trainer:
         self._listeners = listeners or Listeners()
         with exact_arithmetic(self.engine.machine):
             self._listeners.begin(self)
-            if not self.training.rounds:
-                self._only_evaluate()
-            while self.state.round < self.training.rounds and not self._ends_early:
-                progress = self._round()
-                if on_round:
-                    on_round(progress)
+            try:
+                if not self.training.rounds:
+                    self._only_evaluate()
+                while self.state.round < self.training.rounds and not self._ends_early:
+                    progress = self._round()
+                    if on_round:
+                        on_round(progress)
+            finally:
+                self.metrics.flush()
 
     @property
     def _ends_early(self) -> bool:
@@ -619,7 +622,12 @@ class Trainer:
                 raise diverged(
                     row["round"], what, row["client"], self.federation, self._saved_round
                 )
-        self.metrics.append(rows)
+        self.metrics.append(rows, later=True)
+        # A callback may read the file.
+        if self._listeners:
+            self.metrics.flush()
+        else:
+            self._trains.while_busy(self.metrics.flush)
         of_server = self.evaluator.evaluate_server(self.state)
         if of_server:
             self.server.append(of_server)

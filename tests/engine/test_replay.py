@@ -351,6 +351,22 @@ def test_a_run_whose_steps_cannot_be_replayed_says_so_in_its_summary(capsys):
     assert f"not replayed on the GPU, because {reason}" in capsys.readouterr().out
 
 
+def test_work_of_the_host_is_done_once_when_steps_have_been_launched():
+    recorder = Rerun()
+    engine = equal_clients(1, recorder).engine
+    done = []
+    # Without a GPU there is nothing to wait for.
+    engine.while_busy(lambda: done.append("now"))
+    assert done == ["now"]
+    engine.workshop.meanwhile.append(lambda: done.append(recorder.recorded))
+    method = build("fedavg")
+    for round_ in range(2):
+        cohort = engine.cohort(method, torch.arange(3).numpy(), round_)
+        cohort.train({"model": engine.network.initial()}, {}, method.local)
+    # The first kind of step was recorded in the round before, the second in this one.
+    assert done == ["now", 2]
+
+
 def test_an_optimizer_that_cannot_be_replayed_is_named():
     trainer = Trainer(
         images(),
