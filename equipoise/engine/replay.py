@@ -220,7 +220,9 @@ class Replay:
         try:
             try:
                 graph, read = self._recorded(program, inputs)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not _out_of_memory(error):
+                    raise
                 self._drop_all()
                 graph, read = self._recorded(program, inputs)
         except RuntimeError as error:
@@ -280,6 +282,13 @@ def _only_recording() -> Iterator[None]:
         _waiting.clear()
         if enabled:
             gc.enable()
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Say whether memory has run out, perhaps in a capture that could not be ended then."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
 
 
 def _copied(inputs: Any) -> Any:

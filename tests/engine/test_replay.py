@@ -149,7 +149,9 @@ def test_memory_that_runs_out_is_freed_before_a_program_is_given_up():
     add(1, "b")
     assert (len(add.replay), recorder.begun, add.replay.failure) == (1, 1, None)
     add(1, "c")
-    recorder.fails = [torch.OutOfMemoryError("full"), torch.OutOfMemoryError("still\nfull")]
+    ended = RuntimeError("the capture has failed")
+    ended.__context__ = torch.OutOfMemoryError("full")
+    recorder.fails = [ended, torch.OutOfMemoryError("still\nfull")]
     with pytest.warns(UserWarning, match="run from Python: still full"):
         add(1, "c")
     assert add.replay.failure == "still full"
