@@ -36,14 +36,14 @@ _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
 
 def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> int:
-    """Choose the largest chunk from device, model and arithmetic alone.
+    """Return the largest chunk for a device, a model and an arithmetic, by a fixed rule.
 
     Parameters
     ----------
     network : Network
         The model, tried out. Its frozen tensors do not count: one copy serves all clients.
     batch_size : int
-        Samples a step.
+        Samples per step.
     tf32 : bool
         Whether matrix units may round factors to TF32.
 
@@ -78,18 +78,18 @@ def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> i
 def chunk_on_gpu(
     parameters: int, activations: int, memory: int, arithmetic: str, itemsize: int = 4
 ) -> int:
-    """Choose the largest chunk on a GPU.
+    """Return the largest chunk for a GPU.
 
     Parameters
     ----------
     parameters, activations : int
-        Of one client, in a step.
+        Numbers of one client in a step.
     memory : int
-        Of the GPU, in bytes.
+        Memory of the GPU in bytes.
     arithmetic : {"float32", "tf32", "bfloat16", "float64"}
-        In which steps are computed.
+        The arithmetic of steps.
     itemsize : int
-        Bytes of a parameter.
+        Bytes per parameter.
 
     Returns
     -------
@@ -115,20 +115,20 @@ def _arithmetic(network: Network, tf32: bool) -> str:
 
 
 def even_chunks(clients: int, most: int) -> int:
-    """Return the chunk size that divides a cohort into chunks of the same size, but the last.
+    """Return the size of chunks that divides a cohort into chunks of nearly equal size.
 
     Parameters
     ----------
     clients : int
-        In the cohort.
+        Number of clients in the cohort.
     most : int
         The largest chunk.
 
     Returns
     -------
     int
-        The smallest with which there are no more chunks than with ``most``. Equal chunks share
-        recorded steps, and a small rest would not fill the device.
+        The smallest size with which there are no more chunks than with ``most``. Chunks of the
+        same size share recorded steps, and a small last chunk would not fill the device.
 
     Examples
     --------

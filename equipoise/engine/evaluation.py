@@ -52,9 +52,9 @@ def evaluate_shared(
     params : Tree
         Its parameters and buffers.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
     metrics : sequence of Metric
         Metrics of each client's outputs besides the loss and the task's own.
     counting : Counting, optional
@@ -63,7 +63,7 @@ def evaluate_shared(
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample. Counts by attributes that a client
+        One value per client, NaN where a client holds no sample. Counts by attributes that a client
         withholds are NaN, too.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
@@ -82,7 +82,7 @@ def evaluate_shared(
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
     if not len(positions):
-        # Not every model takes a batch without samples.
+        # Some models do not accept an empty batch.
         return {
             name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)
         } | wanted.values
@@ -105,7 +105,7 @@ def evaluate_shared(
 
 
 class _Collected:
-    """Collects the outputs of one client after the other, and measures complete clients.
+    """Collects outputs client by client, and computes metrics when a client is complete.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ class _Collected:
     counting : Counting or None
         What to count by attributes.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class _Collected:
     sizes : int array
         How many samples each client holds.
     values : dict of float64 arrays
-        One value a client, NaN where a client holds no sample or the metric is undefined.
+        One value per client, NaN where a client holds no sample or the metric is undefined.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class _Collected:
 
 
 def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: _Collected) -> None:
-    """Measure clients that hold samples of others too, one client at a time.
+    """Compute metrics of clients that share samples with others, one client at a time.
 
-    The outputs are computed again. Clients that hold the same samples in the same order, such as
-    the test samples of a group, are measured once.
+    Clients that hold the same samples in the same order, such as the test samples of a group, are
+    measured once.
     """
     first: dict[bytes, int] = {}
     for position in np.flatnonzero(wanted.sizes).tolist():
@@ -235,16 +235,16 @@ def evaluate_stacked(
     network, data, split, clients, metrics, counting
         As in :func:`evaluate_shared`.
     params : Tree
-        What differs between clients, stacked in the order of ``clients``.
+        Tensors that differ between clients, stacked in the order of ``clients``.
     still : Tree
-        What does not.
+        Tensors that are the same for all clients.
     chunk : int
-        How many clients to look at together.
+        Number of clients per chunk.
 
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample.
+        One value per client, NaN where a client holds no sample.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     order = np.argsort(-sizes, kind="stable")
@@ -273,10 +273,9 @@ def evaluate_stacked(
 def _sums_of_chunk(
     network: Network, data: DeviceData, params: Tree, still: Tree, wanted: _Collected
 ) -> dict[str, Tensor]:
-    """Sum the task's metrics of each client's samples.
+    """Return sums of the task's metrics over samples, for clients ordered by decreasing size.
 
-    Clients are ordered by falling number of samples. Metrics of all outputs of a client are
-    measured on the way.
+    Metrics of all outputs of a client are measured on the way.
     """
     split, clients, sizes = wanted.split, wanted.clients, wanted.sizes
     active = len(clients)

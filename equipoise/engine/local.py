@@ -74,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pace:
-    """How steps are made in this round: optimizer, learning rate (a number or a column) and gradient clipping."""
+    """Optimizer, learning rate (a number or a column) and gradient clipping of a round."""
 
     optimizer: Optimizer
     lr: Column
@@ -158,11 +158,11 @@ class PhaseRun:
     Parameters
     ----------
     phase : Phase
-        What to do.
+        The phase.
     chunk : Chunk
-        With whom.
+        The clients.
     pace : Pace
-        How steps are made.
+        Optimizer, learning rate and clipping.
     """
 
     def __init__(self, phase: Phase, chunk: Chunk, pace: Pace) -> None:
@@ -208,7 +208,7 @@ class PhaseRun:
                     tensor.zero_()
 
     def narrow(self, active: int) -> None:
-        """Take views of the clients still training."""
+        """Create views of the clients that still train, if their number has changed."""
         if active == self._active:
             return
         self._active = active
@@ -246,7 +246,7 @@ class PhaseRun:
         )
 
     def shape_of(self, step: int) -> Shape:
-        """Describe a step that is recorded: all of them have one width, but those of a lone client."""
+        """Return the shape of a step. All steps have one width, except those of a single client."""
         active = self.batches.active(step)
         counts = self.batches.counts[:active, self.batches.of_step(step)]
         width = int(counts.max()) if active == 1 else self.batches.positions.shape[-1]
@@ -279,7 +279,7 @@ class PhaseRun:
         return (slots < counts.unsqueeze(-1)).to(self.chunk.network.dtype)
 
     def advance(self, inputs: StepInput, step: int) -> None:
-        """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
+        """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         # By where losses are in memory: a gradient rule returns those of one of its looks at a
@@ -408,18 +408,18 @@ def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tenso
 
 
 class LocalTraining:
-    """A local rule on the memory of one chunk; on a GPU it is kept and filled again for chunks of the same shape.
+    """A local rule for one chunk. On a GPU its memory is reused for chunks of the same shape.
 
     Parameters
     ----------
     chunk : Chunk
-        The clients; their parameters are trained in place.
+        The clients. Their parameters are trained in place.
     rule : LocalRule
-        Whose phases to run.
+        The local rule.
     paces : sequence of Pace
-        One a phase.
+        One per phase.
     frozen : FrozenFeatures
-        Where to keep z while features do not move.
+        Storage of z while features are not trained.
     replay : Replay, optional
         Where to record steps; without one every step is carried out from Python.
     """
@@ -453,7 +453,7 @@ class LocalTraining:
         Parameters
         ----------
         batches : sequence of Batches
-            One a phase.
+            One per phase.
         meanwhile : callable, optional
             Called when all steps have been launched, before the host waits for them.
 
@@ -592,7 +592,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
-    """List every tensor a chunk's training depends on."""
+    """Return every tensor that a chunk's training depends on."""
     trees = (
         chunk.params,
         chunk.still,
@@ -606,7 +606,7 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
 
 
 class Workshop:
-    """Trains chunks; on a GPU it keeps the tensors and the recorded steps for every shape of chunk.
+    """Trains chunks. On a GPU it keeps tensors and recorded steps for every shape of chunk.
 
     A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded
     once and replayed, it costs a single launch. That needs all tensors to stay where they are, so
@@ -638,7 +638,7 @@ class Workshop:
     def train(
         self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
     ) -> Reports:
-        """Carry out a local rule for a chunk; its parameters are trained in place.
+        """Run a local rule for a chunk. Its parameters are trained in place.
 
         See :meth:`LocalTraining.run`.
         """
