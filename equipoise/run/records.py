@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -65,35 +65,28 @@ def client_rows(
     counts = {name: values for name, values in measured.items() if read_column(name)}
     columns = {name: values for name, values in measured.items() if name not in counts}
     sizes = federation.split(split).sizes[clients]
-    # Lists of Python's own numbers: there may be a thousand clients in every round.
     held = np.flatnonzero(sizes)
     those = clients[held]
-    values = {
-        name: np.asarray(column, np.float64)[held].tolist() for name, column in columns.items()
-    }
     names = federation.group_names
-    common: Row = {"round": round_, "model": model, "split": split}
+    # There may be a thousand clients in every round, so rows are made from lists of Python's own
+    # numbers.
+    filled: dict[str, Iterable[Any]] = {
+        "round": repeat(round_, len(held)),
+        "model": repeat(model, len(held)),
+        "split": repeat(split, len(held)),
+        "client": those.tolist(),
+        "group": [names[group] for group in federation.groups[those].tolist()],
+        "unseen": federation.unseen[those].tolist(),
+        "n": sizes[held].tolist(),
+        **{name: np.asarray(of, np.float64)[held].tolist() for name, of in columns.items()},
+    }
+    keys = tuple(filled)
     rows: list[Row] = [
-        {
-            **common,
-            "client": client,
-            "group": names[group],
-            "unseen": unseen,
-            "n": size,
-            **dict(zip(values, own, strict=True)),
-        }
-        for client, group, unseen, size, own in zip(
-            those.tolist(),
-            federation.groups[those].tolist(),
-            federation.unseen[those].tolist(),
-            sizes[held].tolist(),
-            zip(*values.values(), strict=True) if values else [()] * len(held),
-            strict=True,
-        )
+        dict(zip(keys, values, strict=True)) for values in zip(*filled.values(), strict=True)
     ]
-    if gaps or metrics or counts:
-        task = task or tasks.build(federation.task)
-        for row, position in zip(rows, held.tolist(), strict=True):
+    task = task or tasks.build(federation.task)
+    for row, position in zip(rows, held.tolist(), strict=True):
+        if metrics or counts or (gaps and row["client"] in gaps):
             own = {name: float(column[position]) for name, column in counts.items()}
             _complete(row, gaps or {}, metrics, own, task)
     return rows
