@@ -102,6 +102,22 @@ class Split:
         """Whether a sample occurs more than once."""
         return bool(len(self.indices)) and int(np.bincount(self.indices).max()) > 1
 
+    @cached_property
+    def alike(self) -> Ints:
+        """The first client that holds the same samples in the same order as each client, [K].
+
+        Examples
+        --------
+        >>> Split.from_lists([[4, 2], [2, 4], [4, 2]]).alike.tolist()
+        [0, 1, 0]
+        """
+        if not self.repeats:
+            return np.arange(self.clients)
+        first: dict[bytes, int] = {}
+        return np.array(
+            [first.setdefault(self.of(k).tobytes(), k) for k in range(self.clients)], np.int64
+        )
+
     @property
     def holders(self) -> Ints:
         """The client that holds each of ``indices``, [M]."""

@@ -219,6 +219,11 @@ def run(run: Run) -> None:
         f"{_bytes(summary['bytes_up'])} sent by clients, {_bytes(summary['bytes_down'])} received"
     )
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
+    if "not_replayed" in summary:
+        console.print(
+            "slow: steps ran from Python and were not replayed on the GPU, because "
+            f"{summary['not_replayed']}"
+        )
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
 

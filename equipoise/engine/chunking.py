@@ -19,11 +19,15 @@ from equipoise.engine.network import Network
 _CPU_STACKED_PARAMETERS = 2_000_000
 # A step keeps its activations for the gradient. A gigabyte of them in float32 fits on any machine.
 _CPU_STACKED_ACTIVATIONS = 1 << 28
-# On a GPU stacking fills the chip; what limits it is memory. Parameters are held about eight times
-# over (weights, gradient, optimizer state, update, recorded steps), activations about twelve times
-# (a 3x3 convolution's patches are nine times its input).
+# On a GPU stacking fills the chip, and what limits it is memory. Parameters are held about eight
+# times over (weights, gradient, optimizer state, update, recorded steps), activations about twelve
+# times (a 3x3 convolution's patches are nine times its input).
 _GPU_SHARE = 0.5
 _PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
+# A chip that is full gains nothing from more clients, and may lose: cuDNN chooses slow kernels for
+# convolutions of very many groups. So this is how many numbers (parameters, and activations of a
+# batch) all clients of a step have at most, by arithmetic; see ``benchmarks/scaling.py``.
+_GPU_FULL = {"float32": 1 << 30, "tf32": 3 << 26, "bfloat16": 3 << 26, "float64": 1 << 30}
 # Samples of a pass without gradient: enough to keep a device busy. Large models look at fewer, so
 # that the activations of all layers together stay bounded. On a CPU, convolutions of one model do
 # best within its caches.
@@ -31,15 +35,17 @@ _PASS, _CPU_CONVOLVED_PASS = 4096, 64
 _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
 
-def chunk_by_rule(network: Network, batch_size: int) -> int:
-    """Choose the chunk size from device and model alone.
+def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> int:
+    """Return the largest chunk for a device, a model and an arithmetic, by a fixed rule.
 
     Parameters
     ----------
     network : Network
         The model, tried out. Its frozen tensors do not count: one copy serves all clients.
     batch_size : int
-        Samples a step.
+        Samples per step.
+    tf32 : bool
+        Whether matrix units may round factors to TF32.
 
     Returns
     -------
@@ -63,9 +69,73 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
         # slower there.
         most = min(_CPU_STACKED_PARAMETERS // parameters, _CPU_STACKED_ACTIVATIONS // activations)
         return 1 if _convolves(network) else max(1, most)
-    total = torch.cuda.get_device_properties(network.device).total_memory
-    numbers = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * activations
-    return max(1, int(_GPU_SHARE * total / (numbers * network.dtype.itemsize)))
+    memory = torch.cuda.get_device_properties(network.device).total_memory
+    return chunk_on_gpu(
+        parameters, activations, memory, _arithmetic(network, tf32), network.dtype.itemsize
+    )
+
+
+def chunk_on_gpu(
+    parameters: int, activations: int, memory: int, arithmetic: str, itemsize: int = 4
+) -> int:
+    """Return the largest chunk for a GPU.
+
+    Parameters
+    ----------
+    parameters, activations : int
+        Numbers of one client in a step.
+    memory : int
+        Memory of the GPU in bytes.
+    arithmetic : {"float32", "tf32", "bfloat16", "float64"}
+        The arithmetic of steps.
+    itemsize : int
+        Bytes per parameter.
+
+    Returns
+    -------
+    int
+        As many clients as fill the chip, and no more than fit into its memory; at least 1.
+
+    Examples
+    --------
+    >>> chunk_on_gpu(1_000_000, 1_000_000, 16 << 30, "float32")
+    107
+    >>> chunk_on_gpu(1_000_000, 1_000_000, 141 << 30, "tf32")
+    100
+    """
+    held = _PARAMETER_COPIES * parameters + _ACTIVATION_COPIES * activations
+    fitting = int(_GPU_SHARE * memory / (held * itemsize))
+    return max(1, min(fitting, _GPU_FULL[arithmetic] // (parameters + activations)))
+
+
+def _arithmetic(network: Network, tf32: bool) -> str:
+    lowered = network.autocast or network.dtype
+    name = str(lowered).removeprefix("torch.")
+    return "tf32" if tf32 and name == "float32" else name
+
+
+def even_chunks(clients: int, most: int) -> int:
+    """Return the size of chunks that divides a cohort into chunks of nearly equal size.
+
+    Parameters
+    ----------
+    clients : int
+        Number of clients in the cohort.
+    most : int
+        The largest chunk.
+
+    Returns
+    -------
+    int
+        The smallest size with which there are no more chunks than with ``most``. Chunks of the
+        same size share recorded steps, and a small last chunk would not fill the device.
+
+    Examples
+    --------
+    >>> even_chunks(200, 60), even_chunks(50, 60), even_chunks(10, 3)
+    (50, 50, 3)
+    """
+    return -(-clients // -(-clients // most))
 
 
 def samples_a_pass(network: Network, models: int) -> int:
@@ -103,7 +173,8 @@ def samples_an_encoding(network: Network) -> int:
     --------
     >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> samples_an_encoding(Network(build("mlp", shape=(64,), classes=10), tasks.build("classification")))
+    >>> mlp = build("mlp", shape=(64,), classes=10)
+    >>> samples_an_encoding(Network(mlp, tasks.build("classification")))
     4096
     """
     return min(_PASS, _within_memory(network, network.stem_activations))

@@ -16,6 +16,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equipoise.engine.batches import Batches, draw_batches
+from equipoise.engine.chunking import even_chunks
 from equipoise.engine.contract import LOST
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
@@ -117,7 +118,7 @@ class StackedCohort:
         size = (
             1
             if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases())
-            else engine.chunk
+            else even_chunks(len(self.ids), engine.chunk)
         )
         start = 0
         for members in chunks(order, work, size):

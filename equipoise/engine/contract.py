@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,8 +176,18 @@ class Engine(Protocol):
         """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
 
     @property
+    def not_replayed(self) -> str | None:
+        """Why steps that should be replayed on a GPU ran from Python, if some did and it is known here."""
+
+    @property
     def remembering(self) -> list[int]:
         """The clients whose memories are at hand here, in rising order."""
+
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work of the host that nobody waits for: now, or while a GPU trains.
+
+        It may never be called if no further round is trained.
+        """
 
     def commit(self, cohort: Any) -> None:
         """Make what the clients of a cohort wrote in its round their newest memory."""

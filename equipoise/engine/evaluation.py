@@ -41,8 +41,9 @@ def evaluate_shared(
     """Evaluate one model on every client's own samples.
 
     Samples of all clients are evaluated in large batches and averaged by client afterwards, in
-    float64. A sample that several clients hold is evaluated once. A model whose outputs depend on
-    the batch is evaluated on all samples of one client at a time.
+    float64. A sample that several clients hold is evaluated once, and clients that hold the same
+    samples are averaged once. A model whose outputs depend on the batch is evaluated on all samples
+    of one client at a time.
 
     Parameters
     ----------
@@ -51,9 +52,9 @@ def evaluate_shared(
     params : Tree
         Its parameters and buffers.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
     metrics : sequence of Metric
         Metrics of each client's outputs besides the loss and the task's own.
     counting : Counting, optional
@@ -62,7 +63,7 @@ def evaluate_shared(
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample. Counts by attributes that a client
+        One value per client, NaN where a client holds no sample. Counts by attributes that a client
         withholds are NaN, too.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
@@ -71,13 +72,17 @@ def evaluate_shared(
         return evaluate_stacked(
             network, data, {}, params, split, clients, together, metrics, counting
         )
-    positions, where = _gather(split, clients, sizes), None
+    where = same = None
     if split.repeats:
-        positions, where = np.unique(positions, return_inverse=True)
+        firsts, same = np.unique(split.alike[clients], return_inverse=True)
+        sizes = split.sizes[firsts]
+        positions, where = np.unique(_gather(split, firsts, sizes), return_inverse=True)
+    else:
+        positions = _gather(split, clients, sizes)
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
     if not len(positions):
-        # Not every model takes a batch without samples.
+        # Some models do not accept an empty batch.
         return {
             name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)
         } | wanted.values
@@ -88,18 +93,19 @@ def evaluate_shared(
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
-    measured = {name: torch.cat(values).cpu().numpy() for name, values in pieces.items()}
+    # One copy to the host for all values.
+    of_samples = torch.stack([torch.cat(values) for values in pieces.values()]).cpu().numpy()
     if wanted.any and where is not None:
         _collect_repeated(network, data, params, wanted)
-    means = {
-        name: _mean_by_client(values if where is None else values[where], sizes)
-        for name, values in measured.items()
-    }
+    means = {}
+    for name, values in zip(pieces, of_samples, strict=True):
+        of_clients = _mean_by_client(values if where is None else values[where], sizes)
+        means[name] = of_clients if same is None else of_clients[same]
     return {**means, **wanted.values}
 
 
 class _Collected:
-    """Collects the outputs of one client after the other, and measures each client once it is complete.
+    """Collects outputs client by client, and computes metrics when a client is complete.
 
     Parameters
     ----------
@@ -108,9 +114,9 @@ class _Collected:
     counting : Counting or None
         What to count by attributes.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
 
     Attributes
     ----------
@@ -119,7 +125,7 @@ class _Collected:
     sizes : int array
         How many samples each client holds.
     values : dict of float64 arrays
-        One value a client, NaN where a client holds no sample or the metric is undefined.
+        One value per client, NaN where a client holds no sample or the metric is undefined.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class _Collected:
 
 
 def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: _Collected) -> None:
-    """Measure clients that hold samples of others too: the outputs are computed again, for one client at a time.
+    """Compute metrics of clients that share samples with others, one client at a time.
 
     Clients that hold the same samples in the same order, such as the test samples of a group, are
     measured once.
@@ -229,39 +235,45 @@ def evaluate_stacked(
     network, data, split, clients, metrics, counting
         As in :func:`evaluate_shared`.
     params : Tree
-        What differs between clients, stacked in the order of ``clients``.
+        Tensors that differ between clients, stacked in the order of ``clients``.
     still : Tree
-        What does not.
+        Tensors that are the same for all clients.
     chunk : int
-        How many clients to look at together.
+        Number of clients per chunk.
 
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample.
+        One value per client, NaN where a client holds no sample.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] > 0]
     result: Measured = {"loss": np.full(len(clients), np.nan)}
+    of_chunks: list[dict[str, Tensor]] = []
     for start in range(0, len(order), chunk):
         members = order[start : start + chunk]
         where = torch.from_numpy(members).to(network.device)
         own = {name: stack[where] for name, stack in params.items()}
         wanted = _Collected(metrics, counting, split, clients[members])
-        for name, sums in _sums_of_chunk(network, data, own, still, wanted).items():
-            result.setdefault(name, np.full(len(clients), np.nan))[members] = (
-                sums.cpu().numpy() / sizes[members]
-            )
+        of_chunks.append(_sums_of_chunk(network, data, own, still, wanted))
+        for name in of_chunks[-1]:
+            result.setdefault(name, np.full(len(clients), np.nan))
         for name, values in wanted.values.items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = values
+    if of_chunks:
+        # Copied to the host at the end, so that it need not wait for every chunk.
+        names = list(of_chunks[0])
+        sums = torch.stack([torch.cat([own[name] for own in of_chunks]) for name in names])
+        for name, values in zip(names, sums.cpu().numpy(), strict=True):
+            result[name][order] = values / sizes[order]
     return result
 
 
 def _sums_of_chunk(
     network: Network, data: DeviceData, params: Tree, still: Tree, wanted: _Collected
 ) -> dict[str, Tensor]:
-    """Sum the task's metrics of each client's samples, for clients ordered by falling number of samples.
+    """Return sums of the task's metrics over samples, for clients ordered by decreasing size.
 
     Metrics of all outputs of a client are measured on the way.
     """

@@ -8,14 +8,16 @@ those rows. A single client is not stacked at all: the same code then is the pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
@@ -28,7 +30,7 @@ from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.memory import checked_memory
 from equipoise.engine.network import Network
-from equipoise.engine.replay import Replay
+from equipoise.engine.replay import STEPS_A_GRAPH, Inputs, Replay
 from equipoise.engine.stack import first_rows, in_plain_words, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
@@ -37,6 +39,10 @@ from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Count, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, Tree, norms, scaled, select
+
+# For how many shapes of chunks a GPU keeps tensors and recorded steps, and how much memory these
+# tensors may take, over that of the graphs' pool.
+MOST_SHAPES, SHAPES_TO_POOL = 64, 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pace:
-    """How steps are made in this round: optimizer, learning rate (a number or a column) and gradient clipping."""
+    """Optimizer, learning rate (a number or a column) and gradient clipping of a round."""
 
     optimizer: Optimizer
     lr: Column
@@ -80,7 +86,8 @@ class StepInput:
     """What changes from step to step: everything else stays where it is in memory.
 
     Tensors have a leading axis of clients, then one of batches if a step looks at several.
-    ``number`` is that of the step, from 1: a tensor if the step is recorded.
+    ``number`` is that of the step, from 1: a tensor if the step is recorded. The inputs of several
+    steps have one more axis in front.
     """
 
     positions: Tensor
@@ -96,6 +103,54 @@ class StepInput:
             self.positions[:, index], self.keys[:, index], mask, self.counts[:, index], self.number
         )
 
+    def of_step(self, index: int) -> StepInput:
+        """Return one of several steps."""
+        mask = None if self.mask is None else self.mask[index]
+        number = self.number[index] if isinstance(self.number, Tensor) else self.number
+        return StepInput(self.positions[index], self.keys[index], mask, self.counts[index], number)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What two steps of a phase have in common if one recording serves both.
+
+    Attributes
+    ----------
+    active : int
+        How many clients still train.
+    width : int
+        How many samples a batch has, padding included.
+    masked : bool
+        Whether some of them are padding.
+    moves : int or None
+        Which place in memory z has, if features are frozen.
+    """
+
+    active: int
+    width: int
+    masked: bool
+    moves: int | None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive steps of one phase that have the same shape.
+
+    Attributes
+    ----------
+    turn : int
+        Which of the phases of a stretch.
+    first, count : int
+        The first step, and how many there are.
+    shape : Shape
+        Of each of them.
+    """
+
+    turn: int
+    first: int
+    count: int
+    shape: Shape
+
 
 class PhaseRun:
     """One phase of one chunk, step by step.
@@ -103,19 +158,15 @@ class PhaseRun:
     Parameters
     ----------
     phase : Phase
-        What to do.
+        The phase.
     chunk : Chunk
-        With whom.
+        The clients.
     pace : Pace
-        How steps are made.
-    replay : Replay, optional
-        Where to record steps for replaying; without one every step is carried out from Python.
+        Optimizer, learning rate and clipping.
     """
 
-    def __init__(
-        self, phase: Phase, chunk: Chunk, pace: Pace, replay: Replay | None = None
-    ) -> None:
-        self.phase, self.chunk, self.pace, self.replay = phase, chunk, pace, replay
+    def __init__(self, phase: Phase, chunk: Chunk, pace: Pace) -> None:
+        self.phase, self.chunk, self.pace = phase, chunk, pace
         moving = select(chunk.params, phase.move)
         self.moving = frozenset(moving)
         self.features_rest = features_rest(chunk, self.moving)
@@ -156,8 +207,10 @@ class PhaseRun:
                 for tensor in tensors:
                     tensor.zero_()
 
-    def _narrow(self, active: int) -> None:
-        """Take views of the clients still training; only needed when their number changes."""
+    def narrow(self, active: int) -> None:
+        """Create views of the clients that still train, if their number has changed."""
+        if active == self._active:
+            return
         self._active = active
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
         self._moving_rows = [first_rows(tensor, active) for tensor in self.params]
@@ -177,36 +230,56 @@ class PhaseRun:
     def step(self, step: int) -> None:
         """Make one step for every client that has not finished."""
         active = self.batches.active(step)
-        if active != self._active:
-            self._narrow(active)
-        inputs = self._inputs(step, active)
-        if self.replay is None:
-            self._advance(inputs, step)
-        else:
-            moves = None if self._frozen is None else self._frozen.moves
-            turn = step % self.phase.turns
-            where = (id(self), active, inputs.positions.shape[-1], inputs.mask is None, moves, turn)
-            self.replay.carry_out(where, lambda given: self._advance(given, step), inputs)
+        self.narrow(active)
+        self.advance(self._inputs(step, active), step)
 
     def _inputs(self, step: int, active: int) -> StepInput:
         here = self.batches.of_step(step)
         counts = self.batches.counts[:active, here]
-        positions = self.batches.positions[:active, here]
-        if active == 1 or self.replay is None:
-            # No wider than its fullest client. Recorded steps keep one width: every other is a
-            # recording of its own.
-            positions = positions[..., : counts.max()]
+        # No wider than its fullest client.
+        positions = self.batches.positions[:active, here][..., : counts.max()]
         mask = None
-        if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():
-            width = torch.arange(positions.shape[-1], device=positions.device)
-            mask = (width < self._counts[:active, here].unsqueeze(-1)).to(self.chunk.network.dtype)
-        number = step + 1 if self.replay is None else self._numbers[step]
+        if self._padded(counts, positions.shape[-1]):
+            mask = self._mask(self._counts[:active, here], positions.shape[-1])
         return StepInput(
-            positions, self.batches.keys[:active, here], mask, self._counts[:active, here], number
+            positions, self.batches.keys[:active, here], mask, self._counts[:active, here], step + 1
         )
 
-    def _advance(self, inputs: StepInput, step: int) -> None:
-        """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
+    def shape_of(self, step: int) -> Shape:
+        """Return the shape of a step. All steps have one width, except those of a single client."""
+        active = self.batches.active(step)
+        counts = self.batches.counts[:active, self.batches.of_step(step)]
+        width = int(counts.max()) if active == 1 else self.batches.positions.shape[-1]
+        moves = None if self._frozen is None else self._frozen.moves
+        return Shape(active, width, self._padded(counts, width), moves)
+
+    def inputs_of(self, span: Span) -> StepInput:
+        """Return the inputs of all steps of a span."""
+        shape, together = span.shape, self.batches.a_step
+        here = slice(span.first * together, (span.first + span.count) * together)
+
+        def cut(rows: Tensor) -> Tensor:
+            rows = rows[: shape.active, here]
+            by_step = rows if together == 1 else rows.unflatten(1, (span.count, together))
+            return by_step.movedim(1, 0)
+
+        counts = cut(self._counts)
+        mask = self._mask(counts, shape.width) if shape.masked else None
+        positions = cut(self.batches.positions)[..., : shape.width]
+        numbers = self._numbers[span.first : span.first + span.count]
+        return StepInput(positions, cut(self.batches.keys), mask, counts, numbers)
+
+    def _padded(self, counts: NDArray[np.int64], width: int) -> bool:
+        """Say whether some client of a step has fewer samples than the batch is wide."""
+        alone = counts.shape[0] == 1 and self.batches.a_step == 1
+        return not alone and bool((counts < width).any())
+
+    def _mask(self, counts: Tensor, width: int) -> Tensor:
+        slots = torch.arange(width, device=counts.device)
+        return (slots < counts.unsqueeze(-1)).to(self.chunk.network.dtype)
+
+    def advance(self, inputs: StepInput, step: int) -> None:
+        """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         # By where losses are in memory: a gradient rule returns those of one of its looks at a
@@ -335,20 +408,20 @@ def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tenso
 
 
 class LocalTraining:
-    """A local rule on the memory of one chunk; on a GPU it is kept and filled again for chunks of the same shape.
+    """A local rule for one chunk. On a GPU its memory is reused for chunks of the same shape.
 
     Parameters
     ----------
     chunk : Chunk
-        The clients; their parameters are trained in place.
+        The clients. Their parameters are trained in place.
     rule : LocalRule
-        Whose phases to run.
+        The local rule.
     paces : sequence of Pace
-        One a phase.
+        One per phase.
     frozen : FrozenFeatures
-        Where to keep z while features do not move.
+        Storage of z while features are not trained.
     replay : Replay, optional
-        Where to record steps.
+        Where to record steps; without one every step is carried out from Python.
     """
 
     def __init__(
@@ -360,12 +433,29 @@ class LocalTraining:
         replay: Replay | None = None,
     ) -> None:
         self.chunk, self.rule, self.paces, self.frozen = chunk, rule, paces, frozen
+        self.replay, self.number = replay, next(_NUMBERS)
         self.runs = [
-            PhaseRun(phase, chunk, p, replay) for phase, p in zip(rule.phases(), paces, strict=True)
+            PhaseRun(phase, chunk, p) for phase, p in zip(rule.phases(), paces, strict=True)
         ]
 
-    def run(self, batches: Sequence[Batches]) -> Reports:
+    @property
+    def nbytes(self) -> int:
+        """The memory of all tensors that are kept for chunks of this shape."""
+        states = [state for run in self.runs for state in run.state.values()]
+        tensors = [*_tensors(self.chunk, self.paces), *(t for state in states for t in state)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def run(
+        self, batches: Sequence[Batches], meanwhile: Callable[[], None] | None = None
+    ) -> Reports:
         """Carry out the rule with the batches of each phase.
+
+        Parameters
+        ----------
+        batches : sequence of Batches
+            One per phase.
+        meanwhile : callable, optional
+            Called when all steps have been launched, before the host waits for them.
 
         Returns
         -------
@@ -385,8 +475,15 @@ class LocalTraining:
             ]
             if self.rule.interleaved:
                 turns.sort()
-            for step, turn in turns:
-                stretch[turn][0].step(step)
+            runs = [run for run, _ in stretch]
+            if self.replay is None:
+                for step, turn in turns:
+                    runs[turn].step(step)
+            else:
+                for block in _blocks(_spans(runs, turns)):
+                    self._carry_out(self.replay, runs, block)
+        if meanwhile is not None:
+            meanwhile()
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
         of_task, losses = (
@@ -395,6 +492,34 @@ class LocalTraining:
         )
         reports = {"train_loss": of_task, "steps": torch.from_numpy(steps)}
         return reports | ({"method_terms": losses - of_task} if self.rule.adds_terms else {})
+
+    def _carry_out(self, replay: Replay, runs: list[PhaseRun], block: list[Span]) -> None:
+        """Make the steps of a block with one recording, or with one a step until there is one."""
+
+        def program(given: Inputs) -> None:
+            for span, inputs in zip(block, given, strict=True):
+                run = runs[span.turn]
+                run.narrow(span.shape.active)
+                for index in range(span.count):
+                    run.advance(inputs.of_step(index), span.first + index)
+
+        def one_by_one() -> None:
+            for span in block:
+                for step in range(span.first, span.first + span.count):
+                    self._carry_out(replay, runs, [replace(span, first=step, count=1)])
+
+        name = tuple(
+            (self.runs.index(run), span.first % run.phase.turns, span.count, span.shape)
+            for span in block
+            for run in [runs[span.turn]]
+        )
+        replay.carry_out(
+            self.number,
+            name,
+            program,
+            lambda: [runs[span.turn].inputs_of(span) for span in block],
+            None if sum(span.count for span in block) == 1 else one_by_one,
+        )
 
     def _stretches(
         self, runs: list[tuple[PhaseRun, Batches]]
@@ -416,14 +541,58 @@ class LocalTraining:
 
     def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
         """Copy another chunk of the same shape into this one's memory."""
-        for target, source in zip(
-            _tensors(self.chunk, self.paces), _tensors(chunk, paces), strict=True
-        ):
-            target.copy_(source)
+        _copy_all(_tensors(self.chunk, self.paces), _tensors(chunk, paces))
+
+
+_NUMBERS = count()
+
+
+def _spans(runs: Sequence[PhaseRun], turns: Iterable[tuple[int, int]]) -> Iterator[Span]:
+    """Join consecutive steps of the same phase and shape, up to as many as a recording holds."""
+    last: Span | None = None
+    for step, turn in turns:
+        shape = runs[turn].shape_of(step)
+        if last is not None:
+            follows = (last.turn, last.shape, last.first + last.count) == (turn, shape, step)
+            if follows and last.count < STEPS_A_GRAPH:
+                last = replace(last, count=last.count + 1)
+                continue
+            yield last
+        last = Span(turn, step, 1, shape)
+    if last is not None:
+        yield last
+
+
+def _blocks(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Divide spans into blocks, each of which one recording can hold.
+
+    A block ends where the clients of a phase become fewer, so that blocks come again also where
+    clients differ.
+    """
+    block: list[Span] = []
+    active: dict[int, int] = {}
+    for span in spans:
+        full = sum(each.count for each in block) + span.count > STEPS_A_GRAPH
+        if block and (full or active.get(span.turn, span.shape.active) != span.shape.active):
+            yield block
+            block, active = [], {}
+        block.append(span)
+        active[span.turn] = span.shape.active
+    if block:
+        yield block
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors onto others, with one launch for all of the same type."""
+    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        by_type.setdefault(target.dtype, []).append((target, source))
+    for pairs in by_type.values():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
-    """List every tensor a chunk's training depends on."""
+    """Return every tensor that a chunk's training depends on."""
     trees = (
         chunk.params,
         chunk.still,
@@ -437,45 +606,85 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
 
 
 class Workshop:
-    """Trains chunks; on a GPU it keeps the tensors and the recorded steps for every shape of chunk.
+    """Trains chunks. On a GPU it keeps tensors and recorded steps for every shape of chunk.
 
     A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded
     once and replayed, it costs a single launch. That needs all tensors to stay where they are, so
     chunks are copied into memory that is kept.
+
+    Parameters
+    ----------
+    replay : Replay, optional
+        Where to record steps; without one every step is carried out from Python.
+
+    Attributes
+    ----------
+    meanwhile : list of callables
+        What the host does, once each, while the device trains the next chunk.
     """
 
-    def __init__(self, *, replays: bool) -> None:
-        self._trainings: dict[Any, LocalTraining] = {}
-        self._replay = Replay() if replays else None
+    def __init__(self, replay: Replay | None = None) -> None:
+        self.meanwhile: list[Callable[[], None]] = []
+        self._trainings: OrderedDict[Any, LocalTraining] = OrderedDict()
+        self._replay = replay
         self._frozen = FrozenFeatures()
+        self._unreplayed: str | None = None
+
+    @property
+    def not_replayed(self) -> str | None:
+        """Why steps that should be replayed ran from Python, if some did."""
+        return self._unreplayed or (None if self._replay is None else self._replay.failure)
 
     def train(
         self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
     ) -> Reports:
-        """Carry out a local rule for a chunk; its parameters are trained in place.
+        """Run a local rule for a chunk. Its parameters are trained in place.
 
         See :meth:`LocalTraining.run`.
         """
-        if self._replay is None or not all(pace.optimizer.replays for pace in paces):
-            return LocalTraining(chunk, rule, paces, self._frozen).run(batches)
+        slow = [pace.optimizer for pace in paces if not pace.optimizer.replays]
+        if slow and self._replay is not None:
+            self._unreplayed = f"the optimizer {slow[0]} cannot be replayed"
+        if slow or self._replay is None:
+            return LocalTraining(chunk, rule, paces, self._frozen).run(batches, self._meanwhile)
         clients = len(chunk.seen)
         # A recorded step reads the learning rate from memory, so that a schedule can change it.
         paces = [
             replace(pace, lr=_as_column(pace.lr, clients, chunk.seen.device)) for pace in paces
         ]
+        training = self._training_for(chunk, rule, paces, self._replay)
+        training.fill(chunk, paces)
+        outcome = training.run(batches, self._meanwhile)
+        _copy_all(
+            list(chunk.params.values()), [training.chunk.params[name] for name in chunk.params]
+        )
+        return outcome
+
+    def _meanwhile(self) -> None:
+        while self.meanwhile:
+            self.meanwhile.pop(0)()
+
+    def _training_for(
+        self, chunk: Chunk, rule: LocalRule, paces: Sequence[Pace], replay: Replay
+    ) -> LocalTraining:
+        """Return what is kept for chunks of this shape, or make it."""
         optimizers = tuple(pace.optimizer for pace in paces)
         shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
-        key = (rule, optimizers, clients, tuple(chunk.params), shapes)
+        key = (rule, optimizers, len(chunk.seen), tuple(chunk.params), shapes)
         if key not in self._trainings:
-            self._trainings[key] = LocalTraining(
-                *_copied(chunk, paces, rule), self._frozen, self._replay
-            )
-        training = self._trainings[key]
-        training.fill(chunk, paces)
-        outcome = training.run(batches)
-        for name, tensor in chunk.params.items():
-            tensor.copy_(training.chunk.params[name])
-        return outcome
+            self._make_room(sum(tensor.nbytes for tensor in _tensors(chunk, paces)), replay)
+            self._trainings[key] = LocalTraining(*_copied(chunk, paces, rule), self._frozen, replay)
+        self._trainings.move_to_end(key)
+        return self._trainings[key]
+
+    def _make_room(self, needed: int, replay: Replay) -> None:
+        """Drop the shapes of chunks that were used least recently, if too much is kept."""
+        kept = needed + sum(training.nbytes for training in self._trainings.values())
+        most = SHAPES_TO_POOL * replay.most_bytes
+        while self._trainings and (len(self._trainings) >= MOST_SHAPES or kept > most):
+            _, oldest = self._trainings.popitem(last=False)
+            kept -= oldest.nbytes
+            replay.forget(oldest.number)
 
 
 def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:

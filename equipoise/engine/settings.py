@@ -197,8 +197,9 @@ class Machine:
     precision : {"float32", "float64", "bfloat16"}
         ``bfloat16`` keeps parameters in float32 and lowers the arithmetic by autocast.
     chunk : int or "auto" or "measure"
-        How many clients are stacked: a number, a fixed rule from device and model, or the fastest
-        of a few, measured before round 1 and then written into the run's configuration.
+        How many clients are stacked at most: a number, a fixed rule from device, model and
+        precision, or the fastest of a few, measured before round 1 and then written into the run's
+        configuration. A larger cohort is divided into chunks of equal size.
     tf32 : bool
         Whether matrix units may round float32 factors to 19 bits.
     replay : bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
+from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
@@ -97,7 +98,7 @@ class StackedEngine:
         self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
-        self.workshop = Workshop(replays=machine.replay and self.data.on_gpu)
+        self.workshop = Workshop(Replay() if machine.replay and self.data.on_gpu else None)
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
@@ -109,7 +110,8 @@ class StackedEngine:
                 )
         else:
             largest = int(self.view.train.sizes.max(initial=1))
-            self.chunk = chunk_by_rule(self.network, min(training.batch_size, largest))
+            samples = min(training.batch_size, largest)
+            self.chunk = chunk_by_rule(self.network, samples, tf32=machine.tf32)
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
         """Gather clients for a round (counted from 0)."""
@@ -257,6 +259,14 @@ class StackedEngine:
         return changed
 
     @property
+    def not_replayed(self) -> str | None:
+        """Why steps that should be replayed on the GPU ran from Python, if some did."""
+        on_gpu = self.network.device.type == "cuda"
+        if self.machine.replay and on_gpu and not self.data.on_gpu:
+            return "the samples are not in the memory of the GPU"
+        return self.workshop.not_replayed
+
+    @property
     def remembering(self) -> list[int]:
         """The clients that have a memory, in rising order."""
         return self.memory.clients
@@ -267,6 +277,13 @@ class StackedEngine:
 
     def keep(self) -> None:
         """Do nothing: models that may count are copied."""
+
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work while a GPU trains the next chunk of clients; without a GPU, now."""
+        if self.network.device.type == "cuda":
+            self.workshop.meanwhile.append(work)
+        else:
+            work()
 
     def commit(self, cohort: StackedCohort) -> None:
         """Make what the cohort's clients wrote in its round their newest memory."""

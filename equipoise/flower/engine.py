@@ -163,6 +163,7 @@ class FlowerEngine:
         self.absent: dict[int, str] = {}
         self._evaluated = -1
         self.total_was_read = False
+        self.not_replayed: str | None = None
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self._measured: tuple[Tree, Answers[Answer]] | None = None
@@ -312,6 +313,10 @@ class FlowerEngine:
         return answers.failed
 
     # ---- memory ----------------------------------------------------------------------------------
+
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work now: clients train elsewhere."""
+        work()
 
     def commit(self, cohort: FlowerCohort) -> None:
         """Make the memories that a cohort wrote in its round the newest ones."""

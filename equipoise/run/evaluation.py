@@ -288,7 +288,8 @@ class Evaluator:
             )
             for split in ("val", "test"):
                 add(clients, measured, "personal", split)
-        rows = [row for row in rows if row["client"] not in self.engine.absent]
+        if self.engine.absent:
+            rows = [row for row in rows if row["client"] not in self.engine.absent]
         if cohort is not None:
             # Clients report on their local models with their updates, so all of the cohort have
             # done so.
@@ -323,8 +324,10 @@ class Evaluator:
     def follow(self, round_: int, rows: list[Row], server: Sequence[Row] = ()) -> bool:
         """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
         shown = "personal" if self.has_personal else "global"
+        followed = [row for row in rows if row["model"] == shown and not row["unseen"]]
         of_split = (
-            summarize_rows(rows, self.engine.network.task, split=split) for split in ("test", "val")
+            summarize_rows(followed, self.engine.network.task, split=split)
+            for split in ("test", "val")
         )
         # Seen clients may have validation data only.
         if summary := next(
@@ -333,7 +336,7 @@ class Evaluator:
             names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
             self.latest = {name: summary[metric] for name, metric in names.items()}
         on_server = self.evaluation.select_on == "server"
-        judged = [r for r in rows if (r["model"], r["split"], r["unseen"]) == (shown, "val", False)]
+        judged = [row for row in followed if row["split"] == "val"]
         if on_server:
             judged = [row for row in server if row["split"] == "val"]
         values = [row[self._by] for row in judged if self._by in row]

@@ -175,7 +175,8 @@ class Journal:
     """A file of JSON lines that is appended to; without a path the rows are in memory only.
 
     ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
-    ``digest`` tells whether the rows before it are still what was written.
+    ``digest`` tells whether the rows before it are still what was written. Rows may also be written
+    later: with ``flush``, or when the journal is used otherwise.
 
     Examples
     --------
@@ -188,11 +189,30 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._rows: list[str] = []
+        self._unwritten: list[Mapping[str, Any]] = []
         self._digest = hashlib.sha256()
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows at the end."""
-        lines = [json.dumps(row) for row in rows]
+    def append(self, rows: Iterable[Mapping[str, Any]], *, later: bool = False) -> None:
+        """Add rows at the end, or take note of rows that must not change until they are written."""
+        self._unwritten += rows
+        if not later:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that were to be written later.
+
+        Examples
+        --------
+        >>> journal = Journal(None)
+        >>> journal.append([{"round": 1}], later=True)
+        >>> journal.flush()
+        >>> journal.mark()
+        1
+        """
+        if not self._unwritten:
+            return
+        lines = [json.dumps(row) for row in self._unwritten]
+        self._unwritten = []
         if self.path is None:
             self._rows += lines
         else:
@@ -206,6 +226,7 @@ class Journal:
 
     def mark(self) -> int:
         """Flush the file to disk, and return its length."""
+        self.flush()
         if self.path is None:
             return len(self._rows)
         if not self.path.exists():
@@ -220,6 +241,7 @@ class Journal:
     @property
     def digest(self) -> str:
         """The SHA-256 of all rows that were appended, or kept when the file was checked."""
+        self.flush()
         return self._digest.hexdigest()
 
     def check(self, mark: int, digest: str | None = None) -> None:
@@ -237,6 +259,7 @@ class Journal:
         RunError
             If rows are missing or were changed.
         """
+        self.flush()
         if self.path is None:
             return
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -254,6 +277,7 @@ class Journal:
 
     def truncate(self, mark: int) -> None:
         """Drop the rows after a mark, after :meth:`check`."""
+        self.flush()
         if self.path is None:
             del self._rows[mark:]
         elif self.path.exists() and self.path.stat().st_size > mark:
@@ -265,6 +289,7 @@ class Journal:
         self.truncate(mark)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.flush()
         if self.path is None:
             yield from map(json.loads, self._rows)
         elif self.path.exists():
@@ -282,6 +307,7 @@ class Journal:
         >>> list(Journal(path).complete())
         [{'round': 1}]
         """
+        self.flush()
         if self.path is None:
             yield from self
         elif self.path.exists():

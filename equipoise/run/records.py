@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -62,39 +62,56 @@ def client_rows(
     list of dict
         In the order of ``clients``.
     """
-    sizes = federation.split(split).sizes
-    task = task or tasks.build(federation.task)
     counts = {name: values for name, values in measured.items() if read_column(name)}
-    measured = {name: values for name, values in measured.items() if name not in counts}
-    rows = []
-    for position, client in enumerate(clients.tolist()):
-        if sizes[client] == 0:
-            continue
-        row: Row = {
-            "round": round_,
-            "model": model,
-            "split": split,
-            "client": client,
-            "group": federation.group_names[federation.groups[client]],
-            "unseen": bool(federation.unseen[client]),
-            "n": int(sizes[client]),
-            **{name: float(values[position]) for name, values in measured.items()},
-        }
-        faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
-        if left_out := {name: fault for name, fault in faults.items() if fault}:
-            row = {name: value for name, value in row.items() if name not in left_out}
-        if gaps and client in gaps:
-            row["gap"] = gaps[client]
-        if left_out:
-            row["left_out"] = left_out
-        own = {name: float(values[position]) for name, values in counts.items()}
-        higher = task.higher_is_better
-        if by_attribute := parity.of_client(
-            own, row["n"], score=task.score, higher_is_better=higher
-        ):
-            row["attributes"] = by_attribute
-        rows.append(row)
+    columns = {name: values for name, values in measured.items() if name not in counts}
+    sizes = federation.split(split).sizes[clients]
+    held = np.flatnonzero(sizes)
+    those = clients[held]
+    names = federation.group_names
+    # There may be a thousand clients in every round, so rows are made from lists of Python's own
+    # numbers.
+    filled: dict[str, Iterable[Any]] = {
+        "round": repeat(round_, len(held)),
+        "model": repeat(model, len(held)),
+        "split": repeat(split, len(held)),
+        "client": those.tolist(),
+        "group": [names[group] for group in federation.groups[those].tolist()],
+        "unseen": federation.unseen[those].tolist(),
+        "n": sizes[held].tolist(),
+        **{name: np.asarray(of, np.float64)[held].tolist() for name, of in columns.items()},
+    }
+    keys = tuple(filled)
+    rows: list[Row] = [
+        dict(zip(keys, values, strict=True)) for values in zip(*filled.values(), strict=True)
+    ]
+    task = task or tasks.build(federation.task)
+    for row, position in zip(rows, held.tolist(), strict=True):
+        if metrics or counts or (gaps and row["client"] in gaps):
+            own = {name: float(column[position]) for name, column in counts.items()}
+            _complete(row, gaps or {}, metrics, own, task)
     return rows
+
+
+def _complete(
+    row: Row,
+    gaps: Mapping[int, float],
+    metrics: Sequence[Metric],
+    counts: Mapping[str, float],
+    task: Task,
+) -> None:
+    """Add a gap, why metrics are left out, and comparisons by attributes, where there are some."""
+    faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
+    left_out = {name: fault for name, fault in faults.items() if fault}
+    for name in left_out:
+        row.pop(name, None)
+    if row["client"] in gaps:
+        row["gap"] = gaps[row["client"]]
+    if left_out:
+        row["left_out"] = left_out
+    if by_attribute := parity.of_client(
+        counts, row["n"], score=task.score, higher_is_better=task.higher_is_better
+    ):
+        row["attributes"] = by_attribute
 
 
 def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
@@ -235,12 +252,13 @@ def summarize_rows(
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
     result: dict[str, Any] = {}
+    of: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        if row["split"] == split:
+            of.setdefault((row["model"], row["unseen"]), []).append(row)
     for model in MODELS:
         for who, unseen in (("seen", False), ("unseen", True)):
-            chosen = [
-                r for r in rows if (r["model"], r["split"], r["unseen"]) == (model, split, unseen)
-            ]
-            if chosen:
+            if chosen := of.get((model, unseen)):
                 own_gaps = gaps if model == "global" and not unseen else {}
                 without = _without_samples(rows, federation, model, split, unseen)
                 higher, names = task.higher_is_better, _group_names(chosen, without)

@@ -250,12 +250,15 @@ class Trainer:
         self._listeners = listeners or Listeners()
         with exact_arithmetic(self.engine.machine):
             self._listeners.begin(self)
-            if not self.training.rounds:
-                self._only_evaluate()
-            while self.state.round < self.training.rounds and not self._ends_early:
-                progress = self._round()
-                if on_round:
-                    on_round(progress)
+            try:
+                if not self.training.rounds:
+                    self._only_evaluate()
+                while self.state.round < self.training.rounds and not self._ends_early:
+                    progress = self._round()
+                    if on_round:
+                        on_round(progress)
+            finally:
+                self.metrics.flush()
 
     @property
     def _ends_early(self) -> bool:
@@ -614,12 +617,17 @@ class Trainer:
     ) -> None:
         rows = self.evaluator.evaluate(self.state, updates, cohort)
         for row in rows:
-            if not np.isfinite(row["loss"]):
+            if not math.isfinite(row["loss"]):
                 what = f"{row['split']} loss of the {row['model']} model"
                 raise diverged(
                     row["round"], what, row["client"], self.federation, self._saved_round
                 )
-        self.metrics.append(rows)
+        self.metrics.append(rows, later=True)
+        # A callback may read the file.
+        if self._listeners:
+            self.metrics.flush()
+        else:
+            self._trains.while_busy(self.metrics.flush)
         of_server = self.evaluator.evaluate_server(self.state)
         if of_server:
             self.server.append(of_server)
@@ -718,6 +726,7 @@ class Trainer:
             "select": self.evaluation.select,
             **({"select_by": self.evaluation.select_by} if self.evaluation.select_by else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
+            **({"not_replayed": slow} if (slow := self._not_replayed) else {}),
             "task": task.name,
             "score": task.score,
             **(
@@ -734,6 +743,10 @@ class Trainer:
             ),
             **_counted(self.bytes),
         }
+
+    @property
+    def _not_replayed(self) -> str | None:
+        return self.engine.not_replayed or self._trains.not_replayed
 
     def _summarized(self, rows: list[Row]) -> dict[str, Any]:
         """Summarise rows on test and on validation data."""

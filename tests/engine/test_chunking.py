@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from equipoise.engine.chunking import chunk_by_rule, samples_a_pass, samples_an_encoding
+from equipoise.engine import chunking
+from equipoise.engine.chunking import (
+    chunk_by_rule,
+    chunk_on_gpu,
+    even_chunks,
+    samples_a_pass,
+    samples_an_encoding,
+)
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
+from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
 from tests.engine.federations import SIZES, images
@@ -128,3 +137,56 @@ def test_what_does_not_grow_with_the_batch_counts_once():
     assert (engine.network.activations, engine.network.fixed_activations) == (64 + 4, 2 * 64 * rows)
     assert engine.chunk == min(PARAMETERS // (64 * rows), STEP // (1000 * 68 + 2 * 64 * rows)) == 1
     assert samples_a_pass(engine.network, 1) == 4096
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "tf32", "bfloat16"])
+def test_a_gpu_stacks_as_many_clients_as_fill_it_and_fit_into_it(arithmetic):
+    parameters, activations = 1_600_000, 2_000_000
+    full = chunking._GPU_FULL[arithmetic] // (parameters + activations)
+    assert chunk_on_gpu(parameters, activations, 10**15, arithmetic) == full > 10
+    # Half of the memory, in numbers of four bytes, with the copies that a step holds.
+    memory = 2 * 4 * 7 * (8 * parameters + 12 * activations)
+    assert chunk_on_gpu(parameters, activations, memory, arithmetic) == 7
+    assert chunk_on_gpu(10**12, 10**12, memory, arithmetic) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "arithmetic"),
+    [
+        ({}, "float32"),
+        ({"tf32": True}, "tf32"),
+        ({"precision": "bfloat16", "tf32": True}, "bfloat16"),
+        ({"precision": "float64", "tf32": True}, "float64"),
+    ],
+)
+def test_the_rule_knows_every_arithmetic(machine, arithmetic):
+    engine = engine_of(Model(wide(16), nn.Linear(16, 4)), **machine)
+    found = chunking._arithmetic(engine.network, engine.machine.tf32)
+    assert found == arithmetic
+    assert found in chunking._GPU_FULL
+
+
+def test_a_cohort_is_divided_into_equal_chunks():
+    for clients in range(1, 60):
+        for most in range(1, 60):
+            size = even_chunks(clients, most)
+            assert size <= most
+            # As few chunks as with the largest size, and none of them smaller than it must be.
+            assert -(-clients // size) == -(-clients // most)
+            assert size == 1 or -(-clients // (size - 1)) > -(-clients // size)
+
+
+def test_training_follows_equal_chunks(monkeypatch):
+    engine = engine_of(Model(wide(16), nn.Linear(16, 4)), chunk=6)
+    sizes = []
+    whole = engine.workshop.train
+
+    def counted(chunk, *rest):
+        sizes.append(len(chunk.seen))
+        return whole(chunk, *rest)
+
+    monkeypatch.setattr(engine.workshop, "train", counted)
+    method = build("fedavg")
+    cohort = engine.cohort(method, np.arange(10), 0)
+    cohort.train({"model": engine.network.initial()}, {}, method.local)
+    assert sizes == [5, 5]

@@ -163,6 +163,43 @@ def test_a_sample_that_several_clients_hold_is_evaluated_once(monkeypatch):
     np.testing.assert_allclose(some["loss"], shared["loss"][[2, 4]], rtol=1e-12)
 
 
+def test_clients_that_hold_the_same_samples_have_the_values_of_one_of_them():
+    network, data, _ = setting()
+    lists = [[4, 2, 9], [], [9, 2, 4], [4, 2, 9], [30, 2], [], [4, 2, 9]]
+    split = Split.from_lists(lists)
+    assert split.alike.tolist() == [0, 1, 2, 0, 4, 1, 0]
+    # In any order of clients, and for some of them.
+    clients = np.array([6, 4, 3, 5, 2])
+    found = evaluate_shared(network, data, network.initial(), split, clients)
+    for name in ("loss", "accuracy"):
+        wanted = [
+            evaluate_shared(
+                network, data, network.initial(), Split.from_lists([lists[k]]), np.array([0])
+            ).get(name, [np.nan])[0]
+            for k in clients
+        ]
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-12)
+        assert found[name][0] == found[name][2]
+
+
+@pytest.mark.parametrize("personal", [False, True])
+def test_values_are_copied_to_the_host_once(personal, monkeypatch):
+    """Every copy makes the host wait for the device."""
+    network, data, _ = setting()
+    copies = []
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or tensor.to("cpu")
+    )
+    clients = np.arange(CLIENTS)
+    if personal:
+        own = {name: torch.stack([t] * CLIENTS) for name, t in network.initial().items()}
+        found = evaluate_stacked(network, data, own, {}, SPLIT, clients, 2)
+    else:
+        found = evaluate_shared(network, data, network.initial(), SPLIT, clients)
+    assert len(copies) == 1
+    assert set(found) == {"loss", "accuracy"}
+
+
 # ---- metrics of all outputs of a client ----------------------------------------------------------
 
 

@@ -1,21 +1,176 @@
-"""Steps recorded as CUDA graphs."""
+"""Steps recorded and replayed: what is kept, what is dropped, and what happens if it fails."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import dataclass
 
+import pytest
 import torch
+from torch import nn
 
+from equipoise.cli import show
+from equipoise.engine import local, replay
+from equipoise.engine.local import Shape, Span, Workshop
 from equipoise.engine.replay import Replay
+from equipoise.engine.settings import Machine, Training
+from equipoise.methods import build
+from equipoise.models.base import Model
+from equipoise.optimizers import Sgd
+from equipoise.run.api import train
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
+from tests.engine.comparison import distance
+from tests.engine.every_method import SETTINGS, VARIANTS, skipped
+from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
-
-pytestmark = needs_gpu
+from tests.engine.rerun import Rerun
 
 
 @dataclass(frozen=True)
 class Given:
     x: torch.Tensor
+    factor: float = 1.0
+
+
+class Adding:
+    """A program that adds what it is given to a total, and remembers how it was called."""
+
+    def __init__(self, replay, device="cpu"):
+        self.replay, self.total = replay, torch.zeros(3, device=device)
+        self.ran, self.otherwise = 0, 0
+
+    def program(self, given):
+        self.ran += 1
+        for each in given:
+            self.total.add_(each.x * each.factor)
+
+    def another_way(self):
+        self.otherwise += 1
+
+    def __call__(self, value, name="step", owner=0, otherwise=None):
+        inputs = [Given(torch.full((3,), float(value), device=self.total.device))]
+        self.replay.carry_out(owner, name, self.program, lambda: inputs, otherwise)
+
+
+def test_a_program_runs_once_is_recorded_and_then_replayed():
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    for value in (1, 10, 100, 1000):
+        add(value)
+    assert add.total.tolist() == [1111.0] * 3
+    assert (recorder.recorded, len(add.replay)) == (1, 1)
+    # Another name, or another owner, is another program.
+    add(1, name="other")
+    add(1, owner=1)
+    assert recorder.recorded == 1
+    add(1, name="other")
+    assert (recorder.recorded, add.total[0].item()) == (2, 1114.0)
+
+
+def test_another_way_is_taken_until_a_program_is_recorded_the_third_time():
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    for _ in range(4):
+        add(1, otherwise=add.another_way)
+    assert (add.otherwise, recorder.recorded, add.total[0].item()) == (2, 1, 2.0)
+
+
+def test_the_least_recently_used_graph_is_dropped_unless_it_is_in_use(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(replay, "RECENT", 3)
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    for name in ("a", "a", "b", "b"):
+        add(1, name)
+    add(1, "a")
+    assert (recorder.recorded, len(add.replay)) == (2, 2)
+    # "b" was used a call before "a", and 3 calls before this one: it stays, and "c" runs plainly.
+    add(1, "c")
+    add(1, "c")
+    assert recorder.recorded == 2
+    # Now it was used 4 calls before.
+    add(1, "c")
+    assert recorder.recorded == 3
+    ran = add.ran
+    add(1, "a")
+    add(1, "c")
+    add(1, "b")
+    # A replayed program of this recorder runs, too; "b" has lost its recording.
+    assert (recorder.recorded, add.ran - ran, len(add.replay)) == (3, 3, 2)
+    assert add.total[0].item() == 11.0
+
+
+def test_only_so_many_programs_are_remembered(monkeypatch):
+    monkeypatch.setattr(replay, "RECENT", 5)
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    for name in [*range(20), *range(20)]:
+        add(1, name)
+    assert recorder.recorded == 0
+    for name in [*range(5), *range(5)]:
+        add(1, name)
+    assert recorder.recorded == 5
+
+
+def test_all_graphs_are_dropped_when_their_pool_is_too_large():
+    recorder = Rerun(most_bytes=35)
+    add = Adding(Replay(recorder))
+    for name in "abcd":
+        add(1, name)
+        add(1, name)
+    assert (len(add.replay), recorder.bytes, recorder.begun) == (4, 40, 0)
+    add(1, "e")
+    add(1, "e")
+    assert (len(add.replay), recorder.bytes, recorder.begun) == (1, 10, 1)
+    # They are recorded again when they come again.
+    add(1, "a")
+    add(1, "a")
+    assert len(add.replay) == 2
+
+
+def test_a_program_that_needs_more_than_the_pool_should_have_is_not_dropped_again_and_again():
+    recorder = Rerun(most_bytes=5)
+    add = Adding(Replay(recorder))
+    for _ in range(3):
+        for name in "ab":
+            add(1, name)
+    assert (recorder.recorded, recorder.begun) == (2, 0)
+
+
+def test_memory_that_runs_out_is_freed_before_a_program_is_given_up():
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    add(1, "a")
+    add(1, "a")
+    add(1, "b")
+    recorder.fails = [torch.OutOfMemoryError("full")]
+    add(1, "b")
+    assert (len(add.replay), recorder.begun, add.replay.failure) == (1, 1, None)
+    add(1, "c")
+    ended = RuntimeError("the capture has failed")
+    ended.__context__ = torch.OutOfMemoryError("full")
+    recorder.fails = [ended, torch.OutOfMemoryError("still\nfull")]
+    with pytest.warns(UserWarning, match="run from Python: still full"):
+        add(1, "c")
+    assert add.replay.failure == "still full"
+    # Nothing is recorded any more.
+    add(1, "c")
+    assert (recorder.recorded, add.total[0].item()) == (2, 7.0)
+
+
+def test_graphs_of_an_owner_are_forgotten():
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    for owner in (0, 0, 1, 1):
+        add(1, owner=owner)
+    add.replay.forget(0)
+    assert (len(add.replay), recorder.begun) == (1, 0)
+    add(1, owner=0)
+    assert recorder.recorded == 2
+    add.replay.forget(1)
+    assert (len(add.replay), recorder.begun) == (0, 1)
 
 
 class Cycle:
@@ -25,33 +180,292 @@ class Cycle:
         self.held, self.itself = held, self
 
 
-def test_a_graph_freed_by_the_collector_does_not_break_another_recording():
-    """CUDA refuses to destroy a graph while another is captured; a failed recording would be a
-    warning, so an error.
-    """
-    total = torch.zeros(3, device="cuda")
+def test_graphs_that_lose_their_owner_during_a_recording_wait_for_its_end():
+    """CUDA refuses to destroy a graph while another is captured."""
+    old = Replay(Rerun())
+    for _ in range(2):
+        # The recording must not lead back to the object that keeps it.
+        old.carry_out(0, "step", print, list)
+    graph = weakref.ref(old._graphs[(0, "step")][0])
+    garbage = [Cycle(old)]
+    seen = []
 
-    def program(given):
+    class Collecting(Rerun):
+        def record(self, program):
+            seen.append(gc.isenabled())
+            garbage.clear()
+            gc.collect()
+            seen.append(graph() is not None)
+            return super().record(program)
+
+    del old
+    add = Adding(Replay(Collecting()))
+    add(1)
+    assert graph() is not None
+    add(1)
+    assert seen == [False, True]
+    assert graph() is None
+    assert gc.isenabled()
+
+
+def spans_of(*spans):
+    return [
+        Span(turn, first, count, Shape(active, 8, masked, None))
+        for turn, first, count, active, masked in spans
+    ]
+
+
+def test_blocks_end_where_clients_finish_and_where_a_recording_is_full(monkeypatch):
+    monkeypatch.setattr(local, "STEPS_A_GRAPH", 4)
+
+    class Fixed:
+        """A phase whose clients and masks are listed step by step."""
+
+        def __init__(self, *steps):
+            self.steps = steps
+
+        def shape_of(self, step):
+            return Shape(self.steps[step][0], 8, self.steps[step][1], None)
+
+    full, last, fewer = (5, False), (5, True), (3, False)
+    run = Fixed(full, full, full, full, full, full, last, fewer, fewer)
+    spans = list(local._spans([run], [(step, 0) for step in range(9)]))
+    assert spans == spans_of(
+        (0, 0, 4, 5, False), (0, 4, 2, 5, False), (0, 6, 1, 5, True), (0, 7, 2, 3, False)
+    )
+    assert [len(block) for block in local._blocks(spans)] == [1, 2, 1]
+    # Two phases in turns, of which the second ends earlier for some.
+    runs = [Fixed(full, full), Fixed(full, fewer)]
+    spans = list(local._spans(runs, [(0, 0), (0, 1), (1, 0), (1, 1)]))
+    assert [len(block) for block in local._blocks(spans)] == [3, 1]
+
+
+def trained(method, what, recorder=None, *, shapes=None, rounds=4):
+    """Train unequal clients, in chunks of at most four."""
+    federation, model, lr = SETTINGS[what]
+    data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
+    trainer = Trainer(
+        data,
+        made,
+        made.extend(model(), data.shape, 0),
+        Training(
+            rounds=rounds, cohort=7, batch_size=8, epochs=3, optimizer=Sgd(lr=lr, momentum=0.5)
+        ),
+        Machine(device="cpu", precision="float64", chunk=4),
+        Evaluation(every=0),
+        seed=0,
+    )
+    if recorder is not None:
+        trainer.engine.workshop = Workshop(Replay(recorder))
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("fedavg", "images"),
+        ("scaffold", "images"),
+        ("fedrep", "images"),
+        ("ditto", "images"),
+        ("perfedavg, hessian", "images"),
+        ("grace", "images"),
+        ("fedcrc", "text"),
+    ],
+)
+def test_blocks_of_steps_give_the_numbers_of_single_steps(method, what):
+    recorder = Rerun()
+    found, wanted = trained(method, what, recorder), trained(method, what)
+    assert recorder.recorded > 0
+    models = [
+        {f"global {name}": tensor for name, tensor in each.global_model.items()}
+        for each in (found, wanted)
+    ]
+    assert distance(*models, skipped(models[1], what)) <= 1e-9
+
+
+def equal_clients(rounds, recorder, sizes=(20,) * 6):
+    trainer = Trainer(
+        images(sizes=list(sizes)),
+        build("fedavg"),
+        Model(nn.Flatten(), nn.Linear(50, 4)),
+        Training(rounds=rounds, cohort=3, batch_size=8),
+        Machine(device="cpu", chunk=10),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.engine.workshop = Workshop(Replay(recorder))
+    trainer.run()
+    return trainer
+
+
+def test_a_round_of_equal_clients_is_one_replay():
+    recorder = Rerun()
+    trainer = equal_clients(5, recorder)
+    # Two full batches and one of four samples: a recording of the first kind, one of the second
+    # from round 2 on, and from round 3 on one of the whole round.
+    kinds = [name for _, name in trainer.engine.workshop._replay._graphs]
+    steps = [[(count, shape.masked) for _, _, count, shape in name] for name in kinds]
+    assert sorted(steps) == [[(1, False)], [(1, True)], [(2, False), (1, True)]]
+
+
+def test_shapes_of_chunks_that_are_not_used_are_dropped(monkeypatch):
+    monkeypatch.setattr(local, "MOST_SHAPES", 2)
+    recorder = Rerun()
+    engine = equal_clients(4, recorder).engine
+    assert recorder.recorded > 0
+    assert len(engine.workshop._trainings) == 1
+
+    def train_with(clients, round_):
+        method = build("fedavg")
+        cohort = engine.cohort(method, torch.arange(clients).numpy(), round_)
+        cohort.train({"model": engine.network.initial()}, {}, method.local)
+
+    for round_, clients in enumerate((2, 4, 5)):
+        train_with(clients, round_)
+    assert [training.chunk.seen.shape[0] for training in engine.workshop._trainings.values()] == [
+        4,
+        5,
+    ]
+    # The graphs went with the tensors they use.
+    owners = {owner for owner, _ in engine.workshop._replay._graphs}
+    assert owners <= {training.number for training in engine.workshop._trainings.values()}
+    # By bytes, only the newest shape stays.
+    recorder.most_bytes = 1
+    train_with(6, 3)
+    assert len(engine.workshop._trainings) == 1
+
+
+def test_a_run_whose_steps_cannot_be_replayed_says_so_in_its_summary(capsys):
+    refusing = Rerun(fails=[RuntimeError("operation not permitted [b]when[/b] capturing")])
+    with pytest.warns(UserWarning, match="cannot be replayed"):
+        trainer = equal_clients(3, refusing)
+    reason = "operation not permitted [b]when[/b] capturing"
+    assert trainer.summary()["not_replayed"] == reason
+    assert "not_replayed" not in equal_clients(3, Rerun()).summary()
+    run = train(
+        images(splits=(0.6, 0.2, 0.2)), rounds=1, machine=Machine(device="cpu"), model="logistic"
+    )
+    show.run(run)
+    assert "slow" not in capsys.readouterr().out
+    run.summary["not_replayed"] = reason
+    show.run(run)
+    assert f"not replayed on the GPU, because {reason}" in capsys.readouterr().out
+
+
+def test_work_of_the_host_is_done_once_when_steps_have_been_launched():
+    recorder = Rerun()
+    engine = equal_clients(1, recorder).engine
+    done = []
+    # Without a GPU there is nothing to wait for.
+    engine.while_busy(lambda: done.append("now"))
+    assert done == ["now"]
+    engine.workshop.meanwhile.append(lambda: done.append(recorder.recorded))
+    method = build("fedavg")
+    for round_ in range(2):
+        cohort = engine.cohort(method, torch.arange(3).numpy(), round_)
+        cohort.train({"model": engine.network.initial()}, {}, method.local)
+    # The first kind of step was recorded in the round before, the second in this one.
+    assert done == ["now", 2]
+
+
+def test_an_optimizer_that_cannot_be_replayed_is_named():
+    trainer = Trainer(
+        images(),
+        build("fedavg"),
+        Model(nn.Flatten(), nn.Linear(50, 4)),
+        Training(rounds=1, cohort=3, optimizer=Sgd(lr=0.1, momentum=0.9, dampening=0.5)),
+        Machine(device="cpu", chunk=10),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.engine.workshop = Workshop(Replay(Rerun()))
+    trainer.run()
+    assert "dampening=0.5" in trainer.summary()["not_replayed"]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@needs_gpu
+def test_a_graph_freed_by_the_collector_does_not_break_another_recording():
+    """A failed recording would be a warning, so an error."""
+    thresholds = gc.get_threshold()
+    adding = Adding(Replay(), "cuda")
+    for _ in range(2):
+        adding(1)
+    garbage = Cycle(adding.replay)
+    del adding
+    add = Adding(Replay(), "cuda")
+
+    def many_objects(given):
         # Enough new objects to start the collector, were it on.
         for _ in range(2000):
             Cycle([])
-        total.add_(given.x)
+        Adding.program(add, given)
 
-    inputs = Given(torch.ones(3, device="cuda"))
-    forgotten = Replay()
-    for _ in range(2):
-        forgotten.carry_out("step", program, inputs)
-    total.zero_()
-    thresholds = gc.get_threshold()
-    garbage = Cycle(forgotten)
-    replay = Replay()
-    replay.carry_out("step", program, inputs)
-    del garbage, forgotten
+    add.program = many_objects
+    add(1)
+    del garbage
     gc.set_threshold(1, 1, 1)
     try:
-        replay.carry_out("step", program, inputs)
+        add(1)
     finally:
         gc.set_threshold(*thresholds)
-    replay.carry_out("step", program, Given(torch.full((3,), 5.0, device="cuda")))
-    assert len(replay._graphs) == 1
-    assert total.tolist() == [7.0, 7.0, 7.0]
+    add(5)
+    assert len(add.replay) == 1
+    assert add.total.tolist() == [7.0, 7.0, 7.0]
+
+
+@needs_gpu
+def test_many_graphs_in_one_process_under_pressure_of_the_collector():
+    """Replays come and go in cycles while others record, and every capture must succeed."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        garbage = []
+        for _ in range(20):
+            add = Adding(Replay(), "cuda")
+
+            def program(given, add=add):
+                garbage.clear()
+                for _ in range(50):
+                    Cycle([])
+                gc.collect(0)
+                Adding.program(add, given)
+
+            add.program = program
+            for name in range(8):
+                for value in (1, 10, 100):
+                    add(value, name)
+            assert add.replay.failure is None
+            assert len(add.replay) == 8
+            assert add.total.tolist() == [8 * 111.0] * 3
+            garbage.append(Cycle(add))
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@needs_gpu
+def test_graphs_share_their_memory_and_give_it_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    total = torch.zeros((), device="cuda")
+    replay_ = Replay()
+
+    def program(given):
+        room = given[0].x.expand(1 << 22) * 2
+        total.add_(room.sum())
+
+    inputs = [Given(torch.ones(1, device="cuda"))]
+    for name in range(10):
+        for _ in range(3):
+            replay_.carry_out(0, name, program, lambda: inputs)
+    size = 4 << 22
+    assert total.item() == 10 * 3 * 2 * (1 << 22)
+    # Ten programs of 16 MiB each, in a pool for one.
+    assert size <= replay_._recorder.bytes <= 3 * size
+    replay_.forget(0)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < size

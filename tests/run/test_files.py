@@ -4,6 +4,7 @@ time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -161,6 +162,27 @@ def test_a_journal_in_memory_goes_back_to_its_mark(before, after, again):
     journal.rewind(mark)
     journal.append(again)
     assert list(journal) == before + again
+
+
+@pytest.mark.parametrize("use", ["flush", "mark", "digest", "rows", "complete", "append"])
+def test_rows_that_are_written_later_are_there_when_the_journal_is_used(use, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    journal, plain = Journal(path), Journal(None)
+    journal.append([{"round": 1}], later=True)
+    journal.append([{"round": 2}], later=True)
+    assert not path.exists()
+    {
+        "flush": journal.flush,
+        "mark": journal.mark,
+        "digest": lambda: journal.digest,
+        "rows": lambda: list(journal),
+        "complete": lambda: list(journal.complete()),
+        "append": lambda: journal.append([]),
+    }[use]()
+    assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
+    assert journal.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    plain.append([{"round": 1}], later=True)
+    assert plain.mark() == 1
 
 
 def test_a_journal_on_disk_goes_back_to_its_mark(tmp_path):

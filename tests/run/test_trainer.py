@@ -14,6 +14,7 @@ from torch import nn
 from equipoise import Evaluation, Federation, Machine, Training, train
 from equipoise.data import load as load_data
 from equipoise.data.augment import Crop, Flip
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Split
 from equipoise.method import LocalRule
@@ -61,6 +62,22 @@ def distance(found, wanted):
 
 
 # ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_rows_that_wait_for_a_busy_device_are_written_in_any_case(tmp_path, monkeypatch):
+    """Also if no device is ever busy, and if the run is broken off."""
+    small_run(tmp_path / "whole")
+    monkeypatch.setattr(StackedEngine, "while_busy", lambda engine, work: None)
+    small_run(tmp_path / "waiting")
+    with pytest.raises(Stop):
+        small_run(tmp_path / "broken off", on_round=stop_after(3))
+    whole, waiting, broken_off = (
+        (tmp_path / name / "metrics.jsonl").read_text()
+        for name in ("whole", "waiting", "broken off")
+    )
+    assert waiting == whole
+    assert json.loads(broken_off.splitlines()[-1])["round"] == 3
+    assert whole.startswith(broken_off)
 
 
 @pytest.mark.parametrize(
