@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
+import hypothesis
 import pytest
 
 import equipoise.cli
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("equipoise", deadline=None)
+hypothesis.settings.load_profile("equipoise")
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ from tests.flower.loop import own_nodes, run_on_loop, through_bytes, write_exper
 QUICK, LONG = (
     settings(
         max_examples=count,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

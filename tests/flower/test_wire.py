@@ -77,7 +77,7 @@ def test_the_order_of_names_survives():
         max_leaves=8,
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_nested_values_are_put_together_again(value):
     assert unpack(*pack(value)) == value
 

@@ -34,7 +34,6 @@ def fuzz(suite, folder, cases):
     @settings(
         max_examples=cases,
         derandomize=True,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

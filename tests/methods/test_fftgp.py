@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.data import load
@@ -49,7 +49,6 @@ def test_equations_8_to_11_by_hand():
     assert found.tolist() == pytest.approx([0.423221, 0.231086, 0.345693], abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0.1, 1), st.floats(0.05, 2), st.floats(-0.3, 0.3)),
@@ -100,7 +99,6 @@ def test_weights_outside_the_simplex_are_clipped_and_scaled():
     assert found.tolist() == pytest.approx([1 / 1.3, 0.0, 0.3 / 1.3])
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 1), st.floats(-5, 5), st.floats(-5, 5), st.floats(0, 1)),
