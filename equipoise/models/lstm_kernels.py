@@ -7,8 +7,10 @@ is written. The gradient goes backwards in the same way, one kernel a step; that
 one product over all steps at its end.
 
 There are no atomic operations, and tiles depend on neither the number of clients nor their data:
-the same input gives the same bits, independent of the other clients of the stack. Only imported
-where Triton is installed: see ``equipoise.models.layers``.
+the same input gives the same bits, independent of the other clients of the stack. The gradients of
+the weights and of the first output are products of PyTorch, which depend on the number of clients
+up to rounding, as those of linear layers do. Only imported where Triton is installed: see
+``equipoise.models.layers``.
 """
 
 from __future__ import annotations
