@@ -27,12 +27,12 @@ from equipoise.models.recurrent import recurrence
 
 # Units of a program, how many products are summed at a time, and how a program is run: by how
 # products are computed, measured on an H200. They do not depend on data or clients.
+_IN_FLOAT32 = {"UNITS": 64, "INNER": 32, "num_warps": 4, "num_stages": 3}
 _FORWARD: dict[str, dict[str, Any]] = {
-    "ieee": {"UNITS": 64, "INNER": 32, "num_warps": 4, "num_stages": 3},
+    "ieee": _IN_FLOAT32,
     "tf32x3": {"UNITS": 32, "INNER": 32, "num_warps": 4, "num_stages": 3},
     "tf32": {"UNITS": 32, "INNER": 32, "num_warps": 4, "num_stages": 3},
 }
-_IN_FLOAT32 = {"UNITS": 64, "INNER": 32, "num_warps": 4, "num_stages": 3}
 _BACKWARD: dict[str, dict[str, Any]] = {
     "ieee": _IN_FLOAT32,
     # Backward, one product in float32 is faster than three in TF32.
