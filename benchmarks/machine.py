@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,7 +223,10 @@ def measured_apart(device: str, *, tf32: bool, threads: int) -> Rates:
     command = [sys.executable, "-m", "benchmarks.machine", "--device", device, "--json"]
     command += ["--threads", str(threads), *(["--tf32"] if tf32 else [])]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=variables, cwd=root, check=False
+    )
     if done.returncode:
         raise RunError(f"the machine's rates could not be measured:\n{done.stderr}")
     return Rates(**json.loads(done.stdout))

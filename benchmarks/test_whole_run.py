@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.whole_run import Setting, by_engine, by_loop, compare, in_turn, 
 from equipoise import Federation, Machine, Training
 from equipoise.models import build
 from equipoise.optimizers import Schedule, Sgd
+from equipoise.study import load_study
 
 SIZES = (3, 7, 4, 1)
 
@@ -91,3 +93,10 @@ def test_the_report_extrapolates_by_steps(setting: Setting) -> None:
     assert report["ratio"] == pytest.approx(
         report["loop_seconds_extrapolated"] / report["engine_seconds"]
     )
+
+
+def test_pfls_setting_is_a_study() -> None:
+    study = load_study(Path(__file__).with_name("pfl-cifar10.yaml"))
+    training = study.jobs[0].experiment.training
+    assert (training.rounds, training.cohort, training.batch_size) == (1500, 50, 10)
+    assert study.jobs[0].experiment.plain()["data"]["partition"]["clients"] == 1000
