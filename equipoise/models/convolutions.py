@@ -68,7 +68,7 @@ class Tile:
 
 
 def precision_on(device: torch.device) -> str:
-    """Return the precision that PyTorch's settings allow a convolution on a device: see :func:`convolve`."""
+    """Return the precision that PyTorch's settings allow on a device: see :func:`convolve`."""
     if torch.is_autocast_enabled("cuda"):
         return "bfloat16"
     if device.type != "cuda":  # Triton's interpreter.
@@ -78,9 +78,9 @@ def precision_on(device: torch.device) -> str:
     return "split" if pay_on(device) else "ieee"
 
 
-# Where entries of a kernel begin to be counted. Places and channels follow from an entry's number by
-# division. If the compiler knows that the number is small it divides in 8 bits, two numbers at a
-# time, and the assembler of CUDA 12.8 gets some of these wrong on an H200.
+# Where entries of a kernel begin to be counted. Places and channels follow from an entry's number
+# by division. If the compiler knows that the number is small, it divides in 8 bits, two numbers at
+# a time, and results were wrong on an H200 (Triton 3.6).
 _ORIGIN = 0
 
 
@@ -296,7 +296,8 @@ def _gather(
         else:
             total = tl.dot(values, factors, total, input_precision="ieee")
     if BIASED:
-        total += tl.load(bias + client * RESULTS + result, mask=result < RESULTS, other=0.0)[None, :]
+        added = tl.load(bias + client * RESULTS + result, mask=result < RESULTS, other=0.0)
+        total += added[None, :]
     if RELU:
         # What is not a number stays so.
         total = tl.where(total <= 0, 0.0, total)
@@ -316,6 +317,14 @@ def _first_part(x: tl.tensor) -> tl.tuple:
     """Round to bfloat16, and return what is left too."""
     first = x.to(tl.bfloat16)
     return first, x - first.to(tl.float32)
+
+
+@triton.jit
+def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
+    """Say of which sample, row and column pixels are that are counted through all samples."""
+    sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)
+    row, column = pixel % (ROWS * COLUMNS) // COLUMNS, pixel % COLUMNS
+    return sample[:, None], row[:, None], column[:, None]
 
 
 @triton.jit(do_not_specialize=["pixels", "length", "origin"])
@@ -390,9 +399,7 @@ def _weight_sums(
     end = tl.minimum(begin + length, pixels)
     for done in range(begin, end, K):
         pixel = done + along
-        sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)[:, None]
-        row = (pixel % (ROWS * COLUMNS) // COLUMNS)[:, None]
-        column = (pixel % COLUMNS)[:, None]
+        sample, row, column = _place_of(pixel, ROWS, COLUMNS)
         exists = (pixel < end)[:, None]
         top, left = row * STRIDE_DOWN, column * STRIDE_ACROSS
         inside = exists & (top + down >= 0) & (top + down < HEIGHT)
@@ -426,7 +433,10 @@ def _weight_sums(
             total = tl.dot(tl.trans(values.to(tl.bfloat16)), change.to(tl.bfloat16), total)
         else:
             total = tl.dot(
-                tl.trans(values), change, total, input_precision="tf32" if PRECISION == "tf32d" else PRECISION
+                tl.trans(values),
+                change,
+                total,
+                input_precision="tf32" if PRECISION == "tf32d" else PRECISION,
             )
     own = sums + (client * pieces + piece) * (RESULTS * (ALL + BIASED))
     tl.store(
@@ -434,14 +444,12 @@ def _weight_sums(
         total,
         mask=(entry < ALL)[:, None] & wanted,
     )
-    if BIASED:
+    if BIASED:  # noqa: SIM102
         if first == 0:
             of_bias = tl.zeros((N,), dtype=tl.float32)
             for done in range(begin, end, K):
                 pixel = done + along
-                sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)[:, None]
-                row = (pixel % (ROWS * COLUMNS) // COLUMNS)[:, None]
-                column = (pixel % COLUMNS)[:, None]
+                sample, row, column = _place_of(pixel, ROWS, COLUMNS)
                 change = tl.load(
                     changes + (sample * u_sample + row * u_row + column * u_column),
                     mask=(pixel < end)[:, None] & wanted,
@@ -497,8 +505,8 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     clients, out, channels, *kernel = one.shape
     places = math.prod(kernel)
     entries_first = precision == "ieee"
-    # What becomes the last axis is that of rows. If it is the first axis of the weights now, there is
-    # one matrix; else there is one for each of that axis.
+    # Rows become the last axis. There is one matrix if the weights' first axis becomes the last,
+    # else one for each index of that axis.
     single = transposed != entries_first
     rows, columns = (out, channels * places) if single else (channels, places)
     parts = 2 if precision == "split" else 1
@@ -659,7 +667,7 @@ def _named(kernel: tuple[int, int], geometry: Geometry) -> dict[str, int]:
 
 
 def _packs(channels: int, inner: int) -> bool:
-    """Say whether partial products over channels at one place of the kernel would be mostly empty."""
+    """Say whether much of a partial product would be empty at one place of the kernel."""
     return triton.cdiv(channels, inner) * inner > 1.25 * channels
 
 
@@ -816,7 +824,10 @@ class StackedConvolution(torch.autograd.Function):
 
 
 class StackedInputGradient(torch.autograd.Function):
-    """The gradient of a convolution by its input, which is linear in the upper gradient and in the weights."""
+    """The gradient of a convolution by its input.
+
+    It is linear in the upper gradient and in the weights.
+    """
 
     @staticmethod
     def forward(
@@ -853,7 +864,10 @@ class StackedInputGradient(torch.autograd.Function):
 
 
 class StackedWeightGradient(torch.autograd.Function):
-    """The gradient of a convolution by weights and bias, which is linear in the input and in the upper gradient."""
+    """The gradient of a convolution by weights and bias.
+
+    It is linear in the input and in the upper gradient.
+    """
 
     @staticmethod
     def forward(
@@ -874,9 +888,7 @@ class StackedWeightGradient(torch.autograd.Function):
         ctx.save_for_backward(x, upper)
 
     @staticmethod
-    def backward(
-        ctx: Any, of_weight: Tensor, of_bias: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_weight: Tensor, of_bias: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient by the input and by the upper gradient."""
         x, upper = ctx.saved_tensors
         how = ctx.geometry, ctx.precision

@@ -30,7 +30,10 @@ from equipoise.models.layers import masked_norm
 
 @cache
 def work_on(device: torch.device) -> bool:
-    """Say whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
+    """Say whether Triton can build and launch kernels for a device.
+
+    It needs a recent GPU and a C compiler.
+    """
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2), False)
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
@@ -200,8 +203,11 @@ def _normalise(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Put the tiles' moments together, and normalise a tile; the first one also writes the statistics."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    """Combine the tiles' moments, and normalise a tile.
+
+    The first tile also writes the statistics.
+    """
+    tile = tl.program_id(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     counts = _of_tiles(moments, unit, exists, 0, 3, TILES)
     means = _of_tiles(moments, unit, exists, 1, 3, TILES)
@@ -268,7 +274,10 @@ def _gradient_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the sums over every tile of the upper gradient, and of its product with the normalised input."""
+    """Write two sums over every tile.
+
+    They are those of the upper gradient, and of its product with the normalised input.
+    """
     tile, tiles = tl.program_id(1), tl.num_programs(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
@@ -324,8 +333,11 @@ def _gradient(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Write the gradient by a tile of the input; the first tile also writes those by weight and bias."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    """Write the gradient by a tile of the input.
+
+    The first tile also writes the gradients by weight and bias.
+    """
+    tile = tl.program_id(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     through_bias = tl.sum(_of_tiles(sums, unit, exists, 0, 2, TILES), axis=1)
     through_weight = tl.sum(_of_tiles(sums, unit, exists, 1, 2, TILES), axis=1)
@@ -371,7 +383,9 @@ def norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise a client's batch by its own statistics, as :func:`equipoise.models.layers.masked_norm` does.
+    """Normalise a client's batch by its own statistics.
+
+    :func:`equipoise.models.layers.masked_norm` does the same.
 
     Parameters
     ----------
@@ -402,7 +416,10 @@ def norm(
 
 
 class StackedNorm(torch.autograd.Function):
-    """What :func:`norm` does for clients stacked along a leading axis; also gives what the gradient needs."""
+    """What :func:`norm` does for clients stacked along a leading axis.
+
+    It also returns what the gradient needs.
+    """
 
     @staticmethod
     def forward(
@@ -528,7 +545,10 @@ class StackedNorm(torch.autograd.Function):
 def _plain_norm(
     mask: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
 ) -> Callable[..., Tensor]:
-    """Make the function of input, weight and bias that the kernels compute, of operations that can be differentiated."""
+    """Return the function of input, weight and bias that the kernels compute.
+
+    It consists of operations that can be differentiated.
+    """
 
     def of_one(
         x: Tensor,
@@ -552,7 +572,10 @@ def _plain_norm(
 
 
 def _tiling(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Choose tiles from one client's shape alone, and as few shapes of them as can be: each is compiled once."""
+    """Choose tiles from one client's shape alone.
+
+    There are few shapes of tiles, because each is compiled once.
+    """
     clients, samples, channels, positions = x.shape
     together = min(triton.next_power_of_2(channels), _CHANNELS_OF_TILE) if x.stride(2) == 1 else 1
     columns = min(triton.next_power_of_2(positions), max(_TILE // (4 * together), 1))
@@ -584,7 +607,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Bring the axis that ``vmap`` hides to the front, and make one axis of it and the axis of clients behind it."""
+    """Merge the axis that ``vmap`` hides with the axis of clients, and bring it to the front."""
     if tensor is None:
         return None
     stacked = tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -720,7 +743,10 @@ def max_pool(x: Tensor, window: tuple[int, int], relu: bool = False) -> Tensor:
 
 
 class StackedMaxPool(torch.autograd.Function):
-    """What :func:`max_pool` does for clients stacked along a leading axis; also says which value has won."""
+    """What :func:`max_pool` does for clients stacked along a leading axis.
+
+    It also returns which value has won.
+    """
 
     @staticmethod
     def forward(x: Tensor, window: tuple[int, int], relu: bool) -> tuple[Tensor, Tensor]:
@@ -778,7 +804,10 @@ class StackedMaxPool(torch.autograd.Function):
 
 
 def _order_of_planes(x: Tensor) -> list[int]:
-    """List the axes in the order of memory, with height and width side by side: channels may follow them."""
+    """List the axes in the order of memory, with height and width side by side.
+
+    Channels may follow them.
+    """
     leading = sorted(range(3), key=x.stride, reverse=True)
     if leading[2] == 2 and x.shape[2] > 1 and x.stride(2) < x.stride(4):
         return [*leading[:2], 3, 4, 2]
@@ -786,7 +815,7 @@ def _order_of_planes(x: Tensor) -> list[int]:
 
 
 def _in_planes(x: Tensor, order: Sequence[int]) -> Tensor:
-    """View clients, samples and channels as ``[planes, height, width, inner]``, channels innermost or not."""
+    """View images as ``[planes, height, width, inner]``; ``inner`` is 1 or the channels."""
     laid_out = x.permute(*order)
     if order[-1] == 2:
         return laid_out.flatten(0, 1)
@@ -809,7 +838,7 @@ def _pooling(
 def _plain_pool_gradient(
     upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]
 ) -> Tensor:
-    """Return every window's gradient to the value that has won, by operations that can be differentiated."""
+    """Return every window's gradient to its winner, by operations that can be differentiated."""
     candidates = torch.arange(window[0] * window[1], device=winner.device)
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)
     images = shares.unflatten(-1, window).transpose(-3, -2).flatten(-4, -3).flatten(-2)

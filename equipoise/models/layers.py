@@ -32,7 +32,7 @@ L = TypeVar("L", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Forward:
-    """What a layer must know about the forward pass it takes part in: set by the engine, read by the layers below.
+    """What layers must know about a forward pass: set by the engine, read by the layers below.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ _part = ""
 
 @contextmanager
 def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
-    """Make ``forward`` what the layers of this module see while the block runs, which applies a part of the model."""
+    """Show the layers of this module ``forward`` while the block applies a part of the model."""
     global _current, _calls, _part
     before, _current, _calls, _part = (_current, _calls, _part), forward, {}, part
     try:
@@ -72,7 +72,10 @@ def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
 
 
 def enter_part(part: str) -> None:
-    """Say that the current pass goes on with another part of the model, whose functions draw numbers of their own."""
+    """Say that the current pass goes on with another part of the model.
+
+    The functions of each part draw random numbers of their own.
+    """
     global _part
     _part = part
 
@@ -140,7 +143,7 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Return the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
+    """Return the module of GPU kernels if they can serve this pass, else ``None``."""
     if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
         return None
     return _module_with_triton("kernels", x.device)
@@ -148,7 +151,7 @@ def _kernels(x: Tensor) -> Any:
 
 @cache
 def _module_with_triton(name: str, device: torch.device) -> Any:
-    """Import a module of GPU kernels when it is first needed; ``None`` if Triton is missing or does not work.
+    """Import a module of GPU kernels when it is first needed; ``None`` if Triton does not work.
 
     Triton takes long to import, and builds of PyTorch for CPUs do not have it.
     """
@@ -190,7 +193,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
+        """Say whether a layer normalises as PyTorch's do, and does nothing else."""
         kind = type(layer)
         usual = (
             kind.forward is nn.modules.batchnorm._BatchNorm.forward
@@ -343,7 +346,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _nested() -> bool:
-    """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+    """Say whether one transform of ``torch.func`` is inside another, as a gradient in ``vmap``.
 
     PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
     variance as constants if they are differentiated again
@@ -406,7 +409,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        """Say whether a layer is an ordinary linear one, without hooks as of ``weight_norm``."""
         return type(layer) is nn.Linear and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -424,7 +427,7 @@ class Linear(nn.Linear):
 
 
 def _split_products(x: Tensor) -> Any:
-    """Return the module of split products if they can serve a matrix and are faster than float32 products."""
+    """Return the module of split products if they can serve a matrix and are faster."""
     in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     if not in_float32 or x.dim() != 2 or torch.backends.cuda.matmul.allow_tf32 or transforms():
         return None
@@ -491,7 +494,7 @@ class Convolution(nn.Conv2d):
 
 
 def _convolutions(x: Tensor, weight: Tensor) -> Any:
-    """Return the module of convolutions if this is a pass of stacked clients that they can serve, else ``None``."""
+    """Return the module of convolutions if they can serve this pass, else ``None``."""
     if _current is None or not _current.stacked or not x.is_cuda or x.dim() != 4:
         return None
     lowered = torch.is_autocast_enabled("cuda")
@@ -504,7 +507,7 @@ def _convolutions(x: Tensor, weight: Tensor) -> Any:
 
 
 class _PatchProduct(torch.autograd.Function):
-    """The convolution of stacked clients as a product of patches and weights, one matrix product a client.
+    """The convolution of stacked clients as one matrix product of patches and weights a client.
 
     Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading
     axis of clients.
@@ -569,7 +572,7 @@ class _PatchProduct(torch.autograd.Function):
 
 
 def _weight_matrix(weight: Tensor) -> Tensor:
-    """Lay weights ``[clients, out, in, height, width]`` out as ``[clients, height * width * in, out]``."""
+    """Reorder weights to ``[clients, height * width * in, out]``."""
     return weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
 
 
@@ -581,7 +584,10 @@ def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
 def _window(
     images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """View ``size`` pixels from ``first`` on, in steps of ``stride``; images are ``[..., height, width, channels]``."""
+    """View ``size`` pixels from ``first`` on, in steps of ``stride``.
+
+    Images are ``[..., height, width, channels]``.
+    """
     down, across = (
         slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True)
     )
@@ -591,7 +597,10 @@ def _window(
 def _cut(
     images: Tensor, kernel: Sequence[int], stride: Sequence[int]
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Cut channels-last images into patches ``[clients, samples * height * width, kernel * channels]``."""
+    """Cut channels-last images into patches.
+
+    These are ``[clients, samples * height * width, kernel * channels]``.
+    """
     height, width = (
         (n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True)
     )
@@ -628,7 +637,7 @@ class MaxPool(nn.MaxPool2d):
         return self.pooled(x, relu=False)
 
     def pooled(self, x: Tensor, *, relu: bool) -> Tensor:
-        """Take the maximum over windows, of a batch whose negative values are set to zero if asked to."""
+        """Take the maximum over windows, after a ReLU if asked to."""
         down, across = self.window
         # The kernels note a window's winner in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
@@ -639,7 +648,7 @@ class MaxPool(nn.MaxPool2d):
 
 
 class Sequential(nn.Sequential):
-    """A sequence of layers that on a GPU lets the layer before or after a ReLU do its work for stacked clients.
+    """A sequence of layers in which a neighbour does the work of a ReLU, stacked on a GPU.
 
     A convolution's kernel sets negative results to zero before it writes them. Where max-pooling
     follows, its kernel does: the maximum is the same, and so is the gradient.
@@ -695,7 +704,10 @@ def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose padding row never moves, stacked or not: PyTorch's rule for ``vmap`` forgets about it."""
+    """An embedding whose padding row never moves, stacked or not.
+
+    PyTorch's rule for ``vmap`` moves it.
+    """
 
     def __init__(self, layer: nn.Embedding) -> None:
         super().__init__(
@@ -757,14 +769,15 @@ def convert(module: nn.Module) -> nn.Module:
         nonlocal dropouts
         if type(layer) in DROPOUTS:
             dropouts += 1
-            return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
+            probability, channels = cast(nn.Dropout, layer).p, type(layer) is not nn.Dropout
+            return _watch(Dropout(probability, dropouts, channels), layer)
         if Recurrent.replaces(layer):
             recurrent = cast(nn.RNNBase, layer)
             dropouts += bool(recurrent.dropout)
             return Recurrent(recurrent, dropouts)
         if Sequential.replaces(layer):
             sequence = Sequential()
-            sequence._modules.update(layer._modules)
+            sequence._modules.update(layer._modules)  # type: ignore[arg-type]
             sequence.training = layer.training
             return sequence
         for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
