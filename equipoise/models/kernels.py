@@ -135,6 +135,24 @@ def _of_tiles(
     return tl.load(table + of, mask=exists[:, None] & (each < tiles)[None, :], other=0.0)
 
 
+@triton.jit
+def _through_relu(
+    change: tl.tensor,
+    normalised: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    unit: tl.tensor,
+    exists: tl.tensor,
+    AFFINE: tl.constexpr,
+) -> tl.tensor:
+    """Return the gradient before a ReLU, whose input is computed once more."""
+    values = normalised
+    if AFFINE:
+        values = values * _spread(tl.load(weight + unit, mask=exists, other=0.0))
+        values += _spread(tl.load(bias + unit, mask=exists, other=0.0))
+    return tl.where(values <= 0, 0.0, change)
+
+
 @triton.jit(do_not_specialize=["samples"])
 def _moments(
     x: tl.tensor,
@@ -197,6 +215,7 @@ def _normalise(
     y_channel: tl.tensor,
     y_position: tl.tensor,
     AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     TRACKED: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
@@ -246,6 +265,9 @@ def _normalise(
     if AFFINE:
         values = values * _spread(tl.load(weight + unit, mask=exists, other=0.0))
         values += _spread(tl.load(bias + unit, mask=exists, other=0.0))
+    if RELU:
+        # What is not a number stays so.
+        values = tl.where(values <= 0, 0.0, values)
     tl.store(
         _places(y, client, channel, rows, columns, y_client, y_sample, y_channel, y_position),
         values,
@@ -257,6 +279,8 @@ def _normalise(
 def _gradient_sums(
     upper: tl.tensor,
     x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
     used: tl.tensor,
     sums: tl.tensor,
     samples: tl.tensor,
@@ -270,6 +294,8 @@ def _gradient_sums(
     x_sample: tl.tensor,
     x_channel: tl.tensor,
     x_position: tl.tensor,
+    AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -295,6 +321,8 @@ def _gradient_sums(
     mean = tl.load(used + unit * 3, mask=exists, other=0.0)
     scale = tl.load(used + unit * 3 + 1, mask=exists, other=0.0)
     normalised = (values - _spread(mean)) * _spread(scale)
+    if RELU:
+        change = _through_relu(change, normalised, weight, bias, unit, exists, AFFINE)
     to = sums + unit.to(tl.int64) * 2 * tiles + tile
     tl.store(to, _total(change), mask=exists)
     tl.store(to + tiles, _total(change * normalised), mask=exists)
@@ -306,6 +334,7 @@ def _gradient(
     x: tl.tensor,
     of_x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     mask: tl.tensor,
     used: tl.tensor,
     sums: tl.tensor,
@@ -327,6 +356,7 @@ def _gradient(
     o_channel: tl.tensor,
     o_position: tl.tensor,
     AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     MASKED: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
@@ -360,6 +390,8 @@ def _gradient(
     )
     # Padding is normalised like samples, but statistics do not depend on it.
     normalised = (values - _spread(mean)) * _spread(scale)
+    if RELU:
+        change = _through_relu(change, normalised, weight, bias, unit, exists, AFFINE)
     through_statistics = _spread(through_bias) + normalised * _spread(through_weight)
     kept = _kept(mask, client, rows, samples, MASKED)
     change -= tl.where(kept[None, :, None], _spread(share) * through_statistics, 0.0)
@@ -382,6 +414,7 @@ def norm(
     *,
     momentum: float,
     eps: float,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise a client's batch by its own statistics.
 
@@ -403,6 +436,8 @@ def norm(
         How far the running statistics move.
     eps : float
         What is added to the variance.
+    relu : bool
+        Whether negative results become zero.
 
     Returns
     -------
@@ -411,7 +446,7 @@ def norm(
     """
     given = (x, weight, bias, mask, running_mean, running_var)
     stacked = (None if tensor is None else tensor.unsqueeze(0) for tensor in given)
-    y, new_mean, new_var, _ = StackedNorm.apply(*stacked, momentum, eps)
+    y, new_mean, new_var, _ = StackedNorm.apply(*stacked, momentum, eps, relu)
     return _one_client(y), new_mean.squeeze(0), new_var.squeeze(0)
 
 
@@ -431,6 +466,7 @@ class StackedNorm(torch.autograd.Function):
         var: Tensor | None,
         momentum: float,
         eps: float,
+        relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Normalise."""
         values = _flat(x)
@@ -471,6 +507,7 @@ class StackedNorm(torch.autograd.Function):
                 *values.stride(),
                 *y.stride(),
                 AFFINE=weight is not None,
+                RELU=relu,
                 TRACKED=mean is not None,
                 TILES=triton.next_power_of_2(tiles),
                 **options,
@@ -480,7 +517,7 @@ class StackedNorm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the gradient needs."""
-        *tensors, ctx.momentum, ctx.eps = inputs
+        *tensors, ctx.momentum, ctx.eps, ctx.relu = inputs
         _, *statistics = output
         ctx.mark_non_differentiable(*statistics)
         ctx.save_for_backward(*tensors, statistics[-1])
@@ -489,15 +526,15 @@ class StackedNorm(torch.autograd.Function):
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient by input, weight and bias."""
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
-        none = (None,) * 5
+        none = (None,) * 6
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
             affine = () if weight is None else (weight, bias)
-            plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps)
+            plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps, ctx.relu)
             of_x, *of_affine = torch.func.vjp(plain, x, *affine)[1](upper)
             return of_x, *(of_affine or (None, None)), *none
         values, change = _flat(x), _flat(upper)
-        weight, mask, used = (_dense(tensor) for tensor in (weight, mask, used))
+        weight, bias, mask, used = (_dense(tensor) for tensor in (weight, bias, mask, used))
         clients, samples, channels, positions = values.shape
         grid, options = _tiling(values)
         tiles = grid[1]
@@ -507,12 +544,16 @@ class StackedNorm(torch.autograd.Function):
         sizes = samples, positions, channels
         strides = *change.stride(), *values.stride()
         with torch.cuda.device_of(x):
-            _gradient_sums[grid](change, values, used, sums, *sizes, *strides, **options)
+            kind = {"AFFINE": weight is not None, "RELU": ctx.relu}
+            _gradient_sums[grid](
+                change, values, weight, bias, used, sums, *sizes, *strides, **kind, **options
+            )
             _gradient[grid](
                 change,
                 values,
                 of_x,
                 weight,
+                bias,
                 mask,
                 used,
                 sums,
@@ -521,7 +562,7 @@ class StackedNorm(torch.autograd.Function):
                 *sizes,
                 *strides,
                 *of_x.stride(),
-                AFFINE=weight is not None,
+                **kind,
                 MASKED=mask is not None,
                 TILES=triton.next_power_of_2(tiles),
                 **options,
@@ -543,7 +584,12 @@ class StackedNorm(torch.autograd.Function):
 
 
 def _plain_norm(
-    mask: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+    mask: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
 ) -> Callable[..., Tensor]:
     """Return the function of input, weight and bias that the kernels compute.
 
@@ -558,7 +604,8 @@ def _plain_norm(
         mean: Tensor | None,
         var: Tensor | None,
     ) -> Tensor:
-        return masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)[0]
+        y, *_ = masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)
+        return y.relu() if relu else y
 
     def of_all(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         rows = x.new_ones(x.shape[:2]) if mask is None else mask

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -211,8 +211,13 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch ``[samples, channels, ...]``."""
+        return self.normalised(x, relu=False)
+
+    def normalised(self, x: Tensor, *, relu: bool) -> Tensor:
+        """Normalise a batch, and set what is negative to zero if asked to."""
         if _current is None:
-            return super().forward(x)
+            y = super().forward(x)
+            return y.relu() if relu else y
         if self.weight is not None:
             # Autocast may have lowered the input; statistics stay in the precision of the
             # parameters.
@@ -220,14 +225,16 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
         if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            return F.batch_norm(
+            y = F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        if (kernels := _kernels(x)) is not None:
-            return self._followed(kernels.norm, x, mask)
-        if mask is None and not lone and not _nested():
-            return self._whole(x)
-        return self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+        elif (kernels := _kernels(x)) is not None:
+            return self._followed(partial(kernels.norm, relu=relu), x, mask)
+        elif mask is None and not lone and not _nested():
+            y = self._whole(x)
+        else:
+            y = self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+        return y.relu() if relu else y
 
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
@@ -650,8 +657,8 @@ class MaxPool(nn.MaxPool2d):
 class Sequential(nn.Sequential):
     """A sequence of layers in which a neighbour does the work of a ReLU, stacked on a GPU.
 
-    A convolution's kernel sets negative results to zero before it writes them. Where max-pooling
-    follows, its kernel does: the maximum is the same, and so is the gradient.
+    The kernels of convolutions and BatchNorm set negative results to zero before they write them.
+    Where max-pooling follows, its kernel does: the maximum is the same, and so is the gradient.
     """
 
     @staticmethod
@@ -660,7 +667,7 @@ class Sequential(nn.Sequential):
         if type(layer) is not nn.Sequential or has_hooks(layer):
             return False
         return any(
-            (_is_relu(second) and Convolution.replaces(first))
+            (_is_relu(second) and (Convolution.replaces(first) or BatchNorm.replaces(first)))
             or (_is_relu(first) and MaxPool.replaces(second))
             for first, second in pairwise(layer)
         )
@@ -681,13 +688,12 @@ class Sequential(nn.Sequential):
             after, index = layers[index + 1], index + 1
             if _is_relu(layer) and type(after) is MaxPool and not has_hooks(after):
                 x, index = after.pooled(x, relu=True), index + 1
-            elif (
-                type(layer) is Convolution
-                and not has_hooks(layer)
-                and _is_relu(after)
-                and type(layers[index + 1]) is not MaxPool
-            ):
+            elif not _is_relu(after) or has_hooks(layer) or type(layers[index + 1]) is MaxPool:
+                x = layer(x)
+            elif type(layer) is Convolution:
                 x, index = layer.convolved(x, relu=True), index + 1
+            elif type(layer) is BatchNorm:
+                x, index = layer.normalised(x, relu=True), index + 1
             else:
                 x = layer(x)
         return x

@@ -253,12 +253,22 @@ def test_layers_use_the_kernels_for_stacked_clients_only(everywhere):
     ("body", "calls"),
     [
         ([nn.Conv2d(2, 3, 2), nn.ReLU()], ["conv"]),
-        ([nn.Conv2d(2, 3, 2), nn.ReLU(), nn.MaxPool2d(2)], ["conv", "pool"]),
-        ([nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(2, 3, 2)], ["pool", "conv"]),
+        ([nn.Conv2d(2, 3, 2), nn.ReLU(), nn.MaxPool2d(2)], ["conv", "kernel"]),
+        ([nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(2, 3, 2)], ["kernel", "conv"]),
         ([nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), nn.Tanh()], ["conv", "conv"]),
         ([nn.ReLU(), nn.MaxPool2d(2, stride=1), nn.Conv2d(2, 3, 2), nn.ReLU()], ["conv"]),
+        ([nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 3, 2)], ["kernel", "conv"]),
+        ([nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)], ["kernel", "kernel"]),
     ],
-    ids=["convolution", "both", "pooling", "two convolutions", "other pooling"],
+    ids=[
+        "convolution",
+        "both",
+        "pooling",
+        "two convolutions",
+        "other pooling",
+        "norm",
+        "norm, pool",
+    ],
 )
 def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch):
     plain = nn.Sequential(*body).to(DEVICE)
@@ -267,14 +277,14 @@ def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch)
     plain.float()
     own = convert(plain)
     assert type(own) is Sequential
-    assert list(own.state_dict()) == list(plain.state_dict())
+    assert list(dict(own.named_parameters())) == list(dict(plain.named_parameters()))
     assert_near(own(x), wanted, 1e-3)
     monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
     relus = []
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: relus.append(self) or x.relu())
     with forward_pass(Forward(train=True, stacked=True)):
         assert_near(own(x), wanted)
-    names = {convolutions: "conv", kernels: "pool"}
+    names = {convolutions: "conv", kernels: "kernel"}
     assert [names[module] for module in everywhere] == calls
     assert len(relus) == (1 if calls == ["conv"] and len(body) == 4 else 0)
 

@@ -196,6 +196,33 @@ def test_norm_of_images_whose_positions_do_not_follow_each_other():
     assert torch.equal(normalised(odd, *given)[0], normalised(x, *given)[0])
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_norm_does_the_work_of_relu(affine):
+    x, mask = normal(CLIENTS, SAMPLES, CHANNELS, 2, 3), mask_named("partial")
+    tensors = [x, normal(CLIENTS, CHANNELS, seed=1), normal(CLIENTS, CHANNELS, seed=2)]
+    tensors = tensors if affine else tensors[:1]
+
+    def results(function, dtype):
+        own = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        y = vmap(function)(mask.to(dtype), *own)
+        towards = normal(*y.shape, seed=5).to(dtype)
+        firsts = torch.autograd.grad(y, own, towards, retain_graph=True)
+        again = torch.autograd.grad(y, own, towards, create_graph=True)
+        return [y, *firsts, *torch.autograd.grad(again[0].square().sum(), own)]
+
+    def ours(mask, x, weight=None, bias=None):
+        how = {"momentum": 0.1, "eps": 1e-3, "relu": True}
+        return kernels.norm(x, mask, weight, bias, None, None, **how)[0]
+
+    def plain(mask, x, weight=None, bias=None):
+        return masked_norm(x, mask, weight, bias, None, None, momentum=0.1, eps=1e-3)[0].relu()
+
+    found, wanted = results(ours, torch.float32), results(plain, torch.float64)
+    for own, other in zip(found, wanted, strict=True):
+        scale = max(1.0, float(other.detach().abs().max()))
+        torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
+
+
 def test_variance_far_from_zero_is_not_lost():
     """Deviations of one around ten thousand, which the mean of squares in float32 loses."""
     x = 1e4 + normal(2, 9, 1, *LARGE)
