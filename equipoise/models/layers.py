@@ -460,6 +460,7 @@ class Convolution(nn.Conv2d):
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
             layer.dilation,  # type: ignore[arg-type]
+            layer.groups,
             bias=layer.bias is not None,
             device="meta",
         )
@@ -471,7 +472,7 @@ class Convolution(nn.Conv2d):
         return (
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
-            and layer.groups == 1
+            and (layer.groups == 1 or _is_depthwise(layer))
             and layer.padding_mode == "zeros"
             and not isinstance(layer.padding, str)
         )
@@ -483,7 +484,8 @@ class Convolution(nn.Conv2d):
     def convolved(self, x: Tensor, *, relu: bool) -> Tensor:
         """Convolve a batch, and set what is negative to zero if asked to."""
         if (kernels := _convolutions(x, self.weight)) is not None:
-            geometry = kernels.Geometry(self.stride, self.padding, self.dilation)
+            how = self.stride, self.padding, self.dilation, _is_depthwise(self)
+            geometry = kernels.Geometry(*how)
             made: Tensor = kernels.convolve(x, self.weight, self.bias, geometry, relu=relu)
             return made
         y = super().forward(x) if self._in_groups(x) else self._by_patches(x)
@@ -493,11 +495,16 @@ class Convolution(nn.Conv2d):
         """Say whether PyTorch's own convolution is the better one if there are no kernels."""
         stacked = _current is not None and _current.stacked and x.is_cuda and x.dim() == 4
         lowered = torch.is_autocast_enabled("cuda") or torch.backends.cudnn.allow_tf32
-        return not stacked or lowered or self.dilation != (1, 1)
+        return not stacked or lowered or self.dilation != (1, 1) or self.groups > 1
 
     def _by_patches(self, x: Tensor) -> Tensor:
         y, _ = _PatchProduct.apply(x, self.weight, self.stride, self.padding)
         return y if self.bias is None else y + self.bias.view(-1, 1, 1)
+
+
+def _is_depthwise(layer: nn.Conv2d) -> bool:
+    """Say whether every channel has a kernel of its own, which reads that channel alone."""
+    return 1 < layer.groups == layer.in_channels == layer.out_channels
 
 
 def _convolutions(x: Tensor, weight: Tensor) -> Any:

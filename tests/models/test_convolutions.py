@@ -48,15 +48,17 @@ def assert_near(found, wanted, error=ERROR["ieee"]):
     assert float((found.double() - wanted).abs().max()) <= error * scale
 
 
-def parts(channels, results, size, kernel, clients=2, samples=2):
+def parts(channels, results, size, kernel, clients=2, samples=2, depthwise=False):
     """Images, weights and bias of several clients."""
     x = normal(clients, samples, channels, *size)
-    return x, normal(clients, results, channels, *kernel, seed=1), normal(clients, results, seed=2)
+    read = 1 if depthwise else channels
+    return x, normal(clients, results, read, *kernel, seed=1), normal(clients, results, seed=2)
 
 
 def by_pytorch(x, weight, bias, geometry, relu=False):
     """One client after the other."""
     how = geometry.stride, geometry.padding, geometry.dilation
+    how = *how, x.shape[2] if geometry.depthwise else 1
     bias = [None] * len(x) if bias is None else bias
     y = torch.stack([F.conv2d(a, w, b, *how) for a, w, b in zip(x, weight, bias, strict=True)])
     return y.relu() if relu else y
@@ -88,13 +90,15 @@ CASES = {
     "stride beyond the kernel": (3, 2, (7, 6), (1, 2), Geometry((3, 4), (0, 1))),
     "dilation": (2, 4, (7, 6), (3, 2), Geometry((1, 1), (2, 0), (2, 3))),
     "stride and dilation": (2, 3, (9, 8), (3, 3), Geometry((4, 2), (3, 2), (2, 3))),
+    "depthwise": (5, 5, (5, 6), (3, 3), Geometry((1, 1), (1, 1), (1, 1), True)),
+    "depthwise with stride": (3, 3, (7, 6), (3, 2), Geometry((2, 3), (2, 1), (2, 1), True)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_convolution_is_that_of_every_client(case):
     channels, results, size, kernel, geometry = CASES[case]
-    tensors = parts(channels, results, size, kernel)
+    tensors = parts(channels, results, size, kernel, depthwise=geometry.depthwise)
     found = results_of(stacked(geometry, precision="ieee"), tensors)
     wanted = results_of(lambda *own: by_pytorch(*own, geometry), tensors, torch.float64)
     for own, other in zip(found, wanted, strict=True):
@@ -149,10 +153,12 @@ def test_clients_may_share_images_or_weights():
         assert_near(own, other)
 
 
-@pytest.mark.parametrize("relu", [False, True])
-def test_gradients_can_be_differentiated(relu):
-    geometry = Geometry((2, 1), (1, 0), (1, 2))
-    tensors = parts(3, 4, (4, 5), (3, 2))
+@pytest.mark.parametrize(
+    ("relu", "depthwise"), [(False, False), (True, False), (True, True)], ids=str
+)
+def test_gradients_can_be_differentiated(relu, depthwise):
+    geometry = Geometry((2, 1), (1, 0), (1, 2), depthwise)
+    tensors = parts(3, 3, (4, 5), (3, 2), depthwise=depthwise)
     found = results_of(stacked(geometry, relu=relu), tensors, seconds=True)
     wanted = results_of(
         lambda *own: by_pytorch(*own, geometry, relu), tensors, torch.float64, seconds=True
@@ -235,8 +241,9 @@ def everywhere(monkeypatch):
     return calls
 
 
-def test_layers_use_the_kernels_for_stacked_clients_only(everywhere):
-    layer = nn.Conv2d(2, 3, (2, 3), (2, 1), (1, 0), (1, 2)).to(DEVICE)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layers_use_the_kernels_for_stacked_clients_only(groups, everywhere):
+    layer = nn.Conv2d(2, 2, (2, 3), (2, 1), (1, 0), (1, 2), groups).to(DEVICE)
     x = normal(4, 2, 5, 6)
     wanted = layer(x).double()
     (own,) = convert(nn.Sequential(layer))
@@ -364,6 +371,8 @@ LARGE = {
     "resnet last": (512, 512, (4, 4), (3, 3), Geometry(padding=(1, 1))),
     "imagenet stem": (3, 64, (64, 64), (7, 7), Geometry((2, 2), (3, 3))),
     "to few channels": (64, 4, (16, 16), (3, 3), Geometry(padding=(1, 1))),
+    "depthwise": (96, 96, (28, 28), (3, 3), Geometry((1, 1), (1, 1), (1, 1), True)),
+    "depthwise down": (144, 144, (28, 28), (3, 3), Geometry((2, 2), (1, 1), (1, 1), True)),
 }
 
 
@@ -372,7 +381,8 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_sizes_of_real_models(case, precision):
     channels, results, size, kernel, geometry = LARGE[case]
-    tensors = parts(channels, results, size, kernel, clients=3, samples=5)
+    shapes = {"clients": 3, "samples": 5, "depthwise": geometry.depthwise}
+    tensors = parts(channels, results, size, kernel, **shapes)
     tensors = [channels_last(tensors[0]), *tensors[1:]]
     found = results_of(stacked(geometry, precision=precision), tensors)
     wanted = results_of(lambda *own: by_pytorch(*own, geometry), tensors, torch.float64)

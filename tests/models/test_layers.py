@@ -386,10 +386,11 @@ def test_batchnorm_refuses_a_batch_without_channels():
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Conv2d(2, 2, 3, groups=2),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(2, 4, 3, groups=2),
         nn.Conv2d(2, 2, 3, padding="same"),
     ],
-    ids=["groups", "named padding"],
+    ids=["groups", "two of each channel", "named padding"],
 )
 def test_unusual_convolutions_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer
