@@ -225,9 +225,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
         if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            y = F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+            y = self._at_rest(x)
         elif (kernels := _kernels(x)) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
         elif mask is None and not lone and not _nested():
@@ -235,6 +233,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         else:
             y = self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
         return y.relu() if relu else y
+
+    def _at_rest(self, x: Tensor) -> Tensor:
+        """Normalise by the running statistics."""
+        mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        if _current is None or not _current.stacked or not x.is_cuda:
+            return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        # PyTorch's function cannot be stacked on a GPU if channels are innermost in memory.
+        column = (-1,) + (1,) * (x.dim() - 2)
+        scale = (var + self.eps).rsqrt()
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return x * scale.view(column) + shift.view(column)
 
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
@@ -465,6 +475,9 @@ class Convolution(nn.Conv2d):
             device="meta",
         )
         _adopt(self, layer)
+        # Set by ``convert``: results lie with channels innermost, which not all of PyTorch's
+        # functions can stack.
+        self.channels_innermost = False
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
@@ -487,7 +500,7 @@ class Convolution(nn.Conv2d):
             how = self.stride, self.padding, self.dilation, _is_depthwise(self)
             geometry = kernels.Geometry(*how)
             made: Tensor = kernels.convolve(x, self.weight, self.bias, geometry, relu=relu)
-            return made
+            return made if self.channels_innermost else made.contiguous()
         y = super().forward(x) if self._in_groups(x) else self._by_patches(x)
         return y.relu() if relu else y
 
@@ -798,7 +811,27 @@ def convert(module: nn.Module) -> nn.Module:
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer
 
-    return replaced(module)
+    made = replaced(module)
+    parts = list(made.modules())
+    channels_innermost = all(map(_takes_any_layout, parts))
+    for part in parts:
+        if isinstance(part, Convolution):
+            part.channels_innermost = channels_innermost
+    return made
+
+
+# Layers of PyTorch that can be stacked however images lie in memory. GroupNorm and adaptive pooling
+# cannot.
+_ANY_LAYOUT = (
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
+    *(nn.Hardswish, nn.Hardtanh, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Linear),
+)
+
+
+def _takes_any_layout(part: nn.Module) -> bool:
+    """Say whether a module can be stacked however images lie: a model's own code may call anything."""
+    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith("equipoise.models.")
 
 
 _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "_backward"))]

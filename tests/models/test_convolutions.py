@@ -29,6 +29,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {"ieee": 2e-6, "split": 2e-6, "tf32": 3e-3, "bfloat16": 3e-2}
 
 
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    """As the engine does: PyTorch by itself lets convolutions round to TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def normal(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).float().to(DEVICE)
 
@@ -113,9 +119,8 @@ def test_a_convolution_is_that_of_every_client(case):
 def test_precisions(precision, relu):
     geometry = Geometry((2, 1), (1, 1))
     tensors = parts(17, 5, (4, 5), (3, 3))
-    if precision == "bfloat16":
-        # The kernels round first, and near zero that decides what ReLU does.
-        tensors = [tensor.bfloat16().float() for tensor in tensors]
+    # The kernels round first, and near zero that decides what ReLU does.
+    tensors = [tensor.bfloat16().float() for tensor in tensors]
     found = results_of(stacked(geometry, precision=precision, relu=relu), tensors)
     wanted = results_of(lambda *own: by_pytorch(*own, geometry, relu), tensors, torch.float64)
     assert found[0].dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
@@ -248,6 +253,7 @@ def test_layers_use_the_kernels_for_stacked_clients_only(groups, everywhere):
     wanted = layer(x).double()
     (own,) = convert(nn.Sequential(layer))
     assert type(own) is Convolution
+    assert own.channels_innermost
     with forward_pass(Forward(train=True)):
         assert_near(own(x), wanted, 1e-3)
     assert not everywhere
@@ -294,6 +300,17 @@ def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch)
     names = {convolutions: "conv", kernels: "kernel"}
     assert [names[module] for module in everywhere] == calls
     assert len(relus) == (1 if calls == ["conv"] and len(body) == 4 else 0)
+
+
+@pytest.mark.parametrize(
+    "other", [nn.GroupNorm(1, 3), nn.AdaptiveAvgPool2d(1), nn.Module()], ids=str
+)
+def test_results_lie_as_usual_where_another_layer_needs_it(other, everywhere):
+    layer, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), other))
+    alone, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+    with forward_pass(Forward(train=True, stacked=True)):
+        assert layer(normal(2, 2, 3, 4)).is_contiguous()
+        assert lies_channels_last(alone(normal(2, 2, 3, 4)))
 
 
 def test_a_relu_with_a_hook_is_called():
