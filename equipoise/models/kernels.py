@@ -1,4 +1,4 @@
-"""BatchNorm and max-pooling of stacked clients, as Triton kernels for a GPU.
+"""BatchNorm, max-pooling and dropout of stacked clients, as Triton kernels for a GPU.
 
 What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and
 writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling goes
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from equipoise.models.layers import masked_norm
+from equipoise.random import _GOLDEN, _MULTIPLIERS
 
 
 @cache
@@ -890,3 +891,104 @@ def _plain_pool_gradient(
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)
     images = shares.unflatten(-1, window).transpose(-3, -2).flatten(-4, -3).flatten(-2)
     return F.pad(images, [0, size[1] - images.shape[-1], 0, size[0] - images.shape[-2]])
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+# Hashes that a program makes.
+_HASHES = 512
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _draw(
+    keys: tl.tensor,
+    factors: tl.tensor,
+    count: tl.tensor,
+    threshold: tl.tensor,
+    scale: tl.tensor,
+    GOLDEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    HASHES: tl.constexpr,
+) -> None:
+    """Write zero or the scale for four elements a hash: what ``random.keep_mask`` draws."""
+    client = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * HASHES + tl.arange(0, HASHES)
+    key = tl.load(keys + client).to(tl.uint64, bitcast=True)
+    mixed = key + (number.to(tl.uint64) + 1) * GOLDEN
+    mixed = (mixed ^ (mixed >> 30)) * FIRST
+    mixed = (mixed ^ (mixed >> 27)) * SECOND
+    mixed = mixed ^ (mixed >> 31)
+    lane = tl.arange(0, 4)[None, :]
+    bits = ((mixed[:, None] >> (lane * 16).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+    element = number[:, None] * 4 + lane
+    tl.store(
+        factors + client * count + element,
+        tl.where(bits < threshold, scale, 0.0),
+        mask=element < count,
+    )
+
+
+def dropout_factors(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:
+    """Draw the factors by which dropout multiplies a client's batch.
+
+    Parameters
+    ----------
+    key : Tensor
+        The key of the draw, a number.
+    shape : torch.Size
+        The shape of the batch.
+    threshold : int
+        An element is kept with probability ``threshold / 65536``, as
+        :func:`equipoise.random.keep_mask` does, and scaled by the inverse.
+
+    Returns
+    -------
+    Tensor
+        float32 of that shape.
+    """
+    factors = StackedDraw.apply(key.reshape(1), shape.numel(), threshold)
+    return _one_client(factors).view(shape)
+
+
+class StackedDraw(torch.autograd.Function):
+    """What :func:`dropout_factors` does for clients stacked along a leading axis."""
+
+    @staticmethod
+    def forward(keys: Tensor, count: int, threshold: int) -> Tensor:
+        """Draw ``[clients, count]`` factors."""
+        keys = keys.contiguous()
+        factors = torch.empty(len(keys), count, device=keys.device)
+        grid = triton.cdiv(count, 4 * _HASHES), len(keys)
+        with torch.cuda.device_of(keys):
+            _draw[grid](
+                keys,
+                factors,
+                count,
+                threshold,
+                65536 / threshold,
+                GOLDEN=_GOLDEN,
+                FIRST=_MULTIPLIERS[0],
+                SECOND=_MULTIPLIERS[1],
+                HASHES=_HASHES,
+            )
+        return factors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Say that there is nothing to differentiate."""
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[None, None, None]:
+        """Return no gradient."""
+        return None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], keys: Tensor, count: int, threshold: int
+    ) -> tuple[Tensor, int]:
+        """Count stacked clients among the clients there already are."""
+        merged = _merged(keys, in_dims[0], info.batch_size)
+        made = StackedDraw.apply(merged, count, threshold)
+        return made.unflatten(0, (info.batch_size, -1)), 0

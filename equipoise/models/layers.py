@@ -138,13 +138,16 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
         return x
     if threshold == 0:
         return torch.zeros_like(x)
+    if not channels and (kernels := _kernels(x)) is not None:
+        factors: Tensor = kernels.dropout_factors(key, x.shape, threshold)
+        return x * factors
     kept, share = kept_units(x, p, key, channels)
     return x * (kept.to(x.dtype) * (1 / share))
 
 
 def _kernels(x: Tensor) -> Any:
     """Return the module of GPU kernels if they can serve this pass, else ``None``."""
-    if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
+    if not _stacked_on_gpu(x) or x.dtype != torch.float32:
         return None
     return _module_with_triton("kernels", x.device)
 
@@ -237,7 +240,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def _at_rest(self, x: Tensor) -> Tensor:
         """Normalise by the running statistics."""
         mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
-        if _current is None or not _current.stacked or not x.is_cuda:
+        if not _stacked_on_gpu(x):
             return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         # PyTorch's function cannot be stacked on a GPU if channels are innermost in memory.
         column = (-1,) + (1,) * (x.dim() - 2)
@@ -437,10 +440,54 @@ class Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         products = _split_products(x) if self.constant else None
-        if products is None:
+        if products is not None:
+            made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
+            return made
+        if self.constant or x.dim() != 2 or not _stacked_on_gpu(x):
             return super().forward(x)
-        made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
-        return made
+        return _product(x, self.weight, self.bias)
+
+
+def _stacked_on_gpu(x: Tensor) -> bool:
+    """Say whether this is a pass of stacked clients on a GPU."""
+    return _current is not None and _current.stacked and x.is_cuda
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do."""
+    given: tuple[Tensor | None, ...] = (x, weight, bias)
+    if torch.is_autocast_enabled("cuda"):
+        lowered = torch.get_autocast_dtype("cuda")
+        given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
+    made: Tensor = _Product.apply(*given)
+    return made
+
+
+class _Product(torch.autograd.Function):
+    """The product of a batch and weights.
+
+    PyTorch's own gradient by stacked weights is a transposed view. Adding it to the weights takes
+    twice as long as memory allows.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias = inputs
+        ctx.biased = bias is not None
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = upper @ weight if ctx.needs_input_grad[0] else None
+        of_weight = upper.t() @ x if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, upper.sum(0) if ctx.biased else None
 
 
 def _split_products(x: Tensor) -> Any:
@@ -506,7 +553,7 @@ class Convolution(nn.Conv2d):
 
     def _in_groups(self, x: Tensor) -> bool:
         """Say whether PyTorch's own convolution is the better one if there are no kernels."""
-        stacked = _current is not None and _current.stacked and x.is_cuda and x.dim() == 4
+        stacked = _stacked_on_gpu(x) and x.dim() == 4
         lowered = torch.is_autocast_enabled("cuda") or torch.backends.cudnn.allow_tf32
         return not stacked or lowered or self.dilation != (1, 1) or self.groups > 1
 
@@ -522,7 +569,7 @@ def _is_depthwise(layer: nn.Conv2d) -> bool:
 
 def _convolutions(x: Tensor, weight: Tensor) -> Any:
     """Return the module of convolutions if they can serve this pass, else ``None``."""
-    if _current is None or not _current.stacked or not x.is_cuda or x.dim() != 4:
+    if not _stacked_on_gpu(x) or x.dim() != 4:
         return None
     lowered = torch.is_autocast_enabled("cuda")
     types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)

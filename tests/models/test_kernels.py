@@ -19,8 +19,17 @@ from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
 from equipoise.models import build, layers
-from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
+from equipoise.models.layers import (
+    BatchNorm,
+    Dropout,
+    Forward,
+    MaxPool,
+    dropped,
+    forward_pass,
+    masked_norm,
+)
 from equipoise.optimizers import optimizer_named
+from equipoise.random import fold_tensor
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
@@ -439,6 +448,41 @@ def test_a_gradient_inside_vmap():
     torch.testing.assert_close(
         found, vmap(grad(loss(lambda x: F.max_pool2d(x, 2), plain)))(x), **CLOSE
     )
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 2, 2), (1,), (2, 1030)], ids=str)
+def test_dropout_draws_the_engines_numbers(shape, p):
+    keys = fold_tensor(7, torch.arange(CLIENTS, device=DEVICE))
+    threshold = round((1 - p) * 65536)
+    x = normal(CLIENTS, *shape)
+    wanted = vmap(lambda x, key: dropped(x, p, key))(x, keys)
+    factors = vmap(lambda key: kernels.dropout_factors(key, torch.Size(shape), threshold))(keys)
+    assert torch.equal(x * factors, wanted)
+    alone = kernels.dropout_factors(keys[0], torch.Size(shape), threshold)
+    assert torch.equal(alone, factors[0])
+
+
+def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
+    layer, keys = Dropout(0.5, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
+    x = normal(2, 3, 4).requires_grad_()
+
+    def results(stacked):
+        def of_one(x, key):
+            with forward_pass(Forward(train=True, key=key, stacked=stacked)):
+                return layer(x)
+
+        y = vmap(of_one)(x, keys)
+        return y, torch.autograd.grad(y.square().sum(), x)[0]
+
+    plain = results(stacked=False)
+    assert not everywhere
+    for own, other in zip(results(stacked=True), plain, strict=True):
+        assert torch.equal(own, other)
+    assert everywhere
 
 
 # ---- in the engine -------------------------------------------------------------------------------
