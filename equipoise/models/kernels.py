@@ -1,4 +1,4 @@
-"""BatchNorm and max-pooling of stacked clients, as Triton kernels for a GPU.
+"""BatchNorm, max-pooling and dropout of stacked clients, as Triton kernels for a GPU.
 
 What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and
 writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling goes
@@ -26,11 +26,15 @@ from torch import Tensor
 from torch.func import vmap
 
 from equipoise.models.layers import masked_norm
+from equipoise.random import _GOLDEN, _MULTIPLIERS
 
 
 @cache
 def work_on(device: torch.device) -> bool:
-    """Say whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
+    """Say whether Triton can build and launch kernels for a device.
+
+    It needs a recent GPU and a C compiler.
+    """
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2), False)
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
@@ -132,6 +136,24 @@ def _of_tiles(
     return tl.load(table + of, mask=exists[:, None] & (each < tiles)[None, :], other=0.0)
 
 
+@triton.jit
+def _through_relu(
+    change: tl.tensor,
+    normalised: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    unit: tl.tensor,
+    exists: tl.tensor,
+    AFFINE: tl.constexpr,
+) -> tl.tensor:
+    """Return the gradient before a ReLU, whose input is computed once more."""
+    values = normalised
+    if AFFINE:
+        values = values * _spread(tl.load(weight + unit, mask=exists, other=0.0))
+        values += _spread(tl.load(bias + unit, mask=exists, other=0.0))
+    return tl.where(values <= 0, 0.0, change)
+
+
 @triton.jit(do_not_specialize=["samples"])
 def _moments(
     x: tl.tensor,
@@ -194,14 +216,18 @@ def _normalise(
     y_channel: tl.tensor,
     y_position: tl.tensor,
     AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     TRACKED: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Put the tiles' moments together, and normalise a tile; the first one also writes the statistics."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    """Combine the tiles' moments, and normalise a tile.
+
+    The first tile also writes the statistics.
+    """
+    tile = tl.program_id(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     counts = _of_tiles(moments, unit, exists, 0, 3, TILES)
     means = _of_tiles(moments, unit, exists, 1, 3, TILES)
@@ -240,6 +266,9 @@ def _normalise(
     if AFFINE:
         values = values * _spread(tl.load(weight + unit, mask=exists, other=0.0))
         values += _spread(tl.load(bias + unit, mask=exists, other=0.0))
+    if RELU:
+        # What is not a number stays so.
+        values = tl.where(values <= 0, 0.0, values)
     tl.store(
         _places(y, client, channel, rows, columns, y_client, y_sample, y_channel, y_position),
         values,
@@ -251,6 +280,8 @@ def _normalise(
 def _gradient_sums(
     upper: tl.tensor,
     x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
     used: tl.tensor,
     sums: tl.tensor,
     samples: tl.tensor,
@@ -264,11 +295,16 @@ def _gradient_sums(
     x_sample: tl.tensor,
     x_channel: tl.tensor,
     x_position: tl.tensor,
+    AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the sums over every tile of the upper gradient, and of its product with the normalised input."""
+    """Write two sums over every tile.
+
+    They are those of the upper gradient, and of its product with the normalised input.
+    """
     tile, tiles = tl.program_id(1), tl.num_programs(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     rows, columns, inside = _tile(tile, samples, positions, exists, ROWS, COLUMNS)
@@ -286,6 +322,8 @@ def _gradient_sums(
     mean = tl.load(used + unit * 3, mask=exists, other=0.0)
     scale = tl.load(used + unit * 3 + 1, mask=exists, other=0.0)
     normalised = (values - _spread(mean)) * _spread(scale)
+    if RELU:
+        change = _through_relu(change, normalised, weight, bias, unit, exists, AFFINE)
     to = sums + unit.to(tl.int64) * 2 * tiles + tile
     tl.store(to, _total(change), mask=exists)
     tl.store(to + tiles, _total(change * normalised), mask=exists)
@@ -297,6 +335,7 @@ def _gradient(
     x: tl.tensor,
     of_x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     mask: tl.tensor,
     used: tl.tensor,
     sums: tl.tensor,
@@ -318,14 +357,18 @@ def _gradient(
     o_channel: tl.tensor,
     o_position: tl.tensor,
     AFFINE: tl.constexpr,
+    RELU: tl.constexpr,
     MASKED: tl.constexpr,
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Write the gradient by a tile of the input; the first tile also writes those by weight and bias."""
-    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    """Write the gradient by a tile of the input.
+
+    The first tile also writes the gradients by weight and bias.
+    """
+    tile = tl.program_id(1)
     client, channel, unit, exists = _channels(channels, TOGETHER)
     through_bias = tl.sum(_of_tiles(sums, unit, exists, 0, 2, TILES), axis=1)
     through_weight = tl.sum(_of_tiles(sums, unit, exists, 1, 2, TILES), axis=1)
@@ -348,6 +391,8 @@ def _gradient(
     )
     # Padding is normalised like samples, but statistics do not depend on it.
     normalised = (values - _spread(mean)) * _spread(scale)
+    if RELU:
+        change = _through_relu(change, normalised, weight, bias, unit, exists, AFFINE)
     through_statistics = _spread(through_bias) + normalised * _spread(through_weight)
     kept = _kept(mask, client, rows, samples, MASKED)
     change -= tl.where(kept[None, :, None], _spread(share) * through_statistics, 0.0)
@@ -370,8 +415,11 @@ def norm(
     *,
     momentum: float,
     eps: float,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise a client's batch by its own statistics, as :func:`equipoise.models.layers.masked_norm` does.
+    """Normalise a client's batch by its own statistics.
+
+    :func:`equipoise.models.layers.masked_norm` does the same.
 
     Parameters
     ----------
@@ -389,6 +437,8 @@ def norm(
         How far the running statistics move.
     eps : float
         What is added to the variance.
+    relu : bool
+        Whether negative results become zero.
 
     Returns
     -------
@@ -397,12 +447,15 @@ def norm(
     """
     given = (x, weight, bias, mask, running_mean, running_var)
     stacked = (None if tensor is None else tensor.unsqueeze(0) for tensor in given)
-    y, new_mean, new_var, _ = StackedNorm.apply(*stacked, momentum, eps)
+    y, new_mean, new_var, _ = StackedNorm.apply(*stacked, momentum, eps, relu)
     return _one_client(y), new_mean.squeeze(0), new_var.squeeze(0)
 
 
 class StackedNorm(torch.autograd.Function):
-    """What :func:`norm` does for clients stacked along a leading axis; also gives what the gradient needs."""
+    """What :func:`norm` does for clients stacked along a leading axis.
+
+    It also returns what the gradient needs.
+    """
 
     @staticmethod
     def forward(
@@ -414,6 +467,7 @@ class StackedNorm(torch.autograd.Function):
         var: Tensor | None,
         momentum: float,
         eps: float,
+        relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Normalise."""
         values = _flat(x)
@@ -454,6 +508,7 @@ class StackedNorm(torch.autograd.Function):
                 *values.stride(),
                 *y.stride(),
                 AFFINE=weight is not None,
+                RELU=relu,
                 TRACKED=mean is not None,
                 TILES=triton.next_power_of_2(tiles),
                 **options,
@@ -463,7 +518,7 @@ class StackedNorm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the gradient needs."""
-        *tensors, ctx.momentum, ctx.eps = inputs
+        *tensors, ctx.momentum, ctx.eps, ctx.relu = inputs
         _, *statistics = output
         ctx.mark_non_differentiable(*statistics)
         ctx.save_for_backward(*tensors, statistics[-1])
@@ -472,15 +527,15 @@ class StackedNorm(torch.autograd.Function):
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient by input, weight and bias."""
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
-        none = (None,) * 5
+        none = (None,) * 6
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
             affine = () if weight is None else (weight, bias)
-            plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps)
+            plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps, ctx.relu)
             of_x, *of_affine = torch.func.vjp(plain, x, *affine)[1](upper)
             return of_x, *(of_affine or (None, None)), *none
         values, change = _flat(x), _flat(upper)
-        weight, mask, used = (_dense(tensor) for tensor in (weight, mask, used))
+        weight, bias, mask, used = (_dense(tensor) for tensor in (weight, bias, mask, used))
         clients, samples, channels, positions = values.shape
         grid, options = _tiling(values)
         tiles = grid[1]
@@ -490,12 +545,16 @@ class StackedNorm(torch.autograd.Function):
         sizes = samples, positions, channels
         strides = *change.stride(), *values.stride()
         with torch.cuda.device_of(x):
-            _gradient_sums[grid](change, values, used, sums, *sizes, *strides, **options)
+            kind = {"AFFINE": weight is not None, "RELU": ctx.relu}
+            _gradient_sums[grid](
+                change, values, weight, bias, used, sums, *sizes, *strides, **kind, **options
+            )
             _gradient[grid](
                 change,
                 values,
                 of_x,
                 weight,
+                bias,
                 mask,
                 used,
                 sums,
@@ -504,7 +563,7 @@ class StackedNorm(torch.autograd.Function):
                 *sizes,
                 *strides,
                 *of_x.stride(),
-                AFFINE=weight is not None,
+                **kind,
                 MASKED=mask is not None,
                 TILES=triton.next_power_of_2(tiles),
                 **options,
@@ -526,9 +585,17 @@ class StackedNorm(torch.autograd.Function):
 
 
 def _plain_norm(
-    mask: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+    mask: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
+    relu: bool,
 ) -> Callable[..., Tensor]:
-    """Make the function of input, weight and bias that the kernels compute, of operations that can be differentiated."""
+    """Return the function of input, weight and bias that the kernels compute.
+
+    It consists of operations that can be differentiated.
+    """
 
     def of_one(
         x: Tensor,
@@ -538,7 +605,8 @@ def _plain_norm(
         mean: Tensor | None,
         var: Tensor | None,
     ) -> Tensor:
-        return masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)[0]
+        y, *_ = masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)
+        return y.relu() if relu else y
 
     def of_all(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         rows = x.new_ones(x.shape[:2]) if mask is None else mask
@@ -552,7 +620,10 @@ def _plain_norm(
 
 
 def _tiling(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Choose tiles from one client's shape alone, and as few shapes of them as can be: each is compiled once."""
+    """Choose tiles from one client's shape alone.
+
+    There are few shapes of tiles, because each is compiled once.
+    """
     clients, samples, channels, positions = x.shape
     together = min(triton.next_power_of_2(channels), _CHANNELS_OF_TILE) if x.stride(2) == 1 else 1
     columns = min(triton.next_power_of_2(positions), max(_TILE // (4 * together), 1))
@@ -584,7 +655,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Bring the axis that ``vmap`` hides to the front, and make one axis of it and the axis of clients behind it."""
+    """Merge the axis that ``vmap`` hides with the axis of clients, and bring it to the front."""
     if tensor is None:
         return None
     stacked = tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -720,7 +791,10 @@ def max_pool(x: Tensor, window: tuple[int, int], relu: bool = False) -> Tensor:
 
 
 class StackedMaxPool(torch.autograd.Function):
-    """What :func:`max_pool` does for clients stacked along a leading axis; also says which value has won."""
+    """What :func:`max_pool` does for clients stacked along a leading axis.
+
+    It also returns which value has won.
+    """
 
     @staticmethod
     def forward(x: Tensor, window: tuple[int, int], relu: bool) -> tuple[Tensor, Tensor]:
@@ -778,7 +852,10 @@ class StackedMaxPool(torch.autograd.Function):
 
 
 def _order_of_planes(x: Tensor) -> list[int]:
-    """List the axes in the order of memory, with height and width side by side: channels may follow them."""
+    """List the axes in the order of memory, with height and width side by side.
+
+    Channels may follow them.
+    """
     leading = sorted(range(3), key=x.stride, reverse=True)
     if leading[2] == 2 and x.shape[2] > 1 and x.stride(2) < x.stride(4):
         return [*leading[:2], 3, 4, 2]
@@ -786,7 +863,7 @@ def _order_of_planes(x: Tensor) -> list[int]:
 
 
 def _in_planes(x: Tensor, order: Sequence[int]) -> Tensor:
-    """View clients, samples and channels as ``[planes, height, width, inner]``, channels innermost or not."""
+    """View images as ``[planes, height, width, inner]``; ``inner`` is 1 or the channels."""
     laid_out = x.permute(*order)
     if order[-1] == 2:
         return laid_out.flatten(0, 1)
@@ -809,8 +886,109 @@ def _pooling(
 def _plain_pool_gradient(
     upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]
 ) -> Tensor:
-    """Return every window's gradient to the value that has won, by operations that can be differentiated."""
+    """Return every window's gradient to its winner, by operations that can be differentiated."""
     candidates = torch.arange(window[0] * window[1], device=winner.device)
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)
     images = shares.unflatten(-1, window).transpose(-3, -2).flatten(-4, -3).flatten(-2)
     return F.pad(images, [0, size[1] - images.shape[-1], 0, size[0] - images.shape[-2]])
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+# Hashes that a program makes.
+_HASHES = 512
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _draw(
+    keys: tl.tensor,
+    factors: tl.tensor,
+    count: tl.tensor,
+    threshold: tl.tensor,
+    scale: tl.tensor,
+    GOLDEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    HASHES: tl.constexpr,
+) -> None:
+    """Write zero or the scale for four elements a hash: what ``random.keep_mask`` draws."""
+    client = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * HASHES + tl.arange(0, HASHES)
+    key = tl.load(keys + client).to(tl.uint64, bitcast=True)
+    mixed = key + (number.to(tl.uint64) + 1) * GOLDEN
+    mixed = (mixed ^ (mixed >> 30)) * FIRST
+    mixed = (mixed ^ (mixed >> 27)) * SECOND
+    mixed = mixed ^ (mixed >> 31)
+    lane = tl.arange(0, 4)[None, :]
+    bits = ((mixed[:, None] >> (lane * 16).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+    element = number[:, None] * 4 + lane
+    tl.store(
+        factors + client * count + element,
+        tl.where(bits < threshold, scale, 0.0),
+        mask=element < count,
+    )
+
+
+def dropout_factors(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:
+    """Draw the factors by which dropout multiplies a client's batch.
+
+    Parameters
+    ----------
+    key : Tensor
+        The key of the draw, a number.
+    shape : torch.Size
+        The shape of the batch.
+    threshold : int
+        An element is kept with probability ``threshold / 65536``, as
+        :func:`equipoise.random.keep_mask` does, and scaled by the inverse.
+
+    Returns
+    -------
+    Tensor
+        float32 of that shape.
+    """
+    factors = StackedDraw.apply(key.reshape(1), shape.numel(), threshold)
+    return _one_client(factors).view(shape)
+
+
+class StackedDraw(torch.autograd.Function):
+    """What :func:`dropout_factors` does for clients stacked along a leading axis."""
+
+    @staticmethod
+    def forward(keys: Tensor, count: int, threshold: int) -> Tensor:
+        """Draw ``[clients, count]`` factors."""
+        keys = keys.contiguous()
+        factors = torch.empty(len(keys), count, device=keys.device)
+        grid = triton.cdiv(count, 4 * _HASHES), len(keys)
+        with torch.cuda.device_of(keys):
+            _draw[grid](
+                keys,
+                factors,
+                count,
+                threshold,
+                65536 / threshold,
+                GOLDEN=_GOLDEN,
+                FIRST=_MULTIPLIERS[0],
+                SECOND=_MULTIPLIERS[1],
+                HASHES=_HASHES,
+            )
+        return factors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Say that there is nothing to differentiate."""
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[None, None, None]:
+        """Return no gradient."""
+        return None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], keys: Tensor, count: int, threshold: int
+    ) -> tuple[Tensor, int]:
+        """Count stacked clients among the clients there already are."""
+        merged = _merged(keys, in_dims[0], info.batch_size)
+        made = StackedDraw.apply(merged, count, threshold)
+        return made.unflatten(0, (info.batch_size, -1)), 0

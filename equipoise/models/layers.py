@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -32,7 +32,7 @@ L = TypeVar("L", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Forward:
-    """What a layer must know about the forward pass it takes part in: set by the engine, read by the layers below.
+    """What layers must know about a forward pass: set by the engine, read by the layers below.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ _part = ""
 
 @contextmanager
 def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
-    """Make ``forward`` what the layers of this module see while the block runs, which applies a part of the model."""
+    """Show the layers of this module ``forward`` while the block applies a part of the model."""
     global _current, _calls, _part
     before, _current, _calls, _part = (_current, _calls, _part), forward, {}, part
     try:
@@ -72,7 +72,10 @@ def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
 
 
 def enter_part(part: str) -> None:
-    """Say that the current pass goes on with another part of the model, whose functions draw numbers of their own."""
+    """Say that the current pass goes on with another part of the model.
+
+    The functions of each part draw random numbers of their own.
+    """
     global _part
     _part = part
 
@@ -135,20 +138,23 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
         return x
     if threshold == 0:
         return torch.zeros_like(x)
+    if not channels and (kernels := _kernels(x)) is not None:
+        factors: Tensor = kernels.dropout_factors(key, x.shape, threshold)
+        return x * factors
     kept, share = kept_units(x, p, key, channels)
     return x * (kept.to(x.dtype) * (1 / share))
 
 
 def _kernels(x: Tensor) -> Any:
-    """Return the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
-    if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
+    """Return the module of GPU kernels if they can serve this pass, else ``None``."""
+    if not _stacked_on_gpu(x) or x.dtype != torch.float32:
         return None
     return _module_with_triton("kernels", x.device)
 
 
 @cache
 def _module_with_triton(name: str, device: torch.device) -> Any:
-    """Import a module of GPU kernels when it is first needed; ``None`` if Triton is missing or does not work.
+    """Import a module of GPU kernels when it is first needed; ``None`` if Triton does not work.
 
     Triton takes long to import, and builds of PyTorch for CPUs do not have it.
     """
@@ -190,7 +196,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
+        """Say whether a layer normalises as PyTorch's do, and does nothing else."""
         kind = type(layer)
         usual = (
             kind.forward is nn.modules.batchnorm._BatchNorm.forward
@@ -208,8 +214,13 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a batch ``[samples, channels, ...]``."""
+        return self.normalised(x, relu=False)
+
+    def normalised(self, x: Tensor, *, relu: bool) -> Tensor:
+        """Normalise a batch, and set what is negative to zero if asked to."""
         if _current is None:
-            return super().forward(x)
+            y = super().forward(x)
+            return y.relu() if relu else y
         if self.weight is not None:
             # Autocast may have lowered the input; statistics stay in the precision of the
             # parameters.
@@ -217,14 +228,26 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
         if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
-        if (kernels := _kernels(x)) is not None:
-            return self._followed(kernels.norm, x, mask)
-        if mask is None and not lone and not _nested():
-            return self._whole(x)
-        return self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+            y = self._at_rest(x)
+        elif (kernels := _kernels(x)) is not None:
+            return self._followed(partial(kernels.norm, relu=relu), x, mask)
+        elif mask is None and not lone and not _nested():
+            y = self._whole(x)
+        else:
+            y = self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+        return y.relu() if relu else y
+
+    def _at_rest(self, x: Tensor) -> Tensor:
+        """Normalise by the running statistics."""
+        mean, var = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        if not _stacked_on_gpu(x):
+            return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        # PyTorch's function cannot be stacked on a GPU if channels are innermost in memory.
+        column = (-1,) + (1,) * (x.dim() - 2)
+        scale = (var + self.eps).rsqrt()
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return x * scale.view(column) + shift.view(column)
 
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
@@ -343,7 +366,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _nested() -> bool:
-    """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+    """Say whether one transform of ``torch.func`` is inside another, as a gradient in ``vmap``.
 
     PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
     variance as constants if they are differentiated again
@@ -406,7 +429,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        """Say whether a layer is an ordinary linear one, without hooks as of ``weight_norm``."""
         return type(layer) is nn.Linear and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -417,14 +440,58 @@ class Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         products = _split_products(x) if self.constant else None
-        if products is None:
+        if products is not None:
+            made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
+            return made
+        if self.constant or x.dim() != 2 or not _stacked_on_gpu(x):
             return super().forward(x)
-        made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
-        return made
+        return _product(x, self.weight, self.bias)
+
+
+def _stacked_on_gpu(x: Tensor) -> bool:
+    """Say whether this is a pass of stacked clients on a GPU."""
+    return _current is not None and _current.stacked and x.is_cuda
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do."""
+    given: tuple[Tensor | None, ...] = (x, weight, bias)
+    if torch.is_autocast_enabled("cuda"):
+        lowered = torch.get_autocast_dtype("cuda")
+        given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
+    made: Tensor = _Product.apply(*given)
+    return made
+
+
+class _Product(torch.autograd.Function):
+    """The product of a batch and weights.
+
+    PyTorch's own gradient by stacked weights is a transposed view. Adding it to the weights takes
+    twice as long as memory allows.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias = inputs
+        ctx.biased = bias is not None
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = upper @ weight if ctx.needs_input_grad[0] else None
+        of_weight = upper.t() @ x if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, upper.sum(0) if ctx.biased else None
 
 
 def _split_products(x: Tensor) -> Any:
-    """Return the module of split products if they can serve a matrix and are faster than float32 products."""
+    """Return the module of split products if they can serve a matrix and are faster."""
     in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     if not in_float32 or x.dim() != 2 or torch.backends.cuda.matmul.allow_tf32 or transforms():
         return None
@@ -450,10 +517,14 @@ class Convolution(nn.Conv2d):
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
             layer.dilation,  # type: ignore[arg-type]
+            layer.groups,
             bias=layer.bias is not None,
             device="meta",
         )
         _adopt(self, layer)
+        # Set by ``convert``: results lie with channels innermost, which not all of PyTorch's
+        # functions can stack.
+        self.channels_innermost = False
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
@@ -461,7 +532,7 @@ class Convolution(nn.Conv2d):
         return (
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
-            and layer.groups == 1
+            and (layer.groups == 1 or _is_depthwise(layer))
             and layer.padding_mode == "zeros"
             and not isinstance(layer.padding, str)
         )
@@ -473,26 +544,32 @@ class Convolution(nn.Conv2d):
     def convolved(self, x: Tensor, *, relu: bool) -> Tensor:
         """Convolve a batch, and set what is negative to zero if asked to."""
         if (kernels := _convolutions(x, self.weight)) is not None:
-            geometry = kernels.Geometry(self.stride, self.padding, self.dilation)
+            how = self.stride, self.padding, self.dilation, _is_depthwise(self)
+            geometry = kernels.Geometry(*how)
             made: Tensor = kernels.convolve(x, self.weight, self.bias, geometry, relu=relu)
-            return made
+            return made if self.channels_innermost else made.contiguous()
         y = super().forward(x) if self._in_groups(x) else self._by_patches(x)
         return y.relu() if relu else y
 
     def _in_groups(self, x: Tensor) -> bool:
         """Say whether PyTorch's own convolution is the better one if there are no kernels."""
-        stacked = _current is not None and _current.stacked and x.is_cuda and x.dim() == 4
+        stacked = _stacked_on_gpu(x) and x.dim() == 4
         lowered = torch.is_autocast_enabled("cuda") or torch.backends.cudnn.allow_tf32
-        return not stacked or lowered or self.dilation != (1, 1)
+        return not stacked or lowered or self.dilation != (1, 1) or self.groups > 1
 
     def _by_patches(self, x: Tensor) -> Tensor:
         y, _ = _PatchProduct.apply(x, self.weight, self.stride, self.padding)
         return y if self.bias is None else y + self.bias.view(-1, 1, 1)
 
 
+def _is_depthwise(layer: nn.Conv2d) -> bool:
+    """Say whether every channel has a kernel of its own, which reads that channel alone."""
+    return 1 < layer.groups == layer.in_channels == layer.out_channels
+
+
 def _convolutions(x: Tensor, weight: Tensor) -> Any:
-    """Return the module of convolutions if this is a pass of stacked clients that they can serve, else ``None``."""
-    if _current is None or not _current.stacked or not x.is_cuda or x.dim() != 4:
+    """Return the module of convolutions if they can serve this pass, else ``None``."""
+    if not _stacked_on_gpu(x) or x.dim() != 4:
         return None
     lowered = torch.is_autocast_enabled("cuda")
     types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)
@@ -504,7 +581,7 @@ def _convolutions(x: Tensor, weight: Tensor) -> Any:
 
 
 class _PatchProduct(torch.autograd.Function):
-    """The convolution of stacked clients as a product of patches and weights, one matrix product a client.
+    """The convolution of stacked clients as one matrix product of patches and weights a client.
 
     Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading
     axis of clients.
@@ -569,7 +646,7 @@ class _PatchProduct(torch.autograd.Function):
 
 
 def _weight_matrix(weight: Tensor) -> Tensor:
-    """Lay weights ``[clients, out, in, height, width]`` out as ``[clients, height * width * in, out]``."""
+    """Reorder weights to ``[clients, height * width * in, out]``."""
     return weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
 
 
@@ -581,7 +658,10 @@ def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
 def _window(
     images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """View ``size`` pixels from ``first`` on, in steps of ``stride``; images are ``[..., height, width, channels]``."""
+    """View ``size`` pixels from ``first`` on, in steps of ``stride``.
+
+    Images are ``[..., height, width, channels]``.
+    """
     down, across = (
         slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True)
     )
@@ -591,7 +671,10 @@ def _window(
 def _cut(
     images: Tensor, kernel: Sequence[int], stride: Sequence[int]
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Cut channels-last images into patches ``[clients, samples * height * width, kernel * channels]``."""
+    """Cut channels-last images into patches.
+
+    These are ``[clients, samples * height * width, kernel * channels]``.
+    """
     height, width = (
         (n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True)
     )
@@ -628,7 +711,7 @@ class MaxPool(nn.MaxPool2d):
         return self.pooled(x, relu=False)
 
     def pooled(self, x: Tensor, *, relu: bool) -> Tensor:
-        """Take the maximum over windows, of a batch whose negative values are set to zero if asked to."""
+        """Take the maximum over windows, after a ReLU if asked to."""
         down, across = self.window
         # The kernels note a window's winner in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
@@ -639,10 +722,10 @@ class MaxPool(nn.MaxPool2d):
 
 
 class Sequential(nn.Sequential):
-    """A sequence of layers that on a GPU lets the layer before or after a ReLU do its work for stacked clients.
+    """A sequence of layers in which a neighbour does the work of a ReLU, stacked on a GPU.
 
-    A convolution's kernel sets negative results to zero before it writes them. Where max-pooling
-    follows, its kernel does: the maximum is the same, and so is the gradient.
+    The kernels of convolutions and BatchNorm set negative results to zero before they write them.
+    Where max-pooling follows, its kernel does: the maximum is the same, and so is the gradient.
     """
 
     @staticmethod
@@ -651,7 +734,7 @@ class Sequential(nn.Sequential):
         if type(layer) is not nn.Sequential or has_hooks(layer):
             return False
         return any(
-            (_is_relu(second) and Convolution.replaces(first))
+            (_is_relu(second) and (Convolution.replaces(first) or BatchNorm.replaces(first)))
             or (_is_relu(first) and MaxPool.replaces(second))
             for first, second in pairwise(layer)
         )
@@ -672,13 +755,12 @@ class Sequential(nn.Sequential):
             after, index = layers[index + 1], index + 1
             if _is_relu(layer) and type(after) is MaxPool and not has_hooks(after):
                 x, index = after.pooled(x, relu=True), index + 1
-            elif (
-                type(layer) is Convolution
-                and not has_hooks(layer)
-                and _is_relu(after)
-                and type(layers[index + 1]) is not MaxPool
-            ):
+            elif not _is_relu(after) or has_hooks(layer) or type(layers[index + 1]) is MaxPool:
+                x = layer(x)
+            elif type(layer) is Convolution:
                 x, index = layer.convolved(x, relu=True), index + 1
+            elif type(layer) is BatchNorm:
+                x, index = layer.normalised(x, relu=True), index + 1
             else:
                 x = layer(x)
         return x
@@ -695,7 +777,10 @@ def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose padding row never moves, stacked or not: PyTorch's rule for ``vmap`` forgets about it."""
+    """An embedding whose padding row never moves, stacked or not.
+
+    PyTorch's rule for ``vmap`` moves it.
+    """
 
     def __init__(self, layer: nn.Embedding) -> None:
         super().__init__(
@@ -757,14 +842,15 @@ def convert(module: nn.Module) -> nn.Module:
         nonlocal dropouts
         if type(layer) in DROPOUTS:
             dropouts += 1
-            return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
+            probability, channels = cast(nn.Dropout, layer).p, type(layer) is not nn.Dropout
+            return _watch(Dropout(probability, dropouts, channels), layer)
         if Recurrent.replaces(layer):
             recurrent = cast(nn.RNNBase, layer)
             dropouts += bool(recurrent.dropout)
             return Recurrent(recurrent, dropouts)
         if Sequential.replaces(layer):
             sequence = Sequential()
-            sequence._modules.update(layer._modules)
+            sequence._modules.update(layer._modules)  # type: ignore[arg-type]
             sequence.training = layer.training
             return sequence
         for kind in (BatchNorm, LayerNorm, Linear, Convolution, MaxPool, Embedding):
@@ -772,7 +858,27 @@ def convert(module: nn.Module) -> nn.Module:
                 return cast(nn.Module, kind(layer))  # type: ignore[arg-type]
         return layer
 
-    return replaced(module)
+    made = replaced(module)
+    parts = list(made.modules())
+    channels_innermost = all(map(_takes_any_layout, parts))
+    for part in parts:
+        if isinstance(part, Convolution):
+            part.channels_innermost = channels_innermost
+    return made
+
+
+# Layers of PyTorch that can be stacked however images lie in memory. GroupNorm and adaptive pooling
+# cannot.
+_ANY_LAYOUT = (
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
+    *(nn.Hardswish, nn.Hardtanh, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Linear),
+)
+
+
+def _takes_any_layout(part: nn.Module) -> bool:
+    """Say whether a module can be stacked however images lie: a model's own code may call anything."""
+    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith("equipoise.models.")
 
 
 _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "_backward"))]

@@ -24,7 +24,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     dot = interpreter.InterpreterBuilder.create_dot
 
     def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        """Multiply bfloat16 numbers, which the interpreter keeps as the integers of the same bits."""
+        """Multiply bfloat16 numbers, which the interpreter keeps as integers of the same bits."""
         a, b = (
             interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
             if x.dtype.scalar == tl.bfloat16

@@ -19,8 +19,17 @@ from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
 from equipoise.models import build, layers
-from equipoise.models.layers import BatchNorm, Forward, MaxPool, forward_pass, masked_norm
+from equipoise.models.layers import (
+    BatchNorm,
+    Dropout,
+    Forward,
+    MaxPool,
+    dropped,
+    forward_pass,
+    masked_norm,
+)
 from equipoise.optimizers import optimizer_named
+from equipoise.random import fold_tensor
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
@@ -43,7 +52,7 @@ MASKS = {
     "partial": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]],
     "one": [[1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 0]],
 }
-# How the axes lie in memory, the outermost first: clients, samples, channels, then height and width.
+# How clients, samples, channels, height and width lie in memory, the outermost first.
 LAYOUTS = pytest.mark.parametrize(
     "layout",
     [(0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (2, 1, 0, 3, 4), (0, 1, 3, 4, 2)],
@@ -51,6 +60,7 @@ LAYOUTS = pytest.mark.parametrize(
 )
 # Triton's interpreter takes minutes where a GPU takes milliseconds.
 LARGE = (32, 32) if torch.cuda.is_available() else (6, 7)
+POSITIONS = [(), (1, 1), (3, 5), (4, 4), LARGE] if torch.cuda.is_available() else [(), (3, 5)]
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
@@ -122,7 +132,7 @@ def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3)
 
 @LAYOUTS
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("positions", [(), (1, 1), (3, 5), (4, 4), LARGE], ids=str)
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
 def test_norm_is_pytorchs_on_every_clients_samples(positions, mask, layout):
     mask = mask_named(mask)
     x = laid_out(3 + 2 * normal(CLIENTS, SAMPLES, CHANNELS, *positions), layout).requires_grad_()
@@ -195,8 +205,35 @@ def test_norm_of_images_whose_positions_do_not_follow_each_other():
     assert torch.equal(normalised(odd, *given)[0], normalised(x, *given)[0])
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_norm_does_the_work_of_relu(affine):
+    x, mask = normal(CLIENTS, SAMPLES, CHANNELS, 2, 3), mask_named("partial")
+    tensors = [x, normal(CLIENTS, CHANNELS, seed=1), normal(CLIENTS, CHANNELS, seed=2)]
+    tensors = tensors if affine else tensors[:1]
+
+    def results(function, dtype):
+        own = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        y = vmap(function)(mask.to(dtype), *own)
+        towards = normal(*y.shape, seed=5).to(dtype)
+        firsts = torch.autograd.grad(y, own, towards, retain_graph=True)
+        again = torch.autograd.grad(y, own, towards, create_graph=True)
+        return [y, *firsts, *torch.autograd.grad(again[0].square().sum(), own)]
+
+    def ours(mask, x, weight=None, bias=None):
+        how = {"momentum": 0.1, "eps": 1e-3, "relu": True}
+        return kernels.norm(x, mask, weight, bias, None, None, **how)[0]
+
+    def plain(mask, x, weight=None, bias=None):
+        return masked_norm(x, mask, weight, bias, None, None, momentum=0.1, eps=1e-3)[0].relu()
+
+    found, wanted = results(ours, torch.float32), results(plain, torch.float64)
+    for own, other in zip(found, wanted, strict=True):
+        scale = max(1.0, float(other.detach().abs().max()))
+        torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
+
+
 def test_variance_far_from_zero_is_not_lost():
-    """Deviations of one around ten thousand: in float32 the mean of squares knows nothing of them."""
+    """Deviations of one around ten thousand, which the mean of squares in float32 loses."""
     x = 1e4 + normal(2, 9, 1, *LARGE)
     _, mean, var = vmap(
         lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
@@ -411,6 +448,41 @@ def test_a_gradient_inside_vmap():
     torch.testing.assert_close(
         found, vmap(grad(loss(lambda x: F.max_pool2d(x, 2), plain)))(x), **CLOSE
     )
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 2, 2), (1,), (2, 1030)], ids=str)
+def test_dropout_draws_the_engines_numbers(shape, p):
+    keys = fold_tensor(7, torch.arange(CLIENTS, device=DEVICE))
+    threshold = round((1 - p) * 65536)
+    x = normal(CLIENTS, *shape)
+    wanted = vmap(lambda x, key: dropped(x, p, key))(x, keys)
+    factors = vmap(lambda key: kernels.dropout_factors(key, torch.Size(shape), threshold))(keys)
+    assert torch.equal(x * factors, wanted)
+    alone = kernels.dropout_factors(keys[0], torch.Size(shape), threshold)
+    assert torch.equal(alone, factors[0])
+
+
+def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
+    layer, keys = Dropout(0.5, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
+    x = normal(2, 3, 4).requires_grad_()
+
+    def results(stacked):
+        def of_one(x, key):
+            with forward_pass(Forward(train=True, key=key, stacked=stacked)):
+                return layer(x)
+
+        y = vmap(of_one)(x, keys)
+        return y, torch.autograd.grad(y.square().sum(), x)[0]
+
+    plain = results(stacked=False)
+    assert not everywhere
+    for own, other in zip(results(stacked=True), plain, strict=True):
+        assert torch.equal(own, other)
+    assert everywhere
 
 
 # ---- in the engine -------------------------------------------------------------------------------

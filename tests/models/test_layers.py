@@ -26,6 +26,7 @@ from equipoise.models.layers import (
     Linear,
     MaxPool,
     _PatchProduct,
+    _product,
     convert,
     forward_pass,
 )
@@ -386,10 +387,11 @@ def test_batchnorm_refuses_a_batch_without_channels():
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.Conv2d(2, 2, 3, groups=2),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(2, 4, 3, groups=2),
         nn.Conv2d(2, 2, 3, padding="same"),
     ],
-    ids=["groups", "named padding"],
+    ids=["groups", "two of each channel", "named padding"],
 )
 def test_unusual_convolutions_are_left_alone(layer):
     assert convert(nn.Sequential(layer))[0] is layer
@@ -454,6 +456,25 @@ def test_patches_of_a_batch_all_clients_share():
     found = vmap(lambda w: _PatchProduct.apply(x, w, (1, 1), (1, 1))[0])(weight)
     wanted = torch.stack([F.conv2d(x, w, padding=1) for w in weight])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_stacked_products_lie_as_the_weights_do(bias):
+    x, weight = normal(6, 4, 3).requires_grad_(), normal(6, 2, 3, seed=1).requires_grad_()
+    added = [normal(6, 2, seed=2).requires_grad_()] if bias else []
+
+    def results(product):
+        y = vmap(product)(x, weight, *added)
+        firsts = torch.autograd.grad(y.pow(3).sum(), (x, weight, *added), create_graph=True)
+        squares = sum(first.square().sum() for first in firsts)
+        return y, *firsts, *torch.autograd.grad(squares, (x, weight, *added))
+
+    found = results(lambda x, weight, bias=None: _product(x, weight, bias))
+    for own, other in zip(found, results(F.linear), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    assert found[2].is_contiguous()
+    shared = vmap(lambda x: _product(x, weight[0], None))(x)
+    torch.testing.assert_close(shared, x @ weight[0].t(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("leading", [(), (4,), (4, 5), (4, 5, 2)])
