@@ -1,4 +1,4 @@
-"""Checks of single values: each returns the value it was given or raises an `InputError` that says what is valid."""
+"""Checks of single values. Each returns the value or raises an `InputError`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from equipoise.errors import InputError, unknown
 from equipoise.text import printable, unprintable_in
 
-# In the metadata of a field: the plain form of settings leaves the field out while it has its
-# default.
+# In the metadata of a field: configurations leave the field out if it has its default.
 UNLESS_DEFAULT = "unless default"
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ def count(value: object, what: str, *, least: int = 1) -> int:
     what : str
         How the message names it.
     least : int
-        The smallest number that will do.
+        The smallest valid number.
 
     Returns
     -------
@@ -37,11 +36,11 @@ def count(value: object, what: str, *, least: int = 1) -> int:
 
     Examples
     --------
-    >>> count(3, "width of model 'resnet18'")
+    >>> count(3, "width of model 'mlp'")
     3
-    >>> count(0, "width of model 'resnet18'")
+    >>> count(0, "width of model 'mlp'")
     Traceback (most recent call last):
-    equipoise.errors.InputError: width of model 'resnet18' must be a whole number of at least 1, got 0
+    equipoise.errors.InputError: width of model 'mlp' must be a whole number of at least 1, got 0
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InputError(f"{what} must be a whole number of at least {least}, got {value!r}")
@@ -81,7 +80,7 @@ def real(value: object, what: str, *, least: float | None = None) -> float:
 
 
 def within(value: object, what: str, least: float, most: float, *, below: bool = False) -> float:
-    """Return a number of a range.
+    """Return a number in a range.
 
     Parameters
     ----------
@@ -92,7 +91,7 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
     least, most : float
         The smallest and the largest valid number.
     below : bool
-        Whether the largest number is not valid itself.
+        Whether ``most`` itself is not valid.
 
     Returns
     -------
@@ -119,7 +118,7 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
 def several(
     value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None
 ) -> tuple[T, ...]:
-    """Return a sequence as a tuple, each item of which passes a check.
+    """Return a sequence as a tuple and check each item.
 
     Parameters
     ----------
@@ -150,7 +149,7 @@ def several(
 
 
 def probability(value: object, what: str) -> float:
-    """Return a dropout probability: at least 0, below 1.
+    """Return a dropout probability, which is at least 0 and below 1.
 
     Parameters
     ----------
@@ -175,7 +174,7 @@ def probability(value: object, what: str) -> float:
 
 
 def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, int, int]:
-    """Return channels, height and width of the images a model is built for.
+    """Return channels, height and width of the images that a model is built for.
 
     Parameters
     ----------
@@ -184,7 +183,7 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     model : str
         The name of the model, for the message.
     smallest : int
-        The least height and width that leave the model something to look at after its pooling.
+        The smallest height and width for which pooling leaves at least one pixel.
 
     Returns
     -------
@@ -195,9 +194,9 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     --------
     >>> image((1, 28, 28), "cnn2", smallest=4)
     (1, 28, 28)
-    >>> image((1, 3, 28), "cnn2", smallest=4)
+    >>> image((1, 3, 28), "cnn2", smallest=4)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at least 4 x 4
+    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be ...
     """
     if len(shape) != 3:
         raise InputError(
@@ -213,7 +212,7 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
 
 
 def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
-    """Return a name and the options that belong to it, from the name alone or from a mapping with ``name``.
+    """Return a name and its options, from a name or from a mapping with ``name``.
 
     Parameters
     ----------
@@ -225,7 +224,7 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     Returns
     -------
     tuple of str and dict
-        The name, and everything else the mapping holds.
+        The name, and everything else in the mapping.
 
     Examples
     --------
@@ -264,16 +263,16 @@ def name(value: object, what: str) -> str:
     Raises
     ------
     InputError
-        If it is no text, holds control characters such as new lines and escape sequences, or is
+        If it is not text, contains control characters such as newlines and escape sequences, or is
         very long.
 
     Examples
     --------
     >>> name("ward 3", "group")
     'ward 3'
-    >>> name("ward\x1b[2J", "group")
+    >>> name("ward\x1b[2J", "group")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: group must be text in one line without control characters, got 'ward\x1b[2J'
+    equipoise.errors.InputError: group must be text in one line without control characters, got ...
     """
     if not isinstance(value, str):
         raise InputError(f"{what} must be text, got {value!r}")
@@ -317,7 +316,7 @@ def one_of(value: str, valid: Sequence[str], where: str) -> str:
 
 
 def flag(value: object, what: str) -> bool:
-    """Return what was given if it is true or false, and nothing that only looks so.
+    """Return a boolean. Values that only look like one are refused.
 
     Parameters
     ----------

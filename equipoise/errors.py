@@ -1,4 +1,4 @@
-"""The two ways an Equipoise command can end badly, and the complaints that all parts phrase alike."""
+"""The two kinds of errors, and a common message for unknown names."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from difflib import get_close_matches
 
 
 class InputError(ValueError):
-    """What was asked for is wrong: the message names the value, where it came from and what would be valid (exit code 2)."""
+    """The input is wrong (exit code 2).
+
+    The message names the value, where it came from, and what is valid.
+    """
 
 
 class RunError(RuntimeError):
-    """What was asked for is fine, but carrying it out failed (exit code 1).
+    """The input is valid, but the run failed (exit code 1).
 
-    What was written before is intact.
+    Everything that was written before is intact.
     """
 
 
 def unknown(
     kind: str, name: object, valid: Iterable[str], *, where: str | None = None
 ) -> InputError:
-    """Build the error for a name that does not exist, suggesting the nearest one that does.
+    """Return the error for an unknown name. It suggests the most similar valid name.
 
     Parameters
     ----------
@@ -29,9 +32,9 @@ def unknown(
     name : object
         The value that was given.
     valid : iterable of str
-        Every name that would have been accepted.
+        All valid names.
     where : str, optional
-        Where the value came from: a file, a key, a command line option.
+        Where the value came from, such as a file, a key or a command line option.
 
     Returns
     -------

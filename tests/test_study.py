@@ -1661,7 +1661,7 @@ def test_compare_ends_with_1_when_a_summary_is_damaged(tmp_path, monkeypatch, ca
     Path("runs/s/base/fedavg/seed0/summary.json").write_text("{")
     code, stdout, stderr = compare(monkeypatch, capsys, "s.yaml")
     assert code == 1
-    said = "runs/s/base/fedavg/seed0/summary.json is not what the run wrote"
+    said = "runs/s/base/fedavg/seed0/summary.json differs from what the run wrote"
     assert f"failed: base/fedavg/seed0: {said}" in stdout
     assert stderr.splitlines()[0].startswith(f"[1/2] base/fedavg/seed0: failed: {said}")
     assert stderr.splitlines()[1:] == ["[2/2] base/fedavg/seed1: already there"]

@@ -94,7 +94,7 @@ class Advice:
 
 
 def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
-    """Say which family of methods fits a federation.
+    """Return which family of methods fits a federation.
 
     Parameters
     ----------

@@ -507,7 +507,7 @@ def advise(
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say which family of methods fits a federation, and try it.
+    """Return which family of methods fits a federation, and try it.
 
     Measures how clients differ in labels, inputs and sizes and how many take part, says which
     methods fit and why, and compares one or two methods of each family on validation data. What the

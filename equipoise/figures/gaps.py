@@ -59,7 +59,7 @@ class GapChanges:
 
 
 def gap_changes(run: str | Path) -> list[GapChanges]:
-    """Read the changes that FAA measured while it trained: Δa = a′ − a and ΔG = G′ − G, one pair a client and round.
+    """Read the changes that FAA measured while it trained: Δa = a′ − a and ΔG = G′ − G, one pair per client and round.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def gap_changes(run: str | Path) -> list[GapChanges]:
     Returns
     -------
     list of GapChanges
-        One a client that took part and has validation data.
+        One per client that took part and has validation data.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def sweep_gaps(
 
 
 def draw_gap_changes(changes: Mapping[str, Sequence[GapChanges]], path: str | Path) -> Path:
-    """Draw ΔG against Δa, one panel a run, with a line, its slope and ρ for each client.
+    """Draw ΔG against Δa, one panel per run, with a line, its slope and ρ for each client.
 
     Parameters
     ----------

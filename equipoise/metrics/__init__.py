@@ -134,7 +134,7 @@ class Metric:
             object.__setattr__(self, "tasks", listed)
 
     def fits(self, task: Task) -> bool:
-        """Say whether the metric is for a task, or for one that the task is derived from.
+        """Return whether the metric is for a task, or for one that the task is derived from.
 
         Examples
         --------
@@ -146,7 +146,7 @@ class Metric:
         )
 
     def measured_by(self, task: Task) -> bool:
-        """Say whether the task measures it anyway, as its score.
+        """Return whether the task measures it anyway, as its score.
 
         Examples
         --------

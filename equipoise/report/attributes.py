@@ -173,7 +173,7 @@ def _names(comparison: Comparison, who: str) -> list[str]:
 
 
 def _values(comparison: Comparison, label: str, who: str, name: str, figure: str) -> list[float]:
-    """Return a figure of the models that clients end up with, one value a seed."""
+    """Return a figure of the models that clients end up with, one value per seed."""
     found = []
     for record in comparison.runs[label]:
         part = record.leading(who)

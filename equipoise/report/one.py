@@ -84,7 +84,7 @@ def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
 
 
 def which(record: RunRecord, part: Part) -> str:
-    """Say which accuracy it is: the four questions of ``docs/metrics.md``, answered."""
+    """Return which accuracy it is: the four questions of ``docs/metrics.md``, answered."""
     answers = {
         "Which model?": MODELS[part.model],
         "On whose data?": WHOSE[part.who].format(

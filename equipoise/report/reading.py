@@ -183,7 +183,7 @@ class RunRecord:
 
 
 def is_run(directory: Path) -> bool:
-    """Say whether a directory holds a run.
+    """Return whether a directory holds a run.
 
     Examples
     --------

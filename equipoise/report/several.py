@@ -60,7 +60,7 @@ class Comparison:
     setting : str
         Its label; empty for runs that are not of a study.
     runs : dict
-        The runs of each method, one a seed.
+        The runs of each method, one per seed.
     """
 
     setting: str
@@ -91,7 +91,7 @@ class Comparison:
         return found
 
     def values(self, label: str, who: str, metric: str) -> list[float]:
-        """Return a metric of the models that clients end up with, one value a seed."""
+        """Return a metric of the models that clients end up with, one value per seed."""
         return list(self.by_seed(label, who, metric).values())
 
     def mean(self, label: str, who: str, metric: str) -> float | None:
@@ -100,7 +100,7 @@ class Comparison:
         return statistics.fmean(values) if values else None
 
     def ranking(self, who: str, metric: str) -> Ranking:
-        """Say which methods are best and second, and test the others against the best over seeds."""
+        """Return which methods are best and second, and test the others against the best over seeds."""
         found = {label: self.by_seed(label, who, metric) for label in self.runs}
         return rank_methods(found, higher_is_better=self.should_be_high(metric))
 
@@ -126,7 +126,7 @@ class Comparison:
         return spread(self.values(label, who, metric))
 
     def should_be_high(self, metric: str) -> bool:
-        """Say which way is better."""
+        """Return which way is better."""
         return should_be_high(metric, higher_is_better=self.first.task.higher_is_better)
 
     def pareto(self, who: str) -> list[str]:
@@ -249,7 +249,7 @@ def about_marks(comparison: Comparison) -> str:
 
 
 def which(comparison: Comparison) -> str:
-    """Say which accuracy the numbers are."""
+    """Return which accuracy the numbers are."""
     record = comparison.first
     counts = {len(runs) for runs in comparison.runs.values()}
     over = plural(max(counts), "seed") if len(counts) == 1 else "the seeds of each method"
@@ -693,7 +693,7 @@ def costs(comparison: Comparison) -> Section:
         taken = f"{statistics.fmean(seconds):.2f}" if seconds else "–"
         each = f"{statistics.fmean(seconds) / rounds:.3f}" if seconds and rounds else "–"
         rows.append([label, f"{rounds:g}", *map(size, moved), taken, each])
-    header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds a round"]
+    header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds per round"]
     body = paragraph(
         "Means over seeds. Bytes are without evaluation for this report, seconds with it."
     )

@@ -81,7 +81,7 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
 
 
 def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
-    """Say which model a metric is of: the one it names, else the personal one if those clients have one.
+    """Return which model a metric is of: the one it names, else the personal one if those clients have one.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
 
 
 def of_validation(metric: str) -> bool:
-    """Say whether a metric asks for validation data, whatever the split of the study.
+    """Return whether a metric asks for validation data, whatever the split of the study.
 
     Examples
     --------
@@ -279,7 +279,7 @@ def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None
 
 
 def should_be_high(metric: str, *, higher_is_better: bool) -> bool:
-    """Say which way is better for a metric, given which way is for the values of clients.
+    """Return which way is better for a metric, given which way is for the values of clients.
 
     Examples
     --------

@@ -105,7 +105,7 @@ class Results:
         return {which: value for which, value in found.items() if value is not None}
 
     def ranking(self, setting: str, metric: str) -> Ranking:
-        """Say which methods are best and second, and test the others against the best.
+        """Return which methods are best and second, and test the others against the best.
 
         Pairs are runs with the same seed; for the label of folds, the means over the folds.
         """
@@ -114,7 +114,7 @@ class Results:
         return Ranking() if high is None else rank_methods(found, higher_is_better=high)
 
     def _should_be_high(self, setting: str, metric: str) -> bool | None:
-        """Say which way is better; None without a run."""
+        """Return which way is better; None without a run."""
         runs = (
             summary for method in self.study.methods for _, summary in self._runs(setting, method)
         )
@@ -530,7 +530,7 @@ class Results:
         )
 
     def csv(self) -> str:
-        """Write one row a setting, method and metric, groups included."""
+        """Write one row per setting, method and metric, groups included."""
         rows = ([*which, *summed, *compared] for *which, summed, compared, _ in self._rows())
         return _csv(
             [
@@ -550,7 +550,7 @@ class Results:
         )
 
     def csv_seeds(self) -> str:
-        """Write one row a setting, method, metric and seed."""
+        """Write one row per setting, method, metric and seed."""
         rows = (
             [*which, seed, value]
             for *which, _, _, seeds in self._rows()
@@ -559,7 +559,7 @@ class Results:
         return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
     def csv_differences(self) -> str:
-        """Write one row a setting, method and metric: how the method differs from the baseline."""
+        """Write one row per setting, method and metric: how the method differs from the baseline."""
         rows = (
             [setting, method, self.study.baseline, metric, *asdict(difference).values()]
             for setting, method, metric, difference in self._differences()

@@ -222,7 +222,9 @@ def test_a_head_that_is_never_called_or_of_a_named_model_is_refused():
     module.unused = nn.Linear(2, 2)
     with pytest.raises(InputError, match="Convolving does not call its layer 'unused'"):
         train(images(), model=module, head="unused", rounds=1)
-    with pytest.raises(InputError, match="head='fc2' belongs to a module, but the model is 'mlp'"):
+    with pytest.raises(
+        InputError, match="head='fc2' is valid only with a module, but the model is 'mlp'"
+    ):
         train(images(), model="mlp", head="fc2", rounds=1)
 
 

@@ -219,7 +219,7 @@ def test_a_part_of_which_nothing_trains_is_refused():
     model = flat()
     model.head.requires_grad_(False)
     with pytest.raises(
-        InputError, match="the part 'head', but the model has nothing there that can be trained"
+        InputError, match="the part 'head', but the model has no trainable tensors there"
     ):
         train(images(), model=model, method="fedrep", rounds=1)
 

@@ -199,7 +199,7 @@ def test_what_cannot_be_evaluated_is_refused_before_training(evaluation, message
 
 def test_a_round_cannot_be_chosen_by_what_nobody_has():
     nowhere = Metric(function=lambda output, y: None, name="nowhere", higher_is_better=True)
-    with pytest.raises(InputError, match="no seen client holds a value of nowhere"):
+    with pytest.raises(InputError, match="no seen client has a value of nowhere"):
         small_run(
             None, evaluation=Evaluation(metrics=[nowhere], select="best", select_by="nowhere")
         )
