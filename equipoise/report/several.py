@@ -244,7 +244,7 @@ def about_marks(comparison: Comparison) -> str:
     """Explain the marks of the table, and what is claimed."""
     ranked = "Best values are bold, second ones underlined."
     if max(map(len, comparison.runs.values())) < LEAST_SEEDS:
-        return f"{ranked} Nothing is claimed about chance: that takes {LEAST_SEEDS} seeds."
+        return f"{ranked} Differences are not tested: that needs {LEAST_SEEDS} seeds."
     return f"{ranked} {WORSE} marks values that are worse than the best: p < {LEVEL}, {TEST}."
 
 

@@ -347,7 +347,7 @@ def test_from_five_seeds_on_methods_are_tested_against_the_best(tmp_path):
 
 def test_below_five_seeds_nothing_is_claimed(study):
     page = page_of(study)
-    assert "Nothing is claimed about chance: that takes 5 seeds." in page.text
+    assert "Differences are not tested: that needs 5 seeds." in page.text
     assert "†" not in page.text
 
 
