@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: colours are those of the page, so that they follow its light or dark scheme."""
+"""Charts as SVG inside a page. They use the page's colours, light or dark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUES = 8
 LONGEST = 18
 # With more points than this, markers on a line hide it.
 MARKED = 25
-# Shapes as well as colours tell series apart.
+# Series differ in shape and colour.
 MARKERS = (
     '<circle r="3.2"/>',
     '<path d="M-2.9-2.9h5.8v5.8h-5.8z"/>',
@@ -32,7 +32,7 @@ DEFINITIONS = (
     + "".join(f'<g id="marker{number}">{shape}</g>' for number, shape in enumerate(MARKERS))
     + "</defs></svg>"
 )
-"""The shapes that all charts of a page use; they must be in the page once."""
+"""The shapes of all charts of a page. The page must contain them once."""
 
 Scale = Callable[[float], float]
 
@@ -42,12 +42,16 @@ def figure(chart: Chart) -> str:
 
     Examples
     --------
-    >>> chart = Chart("progress", "Mean", "rises to 0.5", "round", "mean", [Series("mean", [1, 2], [0.2, 0.5])])
+    >>> series = Series("mean", [1, 2], [0.2, 0.5])
+    >>> chart = Chart("progress", "Mean", "rises to 0.5", "round", "mean", [series])
     >>> 'role="img"' in figure(chart), "rises to 0.5" in figure(chart)
     (True, True)
     """
     said = escape(f"{chart.title}. {chart.says}", quote=True)
-    drawing = f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" aria-label="{said}">{_drawing(chart)}</svg>'
+    drawing = (
+        f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" '
+        f'aria-label="{said}">{_drawing(chart)}</svg>'
+    )
     caption = f"<figcaption><h4>{escape(chart.title)}</h4><p>{escape(chart.says)}</p></figcaption>"
     return (
         f'<figure id="{escape(chart.name, quote=True)}">{caption}{drawing}{_legend(chart)}</figure>'
@@ -59,7 +63,7 @@ def _height(chart: Chart) -> float:
 
 
 def _room(chart: Chart) -> float:
-    """Return the room below the panel, which names of columns may need more of."""
+    """Return the space below the panel, which depends on the names of columns."""
     if _slanted(chart):
         return 24 + 5.4 * min(LONGEST, max(map(len, chart.columns)))
     return BOTTOM if chart.x_label else 26.0
@@ -184,4 +188,7 @@ def _key(series: Series) -> str:
         if not series.line or len(series.x) <= MARKED
         else ""
     )
-    return f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">{line}{marker}</g></svg>'
+    return (
+        f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">'
+        f"{line}{marker}</g></svg>"
+    )
