@@ -265,7 +265,7 @@ def test_what_a_task_of_ones_own_measures_is_not_replaced(monkeypatch):
 
     data = replace(federation(), task="ranked")
     own = Metric(function=highest_loss, name="top2", higher_is_better=True)
-    with pytest.raises(InputError, match="'top2' is what the task ranked measures anyway"):
+    with pytest.raises(InputError, match="'top2' is already a metric of the task ranked"):
         small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=[own]))
     run = small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=["auroc"]))
     assert {"top2", "auroc"} <= set().union(*run.trainer.metrics)
