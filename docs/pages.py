@@ -1,7 +1,7 @@
 """Make the pages and tables that list methods, from the registry and ``methods.yaml``.
 
 ``python docs/pages.py`` fills in the tables of README and docs, between two comments each. Sphinx
-calls :func:`write_pages` for the page of each method; these are not kept in the repository.
+calls :func:`write_pages` for the pages of methods, which are not in the repository.
 """
 
 from __future__ import annotations
@@ -30,20 +30,29 @@ KINDS = {
 
 SECURE_AGGREGATION = {
     Sees.NOTHING: "nothing is sent",
-    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used (SCAFFOLD: two sums; "
-    "HarmoFL: one more before round 1, of amplitudes)",
-    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights are computed from these, "
-    "the model from a weighted sum. TERM needs all losses before it can compute weights",
-    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single numbers of all "
-    "updates are compared",
-    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: the server sends the "
-    "mean images and labels of single clients to all clients)",
+    Sees.SUMS: (
+        "yes: weights are known before clients train, and only the weighted sum is used "
+        "(SCAFFOLD: two sums; HarmoFL: one more before round 1, of amplitudes)"
+    ),
+    Sees.SCALARS: (
+        "only if every client's loss is visible (FedNova: its number of steps): weights are "
+        "computed from these, the model from a weighted sum. TERM needs all losses before it can "
+        "compute weights"
+    ),
+    Sees.UPDATES: (
+        "no: the weights are computed from inner products of single updates, or single numbers of "
+        "all updates are compared"
+    ),
+    Sees.REPRESENTATIONS: (
+        "no: clients are clustered by vectors that describe their data (FedMix: the server sends "
+        "the mean images and labels of single clients to all clients)"
+    ),
     Sees.DATA: "not available on Flower",
 }
 
 
 def read() -> dict[str, Any]:
-    """Read ``methods.yaml``, and refuse it if it does not describe exactly the methods of the library."""
+    """Read ``methods.yaml``. It must describe exactly the methods of the library."""
     described: dict[str, Any] = yaml.safe_load((DOCS / "methods.yaml").read_text(encoding="utf-8"))
     listed = {name for group in described["purposes"].values() for name in group}
     for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
@@ -111,7 +120,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew."""
+    """Return a page with its tables updated.
+
+    A table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+    """
 
     def made(match: re.Match[str]) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
@@ -162,7 +174,7 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
 
 
 def _described_with(part: type[Part]) -> list[type[Any]]:
-    """List the classes that a part shares options with and that are no methods themselves."""
+    """List the base classes of a part with options that are not methods themselves."""
     registered = {methods.part_class(name) for name in own_methods()}
     return [
         base
@@ -194,7 +206,7 @@ def write_pages(folder: Path) -> None:
 
 
 def main() -> int:
-    """Fill in all tables; with ``--check`` only say which pages are out of date."""
+    """Fill in all tables. With ``--check`` only print which pages are out of date."""
     outdated = []
     for page in pages_with_tables():
         text = page.read_text(encoding="utf-8")
@@ -203,7 +215,7 @@ def main() -> int:
             if "--check" not in sys.argv[1:]:
                 page.write_text(new, encoding="utf-8")
     if outdated:
-        print(f"tables made anew: {', '.join(outdated)}")
+        print(f"tables updated: {', '.join(outdated)}")
     return int("--check" in sys.argv[1:] and bool(outdated))
 
 
