@@ -1,4 +1,4 @@
-"""Checks of single values. Each returns the value or raises an `InputError`."""
+"""Checks of single values: each returns the value it was given or raises an `InputError` that says what is valid."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def count(value: object, what: str, *, least: int = 1) -> int:
 
     Examples
     --------
-    >>> count(3, "width of model 'mlp'")
+    >>> count(3, "width of model 'resnet18'")
     3
-    >>> count(0, "width of model 'mlp'")
+    >>> count(0, "width of model 'resnet18'")
     Traceback (most recent call last):
-    equipoise.errors.InputError: width of model 'mlp' must be a whole number of at least 1, got 0
+    equipoise.errors.InputError: width of model 'resnet18' must be a whole number of at least 1, got 0
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InputError(f"{what} must be a whole number of at least {least}, got {value!r}")
@@ -194,9 +194,9 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     --------
     >>> image((1, 28, 28), "cnn2", smallest=4)
     (1, 28, 28)
-    >>> image((1, 3, 28), "cnn2", smallest=4)  # doctest: +ELLIPSIS
+    >>> image((1, 3, 28), "cnn2", smallest=4)
     Traceback (most recent call last):
-    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be ...
+    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at least 4 x 4
     """
     if len(shape) != 3:
         raise InputError(
@@ -212,7 +212,7 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
 
 
 def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
-    """Return a name and its options, from a name or from a mapping with ``name``.
+    """Return a name and the options that belong to it, from the name alone or from a mapping with ``name``.
 
     Parameters
     ----------
@@ -270,9 +270,9 @@ def name(value: object, what: str) -> str:
     --------
     >>> name("ward 3", "group")
     'ward 3'
-    >>> name("ward\x1b[2J", "group")  # doctest: +ELLIPSIS
+    >>> name("ward\x1b[2J", "group")
     Traceback (most recent call last):
-    equipoise.errors.InputError: group must be text in one line without control characters, got ...
+    equipoise.errors.InputError: group must be text in one line without control characters, got 'ward\x1b[2J'
     """
     if not isinstance(value, str):
         raise InputError(f"{what} must be text, got {value!r}")

@@ -254,7 +254,7 @@ def strip(
 def ranked(
     record: RunRecord, order: Sequence[int], values: Mapping[int, float], colours: Palette
 ) -> list[Series]:
-    """Return one series per colour, with the values of clients in the given order."""
+    """Return a mark for the value of each client, clients in the given order, a series for each colour."""
     rank = {client: position for position, client in enumerate(order, start=1)}
     return [
         Series(
@@ -288,10 +288,7 @@ def gained(
     sign = 1 if record.task.higher_is_better else -1
     better = sum(sign * personal[client] > sign * shared[client] for client in both)
     worse = sum(sign * personal[client] < sign * shared[client] for client in both)
-    says = (
-        f"The personal model is better for {better} of {plural(len(both), 'seen client')}, and "
-        f"worse for {worse}."
-    )
+    says = f"The personal model is better for {better} of {plural(len(both), 'seen client')}, and worse for {worse}."
     axes = (f"{record.score} of the global model", f"{record.score} of the personal model")
     return Chart(
         "personal-against-global",
@@ -438,7 +435,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
 
 
 def weights(record: RunRecord, before: str = "") -> Section:
-    """Return the section on weights and losses; ``before`` makes the names of charts unique."""
+    """Return the weights of clients against their losses; ``before`` makes the names of charts unique."""
     title = "Weights against losses"
     if not record.weighed:
         return Section(
@@ -548,10 +545,7 @@ def sampling(record: RunRecord) -> Section:
     if not counts:
         return Section("sampling", title, missing="No client that took part was evaluated.")
     if set(record.sampled.values()) == {rounds}:
-        every = (
-            f"All {len(record.sampled):,} clients took part in each of the "
-            f"{plural(rounds, 'round')}."
-        )
+        every = f"All {len(record.sampled):,} clients took part in each of the {plural(rounds, 'round')}."
         return Section("sampling", title, paragraph(every))
     colours = palette(record)
     order = sorted(counts, key=counts.__getitem__)

@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page. They use the page's colours, light or dark."""
+"""Charts as SVG inside a page: colours are those of the page, so that they follow its light or dark scheme."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ def figure(chart: Chart) -> str:
     (True, True)
     """
     said = escape(f"{chart.title}. {chart.says}", quote=True)
-    drawing = (
-        f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" '
-        f'aria-label="{said}">{_drawing(chart)}</svg>'
-    )
+    drawing = f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" aria-label="{said}">{_drawing(chart)}</svg>'
     caption = f"<figcaption><h4>{escape(chart.title)}</h4><p>{escape(chart.says)}</p></figcaption>"
     return (
         f'<figure id="{escape(chart.name, quote=True)}">{caption}{drawing}{_legend(chart)}</figure>'
@@ -188,7 +185,4 @@ def _key(series: Series) -> str:
         if not series.line or len(series.x) <= MARKED
         else ""
     )
-    return (
-        f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">'
-        f"{line}{marker}</g></svg>"
-    )
+    return f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">{line}{marker}</g></svg>'

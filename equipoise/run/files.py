@@ -176,8 +176,8 @@ def _digest_of(path: Path, length: int) -> hashlib._Hash:
 class Journal:
     """A file of JSON lines to which rows are appended. Without a path they are kept in memory.
 
-    With ``mark`` and ``rewind`` a resumed run drops the rows after its last checkpoint. ``digest``
-    shows whether the rows before it have been changed.
+    ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
+    ``digest`` tells whether the rows before it are still what was written.
 
     Examples
     --------
@@ -221,7 +221,7 @@ class Journal:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all rows that were appended or checked."""
+        """The SHA-256 of all rows that were appended, or kept when the file was checked."""
         return self._digest.hexdigest()
 
     def check(self, mark: int, digest: str | None = None) -> None:
@@ -255,7 +255,7 @@ class Journal:
             )
 
     def truncate(self, mark: int) -> None:
-        """Drop the rows after a mark. Call :meth:`check` first."""
+        """Drop the rows after a mark, after :meth:`check`."""
         if self.path is None:
             del self._rows[mark:]
         elif self.path.exists() and self.path.stat().st_size > mark:

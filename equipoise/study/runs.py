@@ -171,7 +171,7 @@ def counted_rows(directory: Path, summary: Mapping[str, Any]) -> list[Row]:
 
 
 def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> int:
-    """Return how many runs to start at a time.
+    """Return how many runs fill a machine.
 
     Parameters
     ----------
@@ -181,8 +181,9 @@ def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> in
         The number of cores. There is one run per core, because small models gain little from more
         threads.
     peak, memory : int
-        On a GPU, the peak memory of a run and the memory of the GPU, in bytes. A tenth of the
-        memory stays free, because runs differ. More than ``MOST_ON_GPU`` runs are not faster.
+        On a GPU, the bytes that a run has used at most, and those that there are. A tenth of the
+        memory stays free, because runs differ. Beyond ``MOST_ON_GPU`` runs they only wait for each
+        other.
 
     Returns
     -------
@@ -210,7 +211,7 @@ def carry_out(
 ) -> Iterator[tuple[Job, dict[str, Any] | str]]:
     """Run jobs, and yield the summary of each on a split, or the reason of its failure.
 
-    ``jobs`` is the number of runs at a time. With None, it is chosen to fill the cores or the GPU.
+    ``jobs`` is how many run at a time; with None as many as fill the cores or the GPU.
     """
     if jobs is None:
         cores, devices = (
@@ -239,7 +240,7 @@ def carry_out(
             yield job, _run(job, out / job.path, split, torch.get_num_threads())
         return
     threads = max(1, torch.get_num_threads() // jobs)
-    # Not forked, because PyTorch's threads do not survive a fork.
+    # Not forked: PyTorch's threads do not survive that.
     pool = ProcessPoolExecutor(
         min(jobs, len(missing)), multiprocessing.get_context("spawn"), initializer=_end_with_parent
     )
@@ -258,7 +259,7 @@ def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] 
     """Run or resume one job, and return its summary or the reason of its failure."""
     try:
         broken_off = (directory / CONFIG).exists()
-        # A resumed run uses the same number of threads, because rounding depends on it.
+        # A run keeps its number of threads: another one would round differently.
         recorded = (
             read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
         )
@@ -282,7 +283,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End a process if its study is killed, so that it does not interfere with the next one."""
+    """End a process when its study is killed, so that it does not write at the same time as the next one."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
