@@ -145,7 +145,7 @@ class Cohort(Protocol):
 
 @dataclass(frozen=True)
 class State:
-    """What the server knows between rounds.
+    """The state of the server between rounds.
 
     Attributes
     ----------

@@ -571,13 +571,13 @@ _PAGES = {
     ),
     "training": (
         "`training`",
-        "How clients train, whatever the method. In Python: `equipoise.Training`.",
+        "How clients train, for all methods. In Python: `equipoise.Training`.",
     ),
     "training.optimizer": (
         "`training.optimizer`",
         "Other optimizers of `torch.optim` take their own options.",
     ),
-    "training.schedule": ("`training.schedule`", "A name alone is the kind: `schedule: cosine`."),
+    "training.schedule": ("`training.schedule`", "A single name is the kind: `schedule: cosine`."),
     "training.augment": ("`training.augment`", "`flip` mirrors images and has no options."),
     "evaluation": (
         "`evaluation`",
@@ -595,7 +595,7 @@ _PAGES = {
         "`data.partition`",
         "How the samples of a source are divided among clients.",
     ),
-    "start": ("`start`", "A path alone is the path: `start: runs/first`."),
+    "start": ("`start`", "A single value is the path: `start: runs/first`."),
     "flower": ("`flower`", "For runs on Flower. In one process these keys have no effect."),
     "flower.privacy": ("`flower.privacy`", ""),
     "study": ("Keys of a study", "A study is a YAML file for `equipoise compare`."),

@@ -38,9 +38,9 @@ class Grouping(Aggregation):
     its own. A representation that is not finite is ignored, and the client's last one stays.
 
     With a client index, clusters are known before round 1: those of the index. The server asks all
-    clients for their representations under the initial model, so that it knows the centres of these
-    clusters. From round 1 on, clients are clustered by what they send, as without an index, and
-    those that have not taken part yet keep the cluster of their index.
+    clients for their representations under the initial model, to compute the centres of these
+    clusters. From round 1 on, clients are clustered by the representations that they send, as
+    without an index. Those that have not taken part yet keep the cluster of their index.
 
     Parameters
     ----------

@@ -194,7 +194,7 @@ class Sampler(Part):
         Parameters
         ----------
         state : State
-            What the server knows.
+            The state of the server.
         candidates : Candidates
             The registered clients.
         count : int

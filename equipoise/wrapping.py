@@ -109,7 +109,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
-        """Whether the server trains alone."""
+        """Whether only the server trains."""
         return self.host.view.gathers
 
     def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
@@ -142,12 +142,12 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def receives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the rule expects besides the model."""
+        """What the rule needs in addition to the model."""
         return self.host.local.receives
 
     @property
     def uploads(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What a client sends besides the parameters."""
+        """What a client sends in addition to the parameters."""
         return self.host.local.uploads
 
     @property
@@ -199,7 +199,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is sent besides the model."""
+        """What is sent in addition to the model."""
         return self.host.aggregation.sends
 
     @property
