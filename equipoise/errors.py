@@ -1,4 +1,4 @@
-"""The two kinds of errors, and a common message for unknown names."""
+"""The two ways an Equipoise command can end badly, and the complaints that all parts phrase alike."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from difflib import get_close_matches
 
 
 class InputError(ValueError):
-    """The input is wrong (exit code 2).
-
-    The message names the value, where it came from, and what is valid.
-    """
+    """What was asked for is wrong: the message names the value, where it came from and what would be valid (exit code 2)."""
 
 
 class RunError(RuntimeError):
@@ -34,7 +31,7 @@ def unknown(
     valid : iterable of str
         All valid names.
     where : str, optional
-        Where the value came from, such as a file, a key or a command line option.
+        Where the value came from: a file, a key, a command line option.
 
     Returns
     -------
