@@ -1,1 +1,1 @@
-"""How fast Equipoise is next to other simulators, on the same work."""
+"""The speed of Equipoise compared with other simulators, for the same work."""

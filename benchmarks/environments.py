@@ -1,4 +1,4 @@
-"""Which Python runs which peer: pins of other libraries clash, so each of them has an environment of its own."""
+"""The Python environments of peers. Each has its own, because their requirements conflict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENVIRONMENTS = HERE / ".envs"
 
 @dataclass(frozen=True)
 class Peer:
-    """A script under ``benchmarks/peers``, what must be installed for it and where it can run."""
+    """A script in ``benchmarks/peers``, its requirements, and the devices it can run on."""
 
     name: str
     script: str
@@ -45,22 +45,21 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Choices:
-    """What the command line said about environments, by peer: an environment's directory, or extra import paths."""
+    """The environments given on the command line, by peer: a directory, or extra import paths."""
 
     envs: dict[str, Path] = field(default_factory=dict)
     pythonpaths: dict[str, Path] = field(default_factory=dict)
 
 
 def interpreter(peer: Peer, choices: Choices) -> Path:
-    """Find the Python for a peer, making its environment first where it has none.
+    """Return the Python for a peer. Create its environment if there is none.
 
     Parameters
     ----------
     peer : Peer
-        Who is to run.
+        The peer.
     choices : Choices
-        A directory given for the peer goes before everything else; with an import path given, this
-        Python is used.
+        A directory given for the peer is preferred. With an import path, this Python is used.
 
     Returns
     -------
@@ -86,10 +85,10 @@ def interpreter(peer: Peer, choices: Choices) -> Path:
 
 
 def variables(peer: Peer, choices: Choices, threads: int) -> dict[str, str]:
-    """Return the environment variables of a peer's process: this repository importable, and the same threads for all."""
+    """Return the environment variables of a peer's process: import paths and threads."""
     paths = [ROOT, *([choices.pythonpaths[peer.name]] if peer.name in choices.pythonpaths else [])]
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    # Importing equipoise has set this here; the peers are to run as they come.
+    # Importing equipoise has set this here, but peers should run with their defaults.
     own = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     return {
         **own,
@@ -102,15 +101,15 @@ def variables(peer: Peer, choices: Choices, threads: int) -> dict[str, str]:
 def _made(peer: Peer, requirements: Path) -> Path:
     directory = ENVIRONMENTS / peer.name
     python = directory / "bin" / "python"
-    # Written last, so an interrupted or outdated installation is done again.
+    # Written last, so an interrupted or outdated installation is repeated.
     stamp = directory / "installed"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"installing {peer.name} into {directory} …", file=sys.stderr, flush=True)
     venv.create(directory, with_pip=True, clear=True)
-    # One retry: where the extra index of CPU builds cannot be reached, pip tries it again for every
-    # package.
+    # Only one retry: if the extra index of CPU builds cannot be reached, pip tries it again for
+    # every package.
     pip = [
         str(python),
         "-m",

@@ -1,9 +1,9 @@
-"""What a round on Flower costs besides training and waiting: our own packing and combining, and the bytes.
+"""The cost of a round on Flower without training and waiting: packing, combining, and bytes.
 
-The server's half is the real one, over a grid in this process whose clients send back what they
-receive. Messages are taken apart into Flower's objects and put together again, as on a network;
-that time, and the clients', is counted as Flower's. What is left of a round is ours. Seconds are
-those of one core, so that neighbours on the machine do not count.
+The server is the real one, with a grid in this process whose clients send back what they receive.
+Messages are converted to Flower's objects and back, as on a network. This time, and that of the
+clients, is counted as Flower's. The rest of a round is the time of Equipoise. Seconds are CPU time
+of one core, so other processes on the machine do not matter.
 
     python -m benchmarks.flower_cost --json docs/results/flower_cost.json
 """
@@ -41,7 +41,7 @@ CLIENTS = 4
 
 
 class Echo(Grid):
-    """Clients that send back what they receive; counts the seconds spent outside the server's own code."""
+    """Clients that send back what they receive. It counts the seconds outside the server's code."""
 
     run = property(lambda self: None)  # type: ignore[assignment]
 
@@ -117,7 +117,7 @@ def described(client: int) -> Description:
 
 
 def measure(hidden: list[int], rounds: int) -> dict[str, Any]:
-    """Play rounds of federated averaging and give the median seconds and the bytes of one."""
+    """Run rounds of federated averaging. Return the median seconds and the bytes of a round."""
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     grid, roster, settings = Echo(), Roster("echo"), FlowerSettings(clients=CLIENTS)
     nodes = Nodes(grid, roster, settings)
@@ -135,7 +135,7 @@ def measure(hidden: list[int], rounds: int) -> dict[str, Any]:
         trained = time.process_time()
         state = method.aggregation.combine(state, updates, cohort)
         ended = time.process_time()
-        if round_:  # the first one warms up
+        if round_:  # the first one is the warm-up
             seconds["serialise"].append(trained - begin - grid.seconds)
             seconds["combine"].append(ended - trained)
             seconds["client"].append(grid.client_seconds / CLIENTS)

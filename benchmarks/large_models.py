@@ -1,27 +1,26 @@
-"""Measure what frozen models, questions and repeated looks at z cost: ``python -m benchmarks.large_models --help``.
+"""Measure the cost of frozen models, questions and repeated uses of z.
 
-Every measurement runs in a process of its own, which reports its peak memory and its time. Ratios
-compare measurements of the same call. Measurements:
+Run ``python -m benchmarks.large_models --help``. Every measurement runs in its own process, which
+reports its peak memory and its time. Ratios compare measurements of the same call. Measurements:
 
 ``step``
     One local step of stacked clients on a frozen ViT with prompts, against the same clients one by
     one and against one ordinary batch of a plain PyTorch loop (CPU; memory and CPU time).
 ``prompts``
-    Images a second of the whole engine with a frozen ViT and prompts, tokens encoded before,
-    against a plain loop that runs the transformer twice an image, as FedGCR does without a cache
-    (GPU; float32, TF32, backbone in bfloat16).
+    Images per second of the whole engine with a frozen ViT and prompts, with tokens encoded before
+    training, against a plain loop that runs the transformer twice per image, as FedGCR does without
+    a cache (GPU; float32, TF32, backbone in bfloat16).
 ``fedgcr``
-    Images a second of a whole run of FedGCR, 22 clients, 50 rounds, recording and all reports
-    included, against a plain loop over clients that encodes nothing before (GPU; float32, TF32,
-    backbone in bfloat16).
+    Images per second of a whole run of FedGCR with 22 clients and 50 rounds, including recording of
+    graphs and all reports, against a plain loop over clients that encodes nothing before training
+    (GPU; float32, TF32, backbone in bfloat16).
 ``question``
     Peak memory of a question about clients of 100 to 4,000 images (ResNet-18, 64 px).
 ``looks``
-    The time of a loss that looks at z three times, against FedAvg's, round by round in turns
-    (cnn2).
+    The time of a loss that uses z three times, against FedAvg's, in alternating rounds (cnn2).
 ``resnet``
-    Images a second of the whole engine with a ResNet-50 that is trained as a whole, three clients,
-    in bfloat16, against a plain loop over the clients (GPU).
+    Images per second of the whole engine with a ResNet-50 of which all parameters are trained, with
+    three clients, in bfloat16, against a plain loop over the clients (GPU).
 ``padding``
     The time of clients with 8 samples and batch size 32, against batch size 8.
 """
@@ -64,7 +63,7 @@ CLASSES = 7
 
 
 def images(clients: int, each: int, pixels: int, *, in_bytes: bool = True) -> Federation:
-    """Make clients with as many random images each, all for training, in bytes or as numbers from 0 to 1."""
+    """Return clients with ``each`` random training images, in bytes or numbers from 0 to 1."""
     draws = np.random.default_rng(0)
     count = clients * each
     x = torch.from_numpy(draws.integers(0, 256, (count, 3, pixels, pixels), dtype=np.uint8))
@@ -82,7 +81,7 @@ def prompted(source: str, pixels: int) -> nn.Module:
 
 
 class Rounds:
-    """Plays rounds of federated averaging with every client, outside the round loop."""
+    """Run rounds of federated averaging with all clients, outside the round loop."""
 
     def __init__(self, engine: StackedEngine, rule: LocalRule | None = None) -> None:
         self.engine = engine
@@ -90,7 +89,7 @@ class Rounds:
         self.state = State(0, engine.network.initial())
 
     def play(self) -> None:
-        """Play one round."""
+        """Run one round."""
         with exact_arithmetic(self.engine.machine):
             cohort = self.engine.cohort(self.method, self.engine.view.seen, self.state.round)
             updates = cohort.train({"model": self.state.model}, {}, self.method.local)
@@ -101,7 +100,7 @@ class Rounds:
 
 
 def median_seconds(play: Callable[[], None], rounds: int, warmup: int) -> float:
-    """Play rounds, and return the median seconds of those after the warm-up."""
+    """Run rounds, and return the median seconds of those after the warm-up."""
     seconds = []
     for _ in range(warmup + rounds):
         began = time.perf_counter()
@@ -111,7 +110,7 @@ def median_seconds(play: Callable[[], None], rounds: int, warmup: int) -> float:
 
 
 def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[float]:
-    """Let players play rounds in turns, and return the median seconds of each."""
+    """Run rounds of the players alternately, and return the median seconds of each."""
     seconds: list[list[float]] = [[] for _ in players]
     for number in range(warmup + rounds):
         for player, taken in zip(players, seconds, strict=True):
@@ -128,7 +127,7 @@ def in_turns(players: Sequence[Rounds], rounds: int, warmup: int = 3) -> list[fl
 def step(
     how: str, source: str, clients: int = 16, each: int = 8, pixels: int = 112, rounds: int = 3
 ) -> dict[str, Any]:
-    """Take local steps of 16 clients with 8 images each."""
+    """Make local steps of 16 clients with 8 images each."""
     torch.set_num_threads(1)
     federation, module = images(clients, each, pixels), prompted(source, pixels)
     if how == "batch":
@@ -158,7 +157,7 @@ def step(
 def prompts(
     how: str, source: str, clients: int = 22, each: int = 320, pixels: int = 112, rounds: int = 8
 ) -> dict[str, Any]:
-    """Train prompts of 22 clients, 32 images a step, on a GPU."""
+    """Train prompts of 22 clients, with 32 images per step, on a GPU."""
     federation, module = images(clients, each, pixels), prompted(source, pixels)
     machine = Machine(
         device="cuda",
@@ -177,7 +176,7 @@ def prompts(
 
 
 def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
-    """Train clients one after the other, each image through the transformer twice: without prompts, then with them."""
+    """Train clients one by one, with two passes per image: without prompts, then with them."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     x, y = federation.x.cuda(), federation.y.cuda()
     begun = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
@@ -205,9 +204,9 @@ def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Cal
 def fedgcr(
     how: str, source: str, clients: int = 22, each: int = 320, pixels: int = 112, rounds: int = 50
 ) -> dict[str, Any]:
-    """Train FedGCR's prompts, GC-Net and head on 22 clients, 32 images a step, on a GPU."""
+    """Train FedGCR's prompts, GC-Net and head on 22 clients, with 32 images per step, on a GPU."""
     if how.startswith("loop"):
-        # Clients are equal, so a few of them show the loop's speed. Its first round is the warm-up.
+        # All clients are equal, so a few are enough to measure the loop. Round 1 is the warm-up.
         clients, rounds = 6, 1
     federation = images(clients, each, pixels)
     module = build_model("fedgc", shape=(3, pixels, pixels), classes=CLASSES, source=source)
@@ -244,7 +243,7 @@ def fedgcr(
 
 
 def _fedgcr_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
-    """Train clients one after the other with the losses of FedGCR; every pass begins with the images.
+    """Train clients one by one with the losses of FedGCR. Every pass starts from the images.
 
     The server's part, clustering and weights, is left out, which favours the loop.
     """
@@ -291,7 +290,7 @@ def _fedgcr_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Ca
 def resnet(
     how: str, source: str, each: int = 640, pixels: int = 112, rounds: int = 5
 ) -> dict[str, Any]:
-    """Train a ResNet-50 on three clients of 640 images, 16 images a step, on a GPU.
+    """Train a ResNet-50 on three clients of 640 images, with 16 images per step, on a GPU.
 
     Speed does not depend on the weights, so they are random.
     """
@@ -326,7 +325,7 @@ def resnet(
 def _plain_training(
     federation: Federation, module: nn.Module, optimizer: Sgd, batch: int
 ) -> Callable[[], None]:
-    """Train all parameters, one client after the other, from the same start."""
+    """Train all parameters, one client after the other, from the same initial model."""
     x, y = federation.x.cuda(), federation.y.cuda()
     begun = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     module.train()
@@ -362,7 +361,7 @@ class AsksForLosses(LocalRule):
 
 
 def question(how: str, source: str, pixels: int = 64) -> dict[str, Any]:
-    """Ask two clients of so many images about the loss of a ResNet-18."""
+    """Ask two clients for the loss of a ResNet-18."""
     torch.set_num_threads(1)
     floating = images(2, int(how), pixels, in_bytes=False)
     module = build_model("resnet18", shape=(3, pixels, pixels), classes=CLASSES)
@@ -378,7 +377,7 @@ def question(how: str, source: str, pixels: int = 64) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ThreeLooks(LocalRule):
-    """A loss that looks at z three times."""
+    """A loss that uses z three times."""
 
     def phases(self) -> tuple[Phase, ...]:
         """One phase."""
@@ -391,7 +390,7 @@ class ThreeLooks(LocalRule):
 
 
 def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
-    """Time the two losses in turns, on 28-pixel images with cnn2."""
+    """Time the two losses alternately, on 28-pixel images with cnn2."""
     device = how
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
@@ -410,7 +409,7 @@ def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
 
 
 def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
-    """Time clients of 8 samples with batch sizes 32 and 8, in turns."""
+    """Time clients of 8 samples with batch sizes 32 and 8 alternately."""
     torch.set_num_threads(1)
     floating = images(50, 8, 16, in_bytes=False)
     module = build_model("mlp", shape=(3, 16, 16), classes=CLASSES)
@@ -441,7 +440,7 @@ MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] =
 
 
 def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
-    """Run one measurement in a process of its own, and add its peak memory."""
+    """Run one measurement in its own process, and add its peak memory."""
     command = [
         sys.executable,
         "-m",
@@ -458,7 +457,7 @@ def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is asked for and print it as JSON."""
+    """Run the given measurements, and print them as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Does a round cost more when a million clients are registered?
+"""Does a round take longer with a million registered clients?
 
-The same cohort size, among a million and among a thousand.
+Cohorts have the same size among a million and among a thousand clients.
 
 Run ``python -m benchmarks.million``. It prints the median time of a round in both federations,
-measured in turns, their ratio, and the peak resident memory of the process that holds the million.
+measured alternately, their ratio, and the peak resident memory of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COHORT, SAMPLES, POOL = 100, 10, 5000
 
 
 def registered(clients: int) -> Federation:
-    """Make a federation whose clients hold ten samples each, drawn from a small pool they share."""
+    """Return a federation whose clients have ten samples each, drawn from a small common pool."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(POOL, 1, 8, 8)).astype(np.float32))
     nobody = Split(np.empty(0, np.int64), np.zeros(clients + 1, np.int64))
@@ -61,11 +61,11 @@ def trainer(clients: int, rounds: int) -> Trainer:
 
 
 class Pause(Exception):
-    """Ends a trainer's loop after one round; the trainer can go on where it stopped."""
+    """End a trainer's loop after one round. The trainer can continue afterwards."""
 
 
 def one_round(trainer: Trainer) -> float:
-    """Carry out the next round and give the seconds it took."""
+    """Run the next round, and return its seconds."""
 
     def pause(progress: Progress) -> None:
         raise Pause
@@ -77,7 +77,7 @@ def one_round(trainer: Trainer) -> float:
 
 
 def median_seconds(counts: Sequence[int], *, rounds: int, warm_up: int) -> list[float]:
-    """Return the median time of a round among each number of clients, taking turns round by round."""
+    """Return the median time of a round for each number of clients, in alternating rounds."""
     trainers = [trainer(count, warm_up + rounds) for count in counts]
     ticks = [[one_round(each) for each in trainers] for _ in range(warm_up + rounds)]
     return [statistics.median(seconds) for seconds in zip(*ticks[warm_up:], strict=True)]
@@ -97,9 +97,9 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-    print(f"{COHORT} clients of {SAMPLES} samples a round, median of {arguments.rounds} rounds")
-    print(f"    1,000 registered: {few * 1e3:7.2f} ms a round")
-    print(f"1,000,000 registered: {many * 1e3:7.2f} ms a round, {many / few:.2f} times as long")
+    print(f"{COHORT} clients of {SAMPLES} samples per round, median of {arguments.rounds} rounds")
+    print(f"    1,000 registered: {few * 1e3:7.2f} ms per round")
+    print(f"1,000,000 registered: {many * 1e3:7.2f} ms per round, {many / few:.2f} times as long")
     print(f"peak resident memory: {peak / 2**20:7.0f} MiB")
 
 

@@ -1,9 +1,9 @@
-"""What it costs to validate the updates of a round on Flower.
+"""The cost of validating the updates of a round on Flower.
 
-The seconds of the server's own check of an update are compared with those of reading it without any
-check. The difference for all clients is divided by the seconds of a whole round without training
-(see ``benchmarks.flower_cost``), the shortest round there is. Seconds are those of one core, so
-that neighbours on the machine do not count.
+The time to read and check an update is compared with the time to read it without checks. The
+difference for all clients is divided by the time of a whole round without training (see
+``benchmarks.flower_cost``), the shortest possible round. Seconds are CPU time of one core, so other
+processes on the machine do not matter.
 
     python -m benchmarks.validation_cost
 """
@@ -34,7 +34,7 @@ def seconds_of(function: Callable[[], Any], repeats: int) -> float:
         begin = time.process_time()
         function()
         taken.append(time.process_time() - begin)
-    # The first one warms up.
+    # The first one is the warm-up.
     return median(taken[1:])
 
 

@@ -1,7 +1,7 @@
 """Make the pages and tables that list methods, from the registry and ``methods.yaml``.
 
 ``python docs/pages.py`` fills in the tables of README and docs, between two comments each. Sphinx
-calls :func:`write_pages` for the page of each method; these are not kept in the repository.
+calls :func:`write_pages` for the pages of methods, which are not in the repository.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
 
 
 def _described_with(part: type[Part]) -> list[type[Any]]:
-    """List the classes that a part shares options with and that are no methods themselves."""
+    """List the base classes of a part with options that are not methods themselves."""
     registered = {methods.part_class(name) for name in own_methods()}
     return [
         base
@@ -194,7 +194,7 @@ def write_pages(folder: Path) -> None:
 
 
 def main() -> int:
-    """Fill in all tables; with ``--check`` only say which pages are out of date."""
+    """Fill in all tables. With ``--check`` only print which pages are out of date."""
     outdated = []
     for page in pages_with_tables():
         text = page.read_text(encoding="utf-8")
@@ -203,7 +203,7 @@ def main() -> int:
             if "--check" not in sys.argv[1:]:
                 page.write_text(new, encoding="utf-8")
     if outdated:
-        print(f"tables made anew: {', '.join(outdated)}")
+        print(f"tables updated: {', '.join(outdated)}")
     return int("--check" in sys.argv[1:] and bool(outdated))
 
 

@@ -1,4 +1,4 @@
-"""Equipoise: federated learning that works for every client, and always shows who is left behind."""
+"""Federated learning that works for every client, and shows which clients are left behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from equipoise.run.callbacks import Callback, Snapshot
     from equipoise.run.evaluation import Evaluation
 
-# GNU OpenMP's threads wait for each other by spinning, for long. When another process needs the
-# core, that slows the many short operations of stacked clients down tenfold and more; waiting less
-# costs nothing. Read when PyTorch is loaded.
+# Threads of GNU OpenMP spin for a long time while they wait for each other. If another process
+# needs the core, this makes the many short operations of stacked clients ten times slower or more.
+# A shorter wait has no cost. PyTorch reads the variable when it is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ __all__ = [
     "train",
 ]
 
-# Imported when first used: PyTorch takes a second, and `equipoise --help` must not wait for it.
+# Imported on first use: PyTorch takes a second to load, and `equipoise --help` does not need it.
 _HOMES = {
     "Callback": "equipoise.run.callbacks",
     "Evaluation": "equipoise.run.evaluation",

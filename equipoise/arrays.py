@@ -1,4 +1,4 @@
-"""Arrays as they come, from Python or from files, made into tensors or refused."""
+"""Conversion of arrays from Python or from files to tensors, with checks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from equipoise.errors import InputError
 
-# A compressed file may grow to this many bytes, or to so many times its own size. Files of data
-# stay far below: images of MNIST grow five times, text ten times.
+# A compressed file may expand to this many bytes, or to this many times its own size. Usual data
+# need much less: images of MNIST expand five times, text ten times.
 MOST_BYTES = 256 << 20
 MOST_TIMES = 50
-# Arrays of numbers have heads of about a hundred bytes.
+# Headers of arrays of numbers have about a hundred bytes.
 _LONGEST_HEAD = 4096
 
 
 def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
-    """Return values as an array of real numbers in the machine's order of bytes.
+    """Return values as an array of real numbers in the native byte order.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     Returns
     -------
     array
-        Of truth values, whole numbers or floating point numbers.
+        Of booleans, integers or floating point numbers.
 
     Raises
     ------
     InputError
-        If values are missing (masked), are of different lengths, or are no real numbers.
+        If values are missing (masked), have different lengths, or are not real numbers.
 
     Examples
     --------
@@ -56,8 +56,7 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray) and np.ma.getmaskarray(values).any():
         hidden = int(np.ma.getmaskarray(values).sum())
         raise InputError(
-            f"{what} is a masked array with {hidden} masked values; fill them or leave their "
-            "samples out"
+            f"{what} is a masked array with {hidden} masked values; fill them or drop their samples"
         )
     try:
         array = np.asarray(values)
@@ -66,13 +65,15 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     if array.dtype.kind not in "biuf":
         raise InputError(f"{what} must hold real numbers, not {array.dtype}")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
-        # PyTorch has no longer floating point numbers.
+        # PyTorch has no floating point type longer than float64.
         array = array.astype(np.float64)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def tensor_of(values: ArrayLike | Tensor, what: str) -> Tensor:
-    """Return values as a tensor: floating point arrays in torch's default type, tensors as they are.
+    """Return values as a tensor.
+
+    Floating point arrays are converted to PyTorch's default type. Tensors are not changed.
 
     Parameters
     ----------
@@ -99,8 +100,7 @@ def tensor_of(values: ArrayLike | Tensor, what: str) -> Tensor:
             )
         return values
     array = numbers(values, what)
-    # Copied where it must be, because a tensor shares its memory with an array that may be
-    # read-only or turned around.
+    # Copied if the array is read-only or has negative strides, which tensors do not support.
     return torch.tensor(np.require(array, requirements=["C", "W"]), dtype=_type_of(array))
 
 
@@ -109,7 +109,7 @@ def _type_of(array: NDArray[Any]) -> torch.dtype | None:
 
 
 def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
-    """Refuse ids of clients that are missing: NaN, NaT, None or masked.
+    """Refuse missing ids of clients: NaN, NaT, None or masked.
 
     Parameters
     ----------
@@ -119,13 +119,13 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
     Raises
     ------
     InputError
-        If an id is missing. All of them would become one client, or each a client of its own.
+        If an id is missing. Otherwise all of them would be one client, or each its own client.
 
     Examples
     --------
     >>> refuse_missing_ids([1.0, float("nan")])
     Traceback (most recent call last):
-    equipoise.errors.InputError: clients: sample 1 has no client (nan); name one or leave the sample out
+    equipoise.errors.InputError: clients: sample 1 has no client (nan); name one or drop the sample
     """
     missing: NDArray[np.bool_] | list[bool]
     if isinstance(ids, np.ma.MaskedArray):
@@ -141,18 +141,18 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
             else np.zeros(0, bool)
         )
     else:
-        # Only what is missing differs from itself.
+        # Only missing values differ from themselves.
         missing = [each is None or bool(each != each) for each in ids]
     where = np.flatnonzero(missing)
     if where.size:
         raise InputError(
-            f"clients: sample {where[0]} has no client ({ids[int(where[0])]}); name one or leave "
-            "the sample out"
+            f"clients: sample {where[0]} has no client ({ids[int(where[0])]}); name one or drop "
+            "the sample"
         )
 
 
 def most_bytes(size: int) -> int:
-    """Return how many bytes a compressed file of a given size may grow to.
+    """Return the number of bytes to which a compressed file of a given size may expand.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def names_in(path: Path) -> list[str]:
 def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> list[NDArray[Any]]:
     """Read some arrays of an ``.npz`` file.
 
-    Nothing is allocated before the file has shown that it has as many values as it says.
+    Memory is allocated only after the size of an array has been checked against its header.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
     Raises
     ------
     InputError
-        If an array is missing, damaged, of another kind, or grows to far more than the file's size.
+        If an array is missing, damaged, of another kind, or expands to more than the limit.
 
     Examples
     --------
@@ -222,9 +222,9 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
             grown, most = sum(entry.file_size for entry in entries), most_bytes(path.stat().st_size)
             if grown > most and any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise InputError(
-                    f"{path} would grow from {path.stat().st_size} to {grown} bytes, and at most "
-                    f"{most} are read; write it with numpy.savez instead of savez_compressed if it "
-                    "is meant so"
+                    f"{path} would grow from {path.stat().st_size} to {grown} bytes; valid: at "
+                    f"most {most}. If this is intended, write it with numpy.savez instead of "
+                    "savez_compressed"
                 )
             return [
                 _read_npy(archive, entry, f"{name} in {path}", "biufU" if name in texts else "biuf")
@@ -236,7 +236,7 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
         ) from error
     except InputError:
         raise
-    # An archive that is damaged or made up can fail in any of these ways.
+    # A damaged or forged archive can fail in any of these ways.
     except (
         OSError,
         EOFError,
@@ -272,16 +272,16 @@ def _read_npy(
 
 
 def _head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Read the head of an array; the last number is its length."""
+    """Read the header of an array. The last number is the length of the header."""
     version = npy.read_magic(file)
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     if version not in readers:
         raise ValueError(
-            f"version {version[0]}.{version[1]} of NumPy's format is not that of numbers"
+            f"version {version[0]}.{version[1]} of NumPy's format is not used for numbers"
         )
     try:
         shape, by_columns, dtype = readers[version](file, max_header_size=_LONGEST_HEAD)
     except Exception as error:
-        # It is read as Python source, which can fail in any way.
-        raise ValueError(f"the head of an array is damaged ({type(error).__name__})") from error
+        # It is read as Python source, which can raise any error.
+        raise ValueError(f"the header of an array is damaged ({type(error).__name__})") from error
     return shape, by_columns, dtype, file.tell()

@@ -1,4 +1,4 @@
-"""Attributes of samples, such as the sex of a person, and counts by their values that may leave a client."""
+"""Attributes of samples, such as the sex of a person, and counts of samples by their values."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Ints = NDArray[np.int64]
 Given = Mapping[str, "Attribute | Sequence[Any] | NDArray[Any]"]
 
 MOST_ATTRIBUTES, MOST_VALUES = 20, 100
-"""How many attributes samples may have, and how many values an attribute."""
+"""The largest number of attributes, and of values of an attribute."""
 
 SCORED = ("scored", "score_sum")
-"""How many samples the sum of scores is of, and this sum."""
+"""The number of samples with a score, and the sum of their scores."""
 BY_TARGET = ("positives", "negatives", "true_positives", "false_positives")
-"""The counts of samples with a positive and with a negative target."""
+"""The numbers of samples with a positive and with a negative target."""
 COUNTS = ("n", "selected", *SCORED, *BY_TARGET)
 """What a client counts for each value of an attribute."""
 
@@ -62,12 +62,12 @@ class Attribute:
 
     @classmethod
     def of(cls, values: Sequence[Any] | NDArray[Any] | Tensor, name: str) -> Attribute:
-        """Make an attribute from the value of each sample, which is written as text.
+        """Make an attribute from the value of each sample. Values are converted to text.
 
         Parameters
         ----------
         values : sequence
-            One value a sample. None and NaN are refused.
+            One value per sample. None and NaN are refused.
         name : str
             What errors call the attribute.
 
@@ -78,22 +78,21 @@ class Attribute:
 
         Examples
         --------
-        >>> Attribute.of([1, None], "age")
+        >>> Attribute.of([1, None], "age")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        equipoise.errors.InputError: attribute 'age' of sample 1 is missing; give such samples a value of their own,
-        such as 'unknown'
+        equipoise.errors.InputError: attribute 'age' of sample 1 is missing; use a value such as ...
         """
         # Arrays, tensors and columns of data frames.
         listed = values.tolist() if hasattr(values, "tolist") else values
         if isinstance(listed, str) or not isinstance(listed, Sequence):
             raise InputError(
-                f"attribute {name!r} must be a list with one value a sample, got {values!r}"
+                f"attribute {name!r} must be a list with one value per sample, got {values!r}"
             )
         for sample, value in enumerate(listed):
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 raise InputError(
-                    f"attribute {name!r} of sample {sample} is missing; give such samples a value "
-                    "of their own, such as 'unknown'"
+                    f"attribute {name!r} of sample {sample} is missing; use a value such as "
+                    "'unknown' for such samples"
                 )
             if not isinstance(value, str | int | float | np.generic):
                 raise InputError(
@@ -110,7 +109,7 @@ class Attribute:
         return cls(codes.reshape(-1).astype(np.int64), tuple(names.tolist()))
 
     def padded(self, samples: int) -> Attribute:
-        """Return the attribute of more samples, of which the further ones are never counted.
+        """Return the attribute for more samples. The additional ones are never counted.
 
         Examples
         --------
@@ -130,7 +129,7 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
     samples : int
         How many samples there are.
     where : str
-        What errors call the place they came from.
+        Where they came from, for errors.
 
     Returns
     -------
@@ -139,15 +138,15 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
 
     Examples
     --------
-    >>> attributes_from({"sex": ["f", "m"]}, 3, "federation 'clinic'")
+    >>> attributes_from({"sex": ["f", "m"]}, 3, "'clinic'")
     Traceback (most recent call last):
-    equipoise.errors.InputError: attribute 'sex' of federation 'clinic' has 2 values, but there are 3 samples
+    equipoise.errors.InputError: attribute 'sex' of 'clinic' has 2 values, but there are 3 samples
     """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
         raise InputError(
-            f"attributes of {where} must be a mapping from names to one value a sample, such as "
+            f"attributes of {where} must be a mapping from names to one value per sample, such as "
             f"{{'sex': ['Female', 'Male', ...]}}, got {type(given).__name__}"
         )
     if len(given) > MOST_ATTRIBUTES:
@@ -159,7 +158,7 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
         attribute = values if isinstance(values, Attribute) else Attribute.of(values, name)
         if ((attribute.codes < 0) | (attribute.codes >= len(attribute.names))).any():
             raise InputError(
-                f"attribute {name!r} of {where} has codes that are no positions in its "
+                f"attribute {name!r} of {where} has codes that are not positions in its "
                 f"{len(attribute.names)} names"
             )
         if len(attribute.codes) != samples:
@@ -172,7 +171,7 @@ def attributes_from(given: Given | None, samples: int, where: str) -> dict[str, 
 
 
 def column_of(attribute: str, value: str, count: str) -> str:
-    """Return the name under which a count travels.
+    """Return the name under which a count is reported.
 
     Examples
     --------
@@ -183,7 +182,7 @@ def column_of(attribute: str, value: str, count: str) -> str:
 
 
 def read_column(name: str) -> tuple[str, str, str] | None:
-    """Read what :func:`column_of` wrote; None for the names of loss and metrics.
+    """Parse a name made by :func:`column_of`; None for the names of loss and metrics.
 
     Examples
     --------
@@ -207,15 +206,15 @@ def read_column(name: str) -> tuple[str, str, str] | None:
 
 @dataclass(frozen=True)
 class Counting:
-    """Counts the samples of one client by the values of attributes.
+    """Count the samples of one client by the values of attributes.
 
     Counts of small cells are withheld: they do not leave the client. The samples of one value are a
-    cell; those among them with a positive target and those with a negative one are cells, too. A
-    cell is small if it holds at least one sample and fewer than ``min_cell``. If a value has few
-    samples, nothing is reported of it. If one of its cells by target is small, the number of its
-    samples and that of positive predictions are reported, and nothing that depends on targets:
-    neither the score nor TPR and FPR. In both cases further values are withheld, the smallest
-    first, until counts cannot be computed from the client's totals: at least two values, whose
+    cell. Those among them with a positive target and those with a negative one are cells, too. A
+    cell is small if it has at least one sample and fewer than ``min_cell``. If the cell of a value
+    is small, nothing is reported for the value. If one of its cells by target is small, only the
+    number of its samples and of positive predictions are reported, but not the score, TPR and FPR,
+    which depend on targets. In both cases further values are withheld, the smallest first, until
+    the withheld counts cannot be computed from the client's totals: at least two values, whose
     cells together are not small.
 
     Parameters
@@ -223,12 +222,12 @@ class Counting:
     attributes : mapping of str to Attribute
         The attributes of all samples.
     task : Task
-        Says what the score of a sample is.
+        Defines the score of a sample.
     positive : int or None
-        The class that counts as a positive prediction. Without it nothing is counted that depends
-        on one.
+        The class that counts as a positive prediction. Without it, counts that depend on it are not
+        made.
     min_cell : int
-        The smallest number of samples that is reported. With 1 nothing is withheld.
+        The smallest number of samples that is reported. With 1, nothing is withheld.
 
     Examples
     --------
@@ -260,8 +259,8 @@ class Counting:
         Returns
         -------
         dict of float
-            The counts that are not withheld, by the names of :func:`column_of`. Values without a
-            sample have none.
+            The counts that are not withheld, by the names of :func:`column_of`. Values without
+            samples have no counts.
         """
         score = self.task.metrics(output, y)[self.task.score].detach().double().cpu().numpy()
         ones = np.ones(len(samples))
@@ -297,7 +296,7 @@ class Counting:
 def _withheld(
     cells: NDArray[np.float64], min_cell: int, already: NDArray[np.bool_] | None = None
 ) -> NDArray[np.bool_]:
-    """Say which values are withheld, given the cells of each of them: an array of shape [values, cells]."""
+    """Return which values are withheld, given their cells, an array of shape [values, cells]."""
 
     def small(counts: NDArray[np.float64]) -> NDArray[np.bool_]:
         return (counts > 0) & (counts < min_cell)
@@ -306,7 +305,7 @@ def _withheld(
     if already is not None:
         withheld |= already
     held = cells.sum(1) > 0
-    # The smallest first, so that as many samples as possible are reported.
+    # The smallest values first, so that most samples are reported.
     for value in np.argsort(cells.min(1), kind="stable").tolist():
         hidden = withheld & held
         safe = hidden.sum() >= 2 and not small(cells[hidden].sum(0)).any()
@@ -325,7 +324,7 @@ def counting_of(
     positive: int | str | None,
     min_cell: int,
 ) -> Counting | None:
-    """Return what counts the samples of clients by attributes, or None without attributes.
+    """Return a :class:`Counting` for a federation, or None without attributes.
 
     Parameters
     ----------
@@ -357,7 +356,7 @@ def counting_of(
     """
     if positive is not None and not task.labels:
         raise InputError(
-            f"evaluation.positive={positive!r} has no meaning for a {task.name}; leave it out"
+            f"evaluation.positive={positive!r} is not valid for a {task.name}; leave it out"
         )
     chosen = _positive(positive, classes or 0, class_names) if task.labels else None
     return Counting(attributes, task, chosen, min_cell) if attributes else None
@@ -380,9 +379,9 @@ def _positive(given: int | str | None, classes: int, names: Sequence[str] | None
 
 
 def counts_in(numbers: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
-    """Collect the counts among the numbers of one client: by attribute, value and count.
+    """Return the counts among the numbers of one client, by attribute, value and count.
 
-    NaN stands for a count that the client does not report.
+    NaN means that the client does not report the count.
 
     Examples
     --------

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from equipoise.errors import InputError, unknown
 from equipoise.text import printable, unprintable_in
 
-# In the metadata of a field: the plain form of settings leaves the field out while it has its
-# default.
+# In the metadata of a field: configurations leave the field out if it has its default.
 UNLESS_DEFAULT = "unless default"
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ def count(value: object, what: str, *, least: int = 1) -> int:
     what : str
         How the message names it.
     least : int
-        The smallest number that will do.
+        The smallest valid number.
 
     Returns
     -------
@@ -81,7 +80,7 @@ def real(value: object, what: str, *, least: float | None = None) -> float:
 
 
 def within(value: object, what: str, least: float, most: float, *, below: bool = False) -> float:
-    """Return a number of a range.
+    """Return a number in a range.
 
     Parameters
     ----------
@@ -92,7 +91,7 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
     least, most : float
         The smallest and the largest valid number.
     below : bool
-        Whether the largest number is not valid itself.
+        Whether ``most`` itself is not valid.
 
     Returns
     -------
@@ -119,7 +118,7 @@ def within(value: object, what: str, least: float, most: float, *, below: bool =
 def several(
     value: object, what: str, check: Callable[[object, str], T], *, length: int | None = None
 ) -> tuple[T, ...]:
-    """Return a sequence as a tuple, each item of which passes a check.
+    """Return a sequence as a tuple and check each item.
 
     Parameters
     ----------
@@ -150,7 +149,7 @@ def several(
 
 
 def probability(value: object, what: str) -> float:
-    """Return a dropout probability: at least 0, below 1.
+    """Return a dropout probability, which is at least 0 and below 1.
 
     Parameters
     ----------
@@ -175,7 +174,7 @@ def probability(value: object, what: str) -> float:
 
 
 def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, int, int]:
-    """Return channels, height and width of the images a model is built for.
+    """Return channels, height and width of the images that a model is built for.
 
     Parameters
     ----------
@@ -184,7 +183,7 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     model : str
         The name of the model, for the message.
     smallest : int
-        The least height and width that leave the model something to look at after its pooling.
+        The smallest height and width for which pooling leaves at least one pixel.
 
     Returns
     -------
@@ -225,7 +224,7 @@ def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
     Returns
     -------
     tuple of str and dict
-        The name, and everything else the mapping holds.
+        The name, and everything else in the mapping.
 
     Examples
     --------
@@ -264,7 +263,7 @@ def name(value: object, what: str) -> str:
     Raises
     ------
     InputError
-        If it is no text, holds control characters such as new lines and escape sequences, or is
+        If it is not text, contains control characters such as newlines and escape sequences, or is
         very long.
 
     Examples
@@ -317,7 +316,7 @@ def one_of(value: str, valid: Sequence[str], where: str) -> str:
 
 
 def flag(value: object, what: str) -> bool:
-    """Return what was given if it is true or false, and nothing that only looks so.
+    """Return a boolean. Values that only look like one are refused.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""One client, as its own code sees it: parameters, one batch, what the server sent, what it remembers.
+"""The interface of losses, facts and questions to one client.
 
-A loss is written for one client. The engine calls it for many at once with ``torch.func.vmap``, so
-it must be pure: no loops over clients, no ``.item()``, no branches on values.
+A loss is written for one client. The engine calls it for many clients at once with
+``torch.func.vmap``, so it must be pure: no loops over clients, no ``.item()``, no branches on
+values.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """A batch of a phase in which the features do not move.
+    """A batch of a phase that does not train the features.
 
     Attributes
     ----------
     z : Tensor
-        What the features make of the batch.
+        The features of the batch.
     fetch : callable
         Returns the batch itself.
     """
@@ -39,10 +40,10 @@ class Precomputed:
 
 
 class Inputs:
-    """The field ``x`` of a client: a batch, or a frozen one, which is fetched when a loss looks at it.
+    """The field ``x`` of a client: a batch, or a :class:`Precomputed` one.
 
-    Whatever replaces it, or takes it to another client (``dataclasses.replace``), gets and leaves
-    an ordinary batch. So z cannot outlive what it was made of.
+    The batch of a precomputed one is fetched when a loss reads ``x``. A copy of the client
+    (``dataclasses.replace``) has an ordinary batch, so z is never used with another x.
     """
 
     def __get__(self, client: Client | None, owner: type[Client]) -> Tensor:
@@ -56,38 +57,38 @@ class Inputs:
 
     @staticmethod
     def given(client: Client) -> Tensor | Precomputed:
-        """Return what the client was made with."""
+        """Return what the client was created with."""
         given: Tensor | Precomputed = vars(client)["x"]
         return given
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """What a loss, a fact or a question may look at.
+    """What a loss, a fact or a question may use.
 
     Attributes
     ----------
     network : Network
         The model as a function of its parameters.
     params : Tree
-        The client's parameters and buffers as they are now, its kept parts included.
+        The client's current parameters and buffers, including its kept parts.
     x, y : Tensor
-        One batch. In phases that leave the features alone, x is fetched only if the loss reads it:
-        the model's methods know z.
+        One batch. In phases that do not train the features, x is fetched only if the loss reads it,
+        because z is known.
     forward : Forward
         Mask and random key of the batch, and whether this is training.
     sent : mapping of Tree
-        What the server sent: ``model`` and whatever the aggregation sends besides.
+        What the server sent to all clients: ``model`` and what else the aggregation sends.
     each : mapping of Tensor
-        What the server sent to this client alone.
+        What the server sent only to this client.
     memory : mapping of Tree
-        What the client remembers, its facts included (kept parts are in ``params``).
+        The client's memory, including its facts. Kept parts are in ``params``.
     seen : Tensor
-        Whether the client has taken part before: a flag to compute with instead of a branch.
+        Whether the client has taken part before. Compute with this flag instead of branching.
     round : Tensor
-        The number of rounds finished, a scalar.
+        The number of finished rounds, a scalar.
     positions : Tensor, optional
-        In questions and facts: where the samples of the batch are in the client's split, counted
+        In questions and facts: the positions of the batch's samples in the client's split, counted
         from 0. They do not depend on how the split is divided into batches.
     """
 
@@ -104,25 +105,24 @@ class Client:
     moving: frozenset[str] = frozenset()
     overlaid: frozenset[str] = frozenset()
     positions: Tensor | None = None
-    # Not arguments, so that a copy made with ``dataclasses.replace`` records nothing and shares no
-    # z.
+    # Not arguments, so a copy made with ``dataclasses.replace`` records nothing and shares no z.
     recorded: Tree | None = field(init=False, default=None)
     _noted: Tree | None = field(init=False, default=None)
     _computed: Tree = field(init=False, default_factory=dict)
     _level: int = field(init=False, default_factory=transform_level)
 
     def recording(self, recorded: Tree | None) -> Client:
-        """Note the BatchNorm statistics that forward passes leave in ``recorded``, if given, and return the client."""
+        """Record BatchNorm statistics of forward passes in ``recorded``, and return the client."""
         object.__setattr__(self, "recorded", recorded)
         return self
 
     def noting(self, noted: Tree) -> Client:
-        """Keep the task's loss in ``noted`` when it is first computed in a step, and return the client."""
+        """Record the task's first loss of a step in ``noted``, and return the client."""
         object.__setattr__(self, "_noted", noted)
         return self
 
     def task_loss_of_step(self) -> Tensor | None:
-        """Return the task's loss of each sample, if the method's loss has computed it or the model's output."""
+        """Return the task's loss of each sample, if it or the output has been computed."""
         if self._noted is None:
             return None
         if "task_loss" not in self._noted and "output" in self._computed:
@@ -133,7 +133,7 @@ class Client:
 
     @property
     def mask(self) -> Tensor | None:
-        """Which rows of the batch are samples; ``None`` when all are."""
+        """Which rows of the batch are samples; ``None`` if all are."""
         return self.forward.mask
 
     @property
@@ -142,16 +142,16 @@ class Client:
         return self.sent["model"]
 
     def moved(self) -> Tree:
-        """Return the parameters this phase moves, under the names of the shared model."""
+        """Return the parameters that this phase trains, by their names in the shared model."""
         moved: Tree = {}
         for name in self.params:
             shared = name.removeprefix(PERSONAL)
             if name in self.moving and shared not in self.network.buffers:
                 if shared in moved:
                     raise InputError(
-                        f"a phase moves both {shared} and {PERSONAL}{shared}, and its loss asks "
-                        "for moved() or a distance, which know them by one name; valid: a phase "
-                        "for each"
+                        f"a phase trains both {shared} and {PERSONAL}{shared}, and its loss uses "
+                        "moved() or a distance, which have one name for both; valid: a phase for "
+                        "each"
                     )
                 moved[shared] = self.params[name]
         return moved
@@ -159,9 +159,9 @@ class Client:
     def output(self) -> Tensor:
         """Return the model's output for the batch.
 
-        Parts that do not move behave as in evaluation: BatchNorm uses their running statistics and
-        dropout drops nothing. Statistics of those that move follow the first output computed with
-        them in a step. The output is computed once, however often a loss asks for it.
+        Parts that are not trained behave as in evaluation: BatchNorm uses running statistics, and
+        dropout is off. The first output of a step updates the statistics of trained parts. The
+        output is computed once per step, even if a loss uses it several times.
         """
         if not self.network.composed:
             return self._apply(self.x).output
@@ -174,10 +174,10 @@ class Client:
         return known["output"]
 
     def encoded(self) -> Tensor:
-        """Return what the model's stem makes of the batch; x itself if the data are encoded, or if there is no stem.
+        """Return the batch, encoded by the model's stem.
 
-        If data are not encoded, a loss that needs it should ask for it before it asks for z or the
-        output, which then use it too.
+        It is x itself if the data are encoded already, or if there is no stem. Otherwise call it
+        before ``features`` and ``output``, which then reuse it.
         """
         if self.network.encoded or self.network.stem is None:
             return self.x
@@ -187,7 +187,7 @@ class Client:
         return known["encoded"]
 
     def features(self) -> Tensor:
-        """Return z, what the model's features make of the batch; like the output, it is computed once."""
+        """Return z, the features of the batch. It is computed once per step."""
         self._check_composed()
         known = self._known()
         if "z" not in known:
@@ -195,25 +195,24 @@ class Client:
         return known["z"].to(self.network.dtype)
 
     def head(self, z: Tensor) -> Tensor:
-        """Return the model's output for features."""
+        """Return the model's output for features z."""
         self._check_composed()
         return self._apply(z, "head").output
 
     def aligned(self) -> tuple[Tensor, Tensor | None]:
-        """Return what alignment losses compare, and which rows of it count.
+        """Return what alignment losses compare, and the mask of its rows.
 
-        By default that is one vector a sample: z, or the mean of a map over its positions. The
-        model may say otherwise; see :meth:`equipoise.models.base.Model.aligned`.
+        By default it is one vector per sample: z, or the mean of a map over its positions. A model
+        can override it; see :meth:`equipoise.models.base.Model.aligned`.
 
         Returns
         -------
         tuple
-            The rows, ``[rows, d]``, and their mask: that of the batch where rows are samples,
+            The rows, ``[rows, d]``, and their mask: that of the batch if rows are samples,
             otherwise ``None``.
         """
         z = self.features()
-        # A second look at what the pass through the features has left, so statistics are not
-        # recorded again.
+        # The pass through the features has recorded statistics already.
         self.network.rest_unless(lambda name: self._kept_as(name) in self.moving)
         rows, samples = (
             self.network.aligned(self.params, z, self.forward),
@@ -222,13 +221,16 @@ class Client:
         if rows.dim() != 2 or (samples and len(rows) != len(self.y)):
             raise InputError(
                 f"aligned of {type(self.network.module).__name__} returned a tensor of shape "
-                f"{tuple(rows.shape)} for {len(self.y)} samples; valid: one vector a sample, or "
-                "one a class with aligned_rows = 'classes'"
+                f"{tuple(rows.shape)} for {len(self.y)} samples; valid: one vector per sample, or "
+                "one per class with aligned_rows = 'classes'"
             )
         return rows, self.mask if samples else None
 
     def part(self, name: str, z: Tensor) -> Tensor:
-        """Apply a part that the method has brought (see :meth:`equipoise.method.Part.extend`), or a layer by its name."""
+        """Apply a part that the method adds, or a layer, by name.
+
+        See :meth:`equipoise.method.Part.extend`.
+        """
         return self._apply(z, name).output
 
     def at(
@@ -238,19 +240,18 @@ class Client:
         *,
         train: bool = False,
     ) -> Client:
-        """Return a copy of the client with other parameters or another batch, for a second look.
+        """Return a copy of the client with other parameters or another batch.
 
-        The copy records nothing: BatchNorm's statistics stay what they are. So it is safe inside
-        ``torch.func.grad``.
+        The copy does not update BatchNorm statistics, so it is safe inside ``torch.func.grad``.
 
         Parameters
         ----------
         params : mapping of Tensor, optional
-            Parameters and buffers to put in place of the client's own; those not named stay.
+            Parameters and buffers that replace those of the same name.
         x : Tensor, optional
-            Another batch of as many samples.
+            Another batch with the same number of samples.
         train : bool
-            Whether what moves behaves as in training (dropout, the batch's own statistics). By
+            Whether trained parts behave as in training (dropout, statistics of the batch). By
             default the copy behaves as in evaluation.
 
         Returns
@@ -262,7 +263,7 @@ class Client:
         if isinstance(given, Precomputed) and any(
             in_parts(name, "features") for name in params or ()
         ):
-            # z belongs to the features it was computed with.
+            # z is valid only for the features that computed it.
             given = given.fetch()
         client = replace(
             self,
@@ -271,12 +272,12 @@ class Client:
             moving=self.moving if train else frozenset(),
         )
         if x is None and self.network.inputs is None and "encoded" in (known := self._known()):
-            # A stem is frozen, so what it makes of a batch does not depend on parameters.
+            # A stem is frozen, so its output does not depend on parameters.
             client._computed["encoded"] = known["encoded"]
         return client
 
     def task_loss(self, output: Tensor | None = None) -> Tensor:
-        """Return the task's loss, sample by sample: its own, or that of ``training.loss``.
+        """Return the loss of each sample: that of the task, or ``training.loss``.
 
         Parameters
         ----------
@@ -304,19 +305,19 @@ class Client:
         """
         if self.network.classes is None:
             raise InputError(
-                f"the method asks for the number of classes, which a {self.network.task.name} does "
+                f"the method needs the number of classes, which a {self.network.task.name} does "
                 "not have"
             )
         return self.network.classes
 
     def personal(self) -> Client:
-        """Return the same client with its personal parts in place of the shared ones."""
+        """Return the client with its personal parts instead of the shared ones."""
         own = {
             n.removeprefix(PERSONAL): value
             for n, value in self.params.items()
             if n.startswith(PERSONAL)
         }
-        # Batches are not frozen where clients have personal features, so z is theirs too.
+        # With personal features z is not precomputed, so it belongs to them.
         client = replace(
             self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own)
         )
@@ -327,26 +328,26 @@ class Client:
         return client if self.recorded is None else client.recording(self.recorded)
 
     def distance_to_received(self) -> Tensor:
-        """Return the squared L2 distance of the moving parameters from the received global model."""
+        """Return the squared L2 distance of the trained parameters from the received ones."""
         return squared_distance(self.moved(), self.received)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the samples of the batch, padding left out."""
+        """Return the sum over the samples of the batch, without padding."""
         return masked_sum(values, self.mask)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over the samples of the batch, padding left out."""
+        """Return the mean over the samples of the batch, without padding."""
         return masked_mean(values, self.mask)
 
     def covariance(self, values: Tensor) -> Tensor:
-        """Return the unbiased covariance of the samples of the batch, padding left out."""
+        """Return the unbiased covariance of the samples of the batch, without padding."""
         return masked_covariance(values, self.mask)
 
     def _known(self) -> dict[str, Tensor]:
-        """Return z and the output as far as they are computed.
+        """Return z and the output if they have been computed.
 
-        Inside a transform of the loss's own (``torch.func.grad``) nothing is kept: it would outlive
-        the transform.
+        Inside a transform in the loss (``torch.func.grad``) nothing is kept, because it would not
+        be valid outside the transform.
         """
         given = Inputs.given(self)
         known = self._computed if transform_level() == self._level else {}
@@ -357,14 +358,14 @@ class Client:
     def _check_composed(self) -> None:
         if not self.network.composed:
             raise InputError(
-                f"the loss looks at features and head apart, but {self.network.name} has a forward "
-                "or hooks of its own; valid: models that answer head(features(x)), as "
+                f"the loss uses features and head separately, but {self.network.name} has its own "
+                "forward or hooks; valid: models that return head(features(x)), as "
                 "equipoise.models.base.Model does, or the name of the layer that is "
                 'the head, such as train(..., head="classifier")'
             )
 
     def _from_batch(self, part: str | None = None) -> Pass:
-        """Apply the model or its features to the batch, after the stem if that has been applied already."""
+        """Apply the model or its features to the batch, which the stem may have encoded."""
         known = self._known()
         return (
             self._apply(known["encoded"], part, encoded=True)
@@ -381,7 +382,7 @@ class Client:
         return passed
 
     def _kept_as(self, name: str) -> str:
-        """Return the name a tensor of the model has among the client's own, where personal parts replace shared ones."""
+        """Return the name of a model's tensor in ``params``, with personal parts if used."""
         return PERSONAL + name if name in self.overlaid else name
 
 
@@ -392,11 +393,11 @@ class Finished:
     Attributes
     ----------
     params : Tree
-        Its parameters now.
+        Its parameters after training.
     sent, each, memory, seen
-        As in :class:`Client`; the memory is the one it began with.
+        As in :class:`Client`. The memory is that before training.
     steps : Tensor
-        How many steps it made.
+        The number of steps.
     lr : Tensor
         The learning rate of those steps.
     """

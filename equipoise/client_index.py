@@ -21,7 +21,7 @@ from equipoise.tree import digest
 COMPARED = ("both", "features", "labels")
 """What similarities compare: β_f and β_l, or one of them."""
 _KIND = "client index"
-# How many samples are looked at together.
+# How many samples are processed at a time.
 _TOGETHER = 1024
 
 
@@ -34,17 +34,17 @@ class ClientIndex:
     ids : int array
         The clients' numbers, distinct. Rows are sorted by them.
     features : Tensor
-        β_f, ``[clients, width]``: what is special about the inputs of a client.
+        β_f, ``[clients, width]``, which describes the inputs of a client.
     labels : Tensor
-        β_l, ``[clients, width]``: which labels it has. The width may be another one.
+        β_l, ``[clients, width]``, which describes its labels. The widths may differ.
     made_by : str
-        A hash of what made the index, for the record.
+        A hash of the model and the data from which the index was made.
     epsilon : float, optional
-        The ε of the noise that clients have added to their rows, if they have.
+        The ε of the noise that clients have added to their rows, if any.
 
     Examples
     --------
-    >>> index = ClientIndex(np.array([4, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 3))
+    >>> index = ClientIndex(np.array([4, 1]), torch.eye(2), torch.ones(2, 3))
     >>> index.ids, index.of(np.array([4])).features
     (array([1, 4]), tensor([[1., 0.]]))
     """
@@ -65,7 +65,7 @@ class ClientIndex:
         order = np.argsort(ids, kind="stable")
         if (repeated := np.flatnonzero(np.diff(ids[order]) == 0)).size:
             raise InputError(
-                f"client {int(ids[order][repeated[0]])} is more than once in the client index"
+                f"client {int(ids[order][repeated[0]])} occurs more than once in the client index"
             )
         object.__setattr__(self, "ids", ids[order].astype(np.int64))
         for name in ("features", "labels"):
@@ -81,7 +81,7 @@ class ClientIndex:
 
     @property
     def width(self) -> int:
-        """How many numbers β_f has."""
+        """The length of β_f."""
         return int(self.features.shape[1])
 
     def of(self, ids: NDArray[np.int64]) -> ClientIndex:
@@ -143,13 +143,13 @@ class ClientIndex:
 
     @classmethod
     def read(cls, path: str | Path) -> ClientIndex:
-        """Read what :meth:`write` wrote."""
+        """Read a file that :meth:`write` wrote."""
         try:
             tensors, note = load_tensors(Path(path))
         except RunError as error:
-            raise InputError(f"{path} is no client index: {error}") from error
+            raise InputError(f"{path} is not a client index: {error}") from error
         if note.get("kind") != _KIND or set(tensors) != {"ids", "features", "labels"}:
-            raise InputError(f"{path} is no client index: it has {', '.join(sorted(tensors))}")
+            raise InputError(f"{path} is not a client index: it has {', '.join(sorted(tensors))}")
         return cls(
             tensors["ids"].numpy(),
             tensors["features"],
@@ -186,7 +186,7 @@ def similarity_to(
     Parameters
     ----------
     features, labels : Tensor
-        β_f and β_l, one row a client.
+        β_f and β_l, one row per client.
     sizes : Tensor
         N, the clients' numbers of samples.
     members : Tensor
@@ -237,7 +237,8 @@ def similarity_by_group(
 
     Examples
     --------
-    >>> index = ClientIndex(np.arange(3), torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), torch.ones(3, 1))
+    >>> features = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+    >>> index = ClientIndex(np.arange(3), features, torch.ones(3, 1))
     >>> found = similarity_by_group(index, np.array([0, 0, 1]), "features")
     >>> found["within"], found["between"], round(found["nearest"], 2)
     (1.0, 0.0, 0.67)
@@ -275,23 +276,22 @@ def make_index(
     Parameters
     ----------
     federation : Federation
-        The clients; those without training samples get no index.
+        The clients. Those without training samples get no index.
     of_samples : callable
-        Takes x and y of some samples, and returns their feature and their label indices, one row a
+        Takes x and y of some samples, and returns their feature and label indices, one row per
         sample.
     made_by : str
-        A hash of what makes the index.
+        A hash of the model and the data.
 
     Returns
     -------
     ClientIndex
-        Of all clients, those held out as unseen included.
+        Of all clients, including those held out as unseen.
 
     Examples
     --------
-    >>> federation = Federation.from_arrays(
-    ...     np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 1]), clients=[0, 0, 1], splits=(1, 0, 0)
-    ... )
+    >>> x, y = np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 1])
+    >>> federation = Federation.from_arrays(x, y, clients=[0, 0, 1], splits=(1, 0, 0))
     >>> index = make_index(federation, lambda x, y: (x, torch.eye(2)[y]))
     >>> index.features.tolist(), index.labels.tolist()
     ([[2.0], [5.0]], [[0.5, 0.5], [0.0, 1.0]])
@@ -316,7 +316,7 @@ def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
     Parameters
     ----------
     model : nn.Module
-        Model ``dsaign``, such as :func:`equipoise.load` returns it.
+        A model ``dsaign``, such as one from :func:`equipoise.load`.
     federation : Federation
         The clients, whose samples are embeddings.
 
@@ -336,7 +336,7 @@ def index_of(model: nn.Module, federation: Federation) -> ClientIndex:
     features, head = getattr(model, "features", None), getattr(model, "head", None)
     if not isinstance(features, nn.Module) or not isinstance(head, LabelCosines):
         raise InputError(
-            f"a client index is made by model 'dsaign', got {type(model).__name__} with another "
+            f"only model 'dsaign' makes a client index, got {type(model).__name__} with another "
             "head"
         )
     made_by = digest(

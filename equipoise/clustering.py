@@ -17,9 +17,9 @@ Labels = NDArray[np.int64]
 
 CLUSTERINGS = ("gmm", "kmeans", "agglomerative")
 CHOICES = ("fixed", "bic", "stability")
-# Initializations of a fit, of which the best one counts.
+# Initializations of a fit, of which the best one is used.
 _TRIES = 10
-# How often stability clusters a part of the points, and the share of points in it.
+# Stability clusters this many subsets of the points, each with this share of them.
 _RESAMPLES, _SHARE = 10, 0.8
 
 
@@ -29,7 +29,7 @@ def cluster(points: Floats, number: int, *, kind: str = "gmm", key: int = 0) -> 
     Parameters
     ----------
     points : float array of shape [n, d]
-        One row a client.
+        One row per client.
     number : int
         How many clusters. If there are fewer distinct points, each of them is a cluster.
     kind : {"gmm", "kmeans", "agglomerative"}
@@ -37,7 +37,7 @@ def cluster(points: Floats, number: int, *, kind: str = "gmm", key: int = 0) -> 
         agglomerative clustering. Full covariances cannot be estimated from few clients in many
         dimensions.
     key : int
-        What random numbers are drawn from.
+        Key of the random numbers.
 
     Returns
     -------
@@ -87,7 +87,7 @@ _FITS: dict[str, Callable[[Floats, int, int], Labels]] = {
 
 
 def _quietly(fit: Callable[[Floats], Any], points: Floats) -> Labels:
-    """Fit without warnings: clusters that have not converged are still clusters."""
+    """Fit without warnings, because clusters that have not converged can still be used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return np.asarray(fit(points), dtype=np.int64)
@@ -96,8 +96,8 @@ def _quietly(fit: Callable[[Floats], Any], points: Floats) -> Labels:
 def _scaled(points: Floats) -> Floats:
     """Return points with mean 0 and variance 1.
 
-    Mixtures add a constant to variances to keep them positive, which should not depend on the
-    scale.
+    Mixtures add a constant to variances to keep them positive. Its effect should not depend on the
+    scale of the points.
     """
     centred = points - points.mean(0)
     scale = np.sqrt(np.square(centred).mean())
@@ -116,7 +116,7 @@ def centres_of(points: Floats, memberships: Floats) -> Floats:
     Parameters
     ----------
     points : float array of shape [n, d]
-        One row a client.
+        One row per client.
     memberships : float array of shape [n, clusters]
         How much each client belongs to each cluster.
 
@@ -136,10 +136,10 @@ def centres_of(points: Floats, memberships: Floats) -> Floats:
 
 
 def numbered(labels: Labels, points: Floats, before: Floats) -> Labels:
-    """Give clusters the numbers of the nearest clusters of the round before.
+    """Return the numbers of clusters, matched to the nearest clusters of the round before.
 
     The assignment with the smallest sum of squared distances between centres is used (Kuhn, 1955).
-    Clusters that remain get numbers that have not been used.
+    The remaining clusters get unused numbers.
 
     Parameters
     ----------
@@ -157,7 +157,8 @@ def numbered(labels: Labels, points: Floats, before: Floats) -> Labels:
 
     Examples
     --------
-    >>> numbered(np.array([0, 1]), np.array([[5.0], [1.0]]), np.array([[1.2], [np.nan], [4.0]])).tolist()
+    >>> before = np.array([[1.2], [np.nan], [4.0]])
+    >>> numbered(np.array([0, 1]), np.array([[5.0], [1.0]]), before).tolist()
     [2, 0]
     """
     from scipy.optimize import linear_sum_assignment
@@ -165,18 +166,18 @@ def numbered(labels: Labels, points: Floats, before: Floats) -> Labels:
     centres = centres_of(points, np.eye(labels.max() + 1)[labels])
     distances = np.square(centres[:, None] - before).sum(-1)
     unused = np.isnan(distances)
-    # Dearer than all distances together, so that numbers already used come first.
+    # Larger than the sum of all distances, so that used numbers are assigned first.
     distances[unused] = 1 + np.nansum(distances)
     _, numbers = linear_sum_assignment(distances)
     return np.asarray(numbers, dtype=np.int64)[labels]
 
 
 def mixture_shares(point: Floats, centres: Floats) -> Floats:
-    """Return the shares in which centres are mixed to come nearest to a point.
+    """Return the shares of the mixture of centres that is nearest to a point.
 
     The mean vector of a client with data of two types lies between the means of both. So the
-    weights m on the simplex that minimise ‖point − Σ m_t H_t‖² say how much of its data is of which
-    type.
+    weights m on the simplex that minimise ‖point − Σ m_t H_t‖² estimate the share of each type in
+    its data.
 
     Parameters
     ----------
@@ -188,7 +189,7 @@ def mixture_shares(point: Floats, centres: Floats) -> Floats:
     Returns
     -------
     float array
-        m, one share a cluster.
+        m, one share per cluster.
 
     Examples
     --------
@@ -221,14 +222,14 @@ def choose_number(
     Parameters
     ----------
     points : float array of shape [n, d]
-        One row a client.
+        One row per client.
     most : int
         The largest number to consider.
     by : {"bic", "stability"}
-        The smallest Bayesian information criterion of a mixture of spherical Gaussians that share
-        one variance; or the most stable clusters, from two on: those which parts of the points
-        reproduce best, by the mean adjusted Rand index. Of equally stable numbers the largest is
-        chosen.
+        ``bic``: the number with the smallest Bayesian information criterion of a mixture of
+        spherical Gaussians with a common variance. ``stability``: the number, at least two, for
+        which clusterings of subsets of the points agree best, by the mean adjusted Rand index; the
+        largest of equally stable numbers.
     kind, key
         As in :func:`cluster`.
 
@@ -241,7 +242,8 @@ def choose_number(
     Examples
     --------
     >>> draws = np.random.default_rng(0)
-    >>> points = np.repeat([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], 6, axis=0) + 0.1 * draws.normal(size=(18, 2))
+    >>> centres = np.repeat([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], 6, axis=0)
+    >>> points = centres + 0.1 * draws.normal(size=(18, 2))
     >>> choose_number(points, 6), choose_number(points, 6, by="stability")
     (3, 3)
     """
@@ -264,14 +266,14 @@ def choose_number(
 def cluster_points(
     points: Floats, number: int, *, kind: str = "gmm", choice: str = "fixed", key: int = 0
 ) -> Labels:
-    """Divide points into clusters, whose number is fixed or chosen.
+    """Divide points into a fixed or a chosen number of clusters.
 
     Parameters
     ----------
     points : float array of shape [n, d]
-        One row a client.
+        One row per client.
     number : int
-        How many clusters, or the most to choose from.
+        The number of clusters, or the largest number to consider.
     kind, key
         As in :func:`cluster`.
     choice : {"fixed", "bic", "stability"}
@@ -314,7 +316,7 @@ def _stability(points: Floats, number: int, kind: str, key: int) -> float:
     for resample in range(_RESAMPLES):
         own = fold(key, number, resample)
         part = np.sort(np.random.default_rng(own).permutation(len(points))[:size])
-        # A part may lack small clusters altogether, and must not divide others instead.
+        # A subset may have no points of small clusters. Then others must not be divided instead.
         found = cluster(points[part], len(np.unique(whole[part])), kind=kind, key=own)
         scores.append(adjusted_rand_score(whole[part], found))
     return float(np.mean(scores))

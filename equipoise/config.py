@@ -1,9 +1,9 @@
-"""Experiments as YAML files or plain mappings: checked and completed before anything is trained.
+"""Experiments as YAML files or mappings, checked and completed before training.
 
-A file has the same names as the Python API. Keys, types and defaults are read from the dataclasses
-and functions that they belong to, so a new method, model or source needs no change here.
-Every error names the key, where its
-value came from, and what would be valid. This is the only module that uses pydantic.
+A file uses the same names as the Python API. Keys, types and defaults are read from the dataclasses
+and functions that they belong to, so a new method, model or source needs no change here. Every
+error names the key, where its value came from, and what is valid. This is the only module that uses
+pydantic.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ SECTIONS = (
     "flower",
     "tracking",
 )
-# The config.yaml of a run is an experiment file too; this section of it is not a setting.
+# The config.yaml of a run is also an experiment file. This section of it is not a setting.
 IGNORED = ("resolved",)
-# Options of data that configurations leave out while they have their defaults, as before the
-# options existed.
+# Options of data that configurations leave out if they have their defaults, so that the
+# configurations of older runs stay the same.
 UNLESS_GIVEN = ("server_val",)
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
 _SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -93,9 +93,9 @@ class Override:
     key : str
         Dotted, such as ``training.optimizer.lr``.
     value : object
-        What it is set to.
+        The new value.
     origin : str
-        The name of its origin in error messages.
+        Where it came from, for error messages.
 
     Examples
     --------
@@ -109,7 +109,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str, *, below: str = "") -> Override:
-        """Read ``key=value``, with the value in YAML; ``below`` is a section the key is meant in."""
+        """Parse ``key=value``, with the value in YAML. ``below`` is the section of the key."""
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")):
             raise InputError(
@@ -133,27 +133,28 @@ class Experiment:
     method : Method
         What is federated.
     data, model : dict
-        The name and every option, defaults included.
+        The name and all options, including defaults.
     training, machine, evaluation
         The settings.
     seed : int
-        Of the initial model and of all random numbers of training. ``data.seed``, which decides the
-        partition and the splits, is the same unless it is given.
+        Of the initial model and of all random numbers of training. ``data.seed``, which determines
+        the partition and the splits, has the same value by default.
     checkpoint_every : int
         Rounds between checkpoints.
     start : Start or None
         Where the initial model comes from, if not from the seed.
     flower : FlowerSettings
-        How a run on Flower treats clients; in one process it changes nothing.
+        Settings of a run on Flower. In one process they have no effect.
     imports : tuple of str
-        Code of one's own that must be imported first; see :func:`equipoise.imports.import_own`.
+        User code that is imported first; see :func:`equipoise.imports.import_own`.
     tracking : tuple of dict
         The trackers that write the values of runs, each a name and options; see
         :mod:`equipoise.tracking`.
 
     Examples
     --------
-    >>> experiment = experiment_from({"method": {"name": "fedprox", "mu": 0.5}, "data": "digits", "seed": 3})
+    >>> method = {"name": "fedprox", "mu": 0.5}
+    >>> experiment = experiment_from({"method": method, "data": "digits", "seed": 3})
     >>> experiment.method.local, experiment.data["seed"]
     (FedProx(mu=0.5), 3)
     """
@@ -180,7 +181,7 @@ class Experiment:
         >>> experiment_from({"data": "digits"}).federation().clients
         22
         """
-        # Again, because this may be another process than the one that read the experiment.
+        # Imported again, because another process may have read the experiment.
         import_own(self.imports)
         with self.origins.named("data"):
             return data.load(**self.data)
@@ -200,17 +201,17 @@ class Experiment:
         Parameters
         ----------
         out : path, optional
-            The run directory; without one nothing is written.
+            The run directory. Without it nothing is written.
         resume : bool
             Whether to resume the run in the directory.
         on_round : callable, optional
             Called with the progress after every round.
         callbacks : sequence of Callback
-            What follows the run, besides the trackers of the experiment.
+            Callbacks in addition to the trackers of the experiment.
         federation : Federation, optional
-            The clients, if they are not those of the experiment's data.
+            The federation, if it is not that of the experiment's data.
         engine : callable
-            Makes the engine that carries the method out; by default in this process.
+            Makes the engine that runs the method; by default in this process.
 
         Returns
         -------
@@ -261,12 +262,14 @@ class Experiment:
             )
 
     def plain(self) -> dict[str, Any]:
-        """Write the experiment as the mapping its run's ``config.yaml`` holds, ``resolved`` and ``tracking`` aside.
+        """Return the experiment as a mapping, as in the ``config.yaml`` of its run.
+
+        The mapping has no ``resolved`` and ``tracking``.
 
         Returns
         -------
         dict
-            Made of mappings, lists, numbers and text; :func:`experiment_from` reads it back.
+            Mappings, lists, numbers and text, which :func:`experiment_from` accepts.
 
         Examples
         --------
@@ -292,7 +295,7 @@ class Experiment:
         return made
 
     def _import_names(self) -> list[str]:
-        """Name what is imported as a run's own configuration does, which has the files beside it."""
+        """Return the imports as in a run's configuration, beside which the files are copied."""
         return [Path(given).name if file_of(given) else given for given in self.imports]
 
 
@@ -337,12 +340,12 @@ def experiment_from(
         With ``data`` and, if they differ from the defaults, ``method``, ``model``, ``training``,
         ``machine``, ``evaluation``, ``seed``, ``checkpoint_every`` and ``imports``.
     where : str
-        What errors call the place the mapping came from; empty if everything is in the overrides.
+        Where the mapping came from, for errors; empty if everything is in the overrides.
     overrides : sequence of str
         As in :func:`load_experiment`.
     on_import : callable, optional
-        Called with the path or name of each module in ``imports`` before it is executed. What can
-        be checked without this code is checked before.
+        Called with the path or name of each module in ``imports`` before it is executed.
+        Everything that does not depend on this code is checked before.
 
     Returns
     -------
@@ -383,9 +386,9 @@ def settings_from(kind: type[S], given: Mapping[str, Any], section: str, where: 
     given : mapping
         Its values.
     section : str
-        What errors put in front of a key.
+        The prefix of keys in errors.
     where : str
-        What errors call the place the values came from.
+        Where the values came from, for errors.
 
     Returns
     -------
@@ -394,7 +397,8 @@ def settings_from(kind: type[S], given: Mapping[str, Any], section: str, where: 
 
     Examples
     --------
-    >>> settings_from(FlowerSettings, {"clients": 3, "privacy": {"clip": 1.0}}, "flower", "a.yaml").privacy.clip
+    >>> given = {"clients": 3, "privacy": {"clip": 1.0}}
+    >>> settings_from(FlowerSettings, given, "flower", "a.yaml").privacy.clip
     1.0
     """
     reader = _Reader(Origins(where))
@@ -403,7 +407,9 @@ def settings_from(kind: type[S], given: Mapping[str, Any], section: str, where: 
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping, refusing keys that come twice; files it imports may lie beside it.
+    """Read a YAML file with a mapping. Duplicate keys are refused.
+
+    Files that it imports may be in the same directory.
 
     Parameters
     ----------
@@ -440,7 +446,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _with_paths(imports: Any, folder: Path) -> Any:
-    """Return the full paths of files in the directory of the file that names them."""
+    """Return imports with full paths for files in the directory of the YAML file."""
     if isinstance(imports, list):
         return [_with_paths(given, folder) for given in imports]
     there = isinstance(imports, str) and imports.endswith(".py") and (folder / imports).is_file()
@@ -449,7 +455,7 @@ def _with_paths(imports: Any, folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Origins:
-    """The origin of values: a file or the like, and its overrides.
+    """Where values came from: a file and its overrides.
 
     Examples
     --------
@@ -461,7 +467,10 @@ class Origins:
     overrides: tuple[Override, ...] = ()
 
     def of(self, key: str) -> str:
-        """Say where the value of a dotted key came from: the last override at, above or below it, or the file."""
+        """Return where the value of a dotted key came from.
+
+        It is the last override at, above or below the key, or the file.
+        """
         at = f"{key}."
         related = [
             item
@@ -472,10 +481,9 @@ class Origins:
 
     @contextmanager
     def named(self, section: str | None = None) -> Iterator[None]:
-        """Put the places a section's values came from before the message of any ``InputError`` raised inside.
+        """Prefix errors raised inside with where the values of a section came from.
 
-        Without a section, those that were set for what the message speaks of; if there are none,
-        the file.
+        Without a section, the overrides that the message mentions are used, or else the file.
         """
         try:
             yield
@@ -500,7 +508,7 @@ class Origins:
 
 
 class _Reader:
-    """Checks plain values against the annotations of what they are for."""
+    """Check values against the annotations of the code that uses them."""
 
     def __init__(self, origins: Origins, on_import: Callable[[str], None] | None = None) -> None:
         self.origins, self.on_import = origins, on_import
@@ -515,8 +523,8 @@ class _Reader:
         flower = self.settings(FlowerSettings, content, "flower", privacy=self.privacy)
         checkpoint_every = self.value(content.get("checkpoint_every", 1), int, "checkpoint_every")
         self.training(content, without=("loss", "schedule"))
-        # After all that can be checked without these modules; they may register names that are
-        # looked up below.
+        # After everything that can be checked without these modules. They may register names that
+        # are used below.
         imports = self.imports(content.get("imports", []))
         training = self.training(content)
         method = self.method(content.get("method", "fedavg"))
@@ -552,7 +560,7 @@ class _Reader:
             return methods.build(**checked)
 
     def method_options(self, given: Any, path: str) -> dict[str, Any]:
-        """Check the options of a method, and those of methods and parts inside it."""
+        """Check the options of a method and of the methods and parts in its options."""
         name, options = self.named(given, path, "method", methods.names(), default="fedavg")
         types, special = self.options_of_part(name)
         for slot in ("sampling", "local", "aggregation", "view"):
@@ -572,7 +580,7 @@ class _Reader:
     def options_of_part(
         self, name: str
     ) -> tuple[dict[str, Any], dict[str, Callable[[Any, str], Any]]]:
-        """Return the types of a part's options, and what checks those that are methods or parts themselves."""
+        """Return the types of a part's options, and checks for those that are methods or parts."""
         kind = methods.part_class(name)
         special: dict[str, Callable[[Any, str], Any]] = {
             option: partial(self.part, slot=inner)
@@ -777,15 +785,17 @@ class _Reader:
         return checked
 
     def value(self, given: Any, kind: Any, path: str) -> Any:
-        """Check one value: strictly, but a whole number is a number, and so is the text YAML makes of 1e-3."""
+        """Check one value strictly, but accept whole numbers as floats, and text such as 1e-3.
+
+        YAML reads 1e-3 as text.
+        """
         adapter = TypeAdapter(kind, config=ConfigDict(strict=True))
         for candidate in (given, _read_scientific(given)):
             try:
-                # As JSON, because there a list stands for a tuple even when types are strict.
+                # As JSON, because there a list is accepted as a tuple even with strict types.
                 return adapter.validate_json(json.dumps(candidate))
             except (ValueError, TypeError, RecursionError):
-                # A ValidationError is a ValueError, and so is what a number of too many digits
-                # raises.
+                # A ValidationError is a ValueError. Numbers with too many digits raise one as well.
                 continue
         note = (
             " (YAML reads yes, no, on and off as true and false)" if isinstance(given, bool) else ""
@@ -796,7 +806,10 @@ class _Reader:
 
 
 def _override(content: dict[str, Any], override: Override) -> None:
-    """Set a value deep inside, copying the mappings on the way; a bare name on the way becomes a mapping with it."""
+    """Set the value of a dotted key, and copy the mappings that contain it.
+
+    A name that contains the key becomes a mapping with this name.
+    """
     *way, last = override.key.split(".")
     for depth, key in enumerate(way):
         inner = content.get(key)
@@ -813,7 +826,7 @@ def _override(content: dict[str, Any], override: Override) -> None:
 
 
 def _types(made_from: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of a dataclass, or the keyword-only ones of a function, with their types."""
+    """Return the options of a dataclass or the keyword-only ones of a function, with types."""
     hints = get_type_hints(made_from)
     if dataclasses.is_dataclass(made_from):
         return {item.name: hints[item.name] for item in dataclasses.fields(made_from) if item.init}
@@ -836,7 +849,10 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _read_scientific(value: Any) -> Any:
-    """Turn text such as ``1e-3``, which YAML does not take for a number, into one, also inside lists and mappings."""
+    """Convert text such as ``1e-3`` to a number, also inside lists and mappings.
+
+    YAML does not read it as a number.
+    """
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
         return float(value)
     if isinstance(value, list):
@@ -847,10 +863,10 @@ def _read_scientific(value: Any) -> Any:
 
 
 def _words(kind: Any) -> str:
-    """Say in words what a type asks for."""
+    """Describe a type in words."""
     arguments = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        # A number may be whole anyway.
+        # "a number" includes whole numbers.
         return " or ".join(
             _words(option) for option in arguments if not (option is int and float in arguments)
         )
@@ -870,11 +886,11 @@ def _words(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write a value for a message, shortened if it is long."""
+    """Return a value as text for a message, shortened if it is long."""
     try:
         return printable(repr(value), 500)
     except ValueError:
-        # Python writes out no number of thousands of digits.
+        # Python refuses to convert numbers with thousands of digits to text.
         return f"a value of {type(value).__name__} that is too long to show"
 
 

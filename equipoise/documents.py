@@ -1,8 +1,8 @@
-"""YAML and JSON from files that others may have written: bounded in time and memory, with errors in one line.
+"""YAML and JSON from untrusted files, with limits on time and memory, and errors in one line.
 
-A few lines of YAML can stand for more values than fit into memory, because an alias repeats what it
-refers to. Deep nesting and endless digits end in errors of the interpreter. Both are refused here,
-before anything is made of them.
+A few lines of YAML can expand to more values than fit into memory, because an alias repeats what it
+refers to. Deep nesting and very long numbers cause errors of the interpreter. Such documents are
+refused before any value is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from equipoise.errors import RunError
 from equipoise.text import printable
 
-# Far beyond any configuration: the largest ones list the names of thousands of classes or clients.
+# Much larger than any configuration, even one that lists thousands of names of clients.
 LARGEST_TEXT = 1 << 20
 MOST_VALUES = 200_000
 DEEPEST = 40
@@ -24,7 +24,7 @@ LONGEST_NUMBER = 64
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, and documents beyond the limits of this module."""
+    """A YAML loader that refuses duplicate keys and documents beyond the limits of this module."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -33,7 +33,7 @@ class Loader(yaml.SafeLoader):
         self._flattened: set[int] = set()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value, counting how many there are and how deep they are nested."""
+        """Compose a value, and count the values and how deep they are nested."""
         self._depth += 1
         self._found += 1
         if self._depth > DEEPEST:
@@ -45,14 +45,14 @@ class Loader(yaml.SafeLoader):
         return node
 
     def get_single_node(self) -> yaml.Node | None:
-        """Compose the document, and refuse one that its aliases make endless or too large."""
+        """Compose the document. Refuse one that is endless or too large because of its aliases."""
         node = super().get_single_node()
         if node is not None:
             self._count(node, {})
         return node
 
     def _count(self, node: yaml.Node, known: dict[int, int | None]) -> int:
-        """Return how many values a node stands for, aliases written out."""
+        """Return the number of values in a node, with aliases expanded."""
         number = id(node)
         if number in known:
             counted = known[number]
@@ -74,7 +74,7 @@ class Loader(yaml.SafeLoader):
         return total
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Make a value, with one kind of error for everything that cannot be made."""
+        """Make a value. If that fails, always raise the same kind of error."""
         try:
             return super().construct_object(node, deep)
         except (
@@ -90,11 +90,11 @@ class Loader(yaml.SafeLoader):
             ) from error
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Write merge keys (``<<``) out.
+        """Expand merge keys (``<<``).
 
-        A key that is written twice is refused; a merged one may be replaced.
+        Duplicate keys are refused, but a key may replace a merged one.
         """
-        # Afterwards, keys that were merged and replaced are there twice.
+        # After merging, replaced keys exist twice.
         if id(node) not in self._flattened:
             self._flattened.add(id(node))
             self._refuse_duplicates(node)
@@ -114,7 +114,7 @@ class Loader(yaml.SafeLoader):
             seen.add(key)
 
     def bounded_number(self, node: yaml.ScalarNode) -> Any:
-        """Make a number that has no more digits than a number needs."""
+        """Make a number, if it does not have too many digits."""
         if len(node.value) > LONGEST_NUMBER:
             raise self._refused(
                 f"a number has {len(node.value)} digits; at most {LONGEST_NUMBER} are read", node
@@ -145,12 +145,12 @@ def yaml_from(text: str) -> Any:
     Returns
     -------
     object
-        Made of mappings, lists, numbers, text and dates.
+        Mappings, lists, numbers, text and dates.
 
     Raises
     ------
     yaml.YAMLError
-        If it is not valid YAML, has a key twice, or is larger than any configuration is.
+        If it is not valid YAML, has duplicate keys, or is too large.
 
     Examples
     --------
@@ -179,7 +179,7 @@ def read_json(path: Path) -> Any:
     Returns
     -------
     object
-        What it holds.
+        The content.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def read_json(path: Path) -> Any:
     >>> _ = path.write_text('{"round": 3, "res')
     >>> read_json(path)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.RunError: cannot read .../summary.json: Unterminated string starting at: line 1 column 14 (char 13)
+    equipoise.errors.RunError: cannot read .../summary.json: Unterminated string starting at: ...
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

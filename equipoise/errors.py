@@ -11,16 +11,16 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """What was asked for is fine, but carrying it out failed (exit code 1).
+    """The input is valid, but the run failed (exit code 1).
 
-    What was written before is intact.
+    Everything that was written before is intact.
     """
 
 
 def unknown(
     kind: str, name: object, valid: Iterable[str], *, where: str | None = None
 ) -> InputError:
-    """Build the error for a name that does not exist, suggesting the nearest one that does.
+    """Return the error for an unknown name. It suggests the most similar valid name.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def unknown(
     name : object
         The value that was given.
     valid : iterable of str
-        Every name that would have been accepted.
+        All valid names.
     where : str, optional
         Where the value came from: a file, a key, a command line option.
 

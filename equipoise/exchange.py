@@ -29,13 +29,13 @@ class Updates:
     Attributes
     ----------
     params, buffers : Tree
-        The parameters and the buffers the clients share, ``[K, ...]`` each.
+        The shared parameters and buffers, ``[K, ...]`` each.
     uploads : dict of Tree
-        What the local rule sends besides (see ``LocalRule.uploads``).
+        What the local rule sends in addition; see ``LocalRule.uploads``.
     reports : dict of Tensor
-        Per-client numbers, float64 ``[K]``: ``train_loss``, the task's loss on the batches of
-        training; ``method_terms``, what the local rule has added to it, if it has losses of its
-        own; ``steps``; and those the aggregation ``needs``.
+        Numbers of each client, float64 ``[K]``: ``train_loss``, the task's loss on the batches of
+        training; ``method_terms``, what the local rule added to it, if it has its own losses;
+        ``steps``; and those that the aggregation ``needs``.
     """
 
     params: Tree
@@ -63,25 +63,25 @@ class Updates:
 
 
 class Cohort(Protocol):
-    """The clients taking part in this round.
+    """The clients that take part in this round.
 
-    A method's server half reaches its clients through it alone.
+    The server part of a method communicates with clients only through the cohort.
 
     Attributes
     ----------
     ids : int array
-        Who is here, ascending.
+        The ids of the clients, ascending.
     sizes, groups : int array
-        How many training samples each of them holds, and its group's position among the
-        federation's group names. Both are public: a client tells the server when it registers.
+        The number of training samples of each client, and the position of its group among the
+        federation's group names. Both are public: clients send them when they register.
     prior : Tensor
         The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
     key : int
         Key of the server's own random numbers in this round; see :mod:`equipoise.random`.
     rounds : int
-        How many rounds the run lasts. A run whose method has asked for this cannot be made longer.
+        The number of rounds of the run. A run whose method has read it cannot be made longer.
     score : str
-        The metric of :meth:`evaluate` that tables lead with, such as ``accuracy``.
+        The main metric of :meth:`evaluate`, such as ``accuracy``.
     higher_is_better : bool
         Whether a higher score is better.
     """
@@ -96,15 +96,15 @@ class Cohort(Protocol):
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts."""
+        """The number of rounds of the run."""
 
     def train(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Updates:
-        """Send ``shared`` to all and row k of ``each`` to client k; have them carry out ``local``."""
+        """Send ``shared`` to all clients and row k of ``each`` to client k, and run ``local``."""
 
     def evaluate(self, params: Tree, split: str) -> Reports:
-        """Ask for loss and metrics of a model on the clients' own split, ``[K]`` each."""
+        """Return the loss and metrics of a model on each client's own split, ``[K]`` each."""
 
     def ask(
         self,
@@ -118,9 +118,9 @@ class Cohort(Protocol):
 
         A question is a method of the local rule, or of the aggregation if the rule has none of this
         name. It takes a :class:`~equipoise.client.Client` with one batch, and ``args``, and returns
-        sums over the samples of that batch. The engine goes through the client's split batch by
-        batch and adds the answers up. With :func:`~equipoise.method.finished_by` the client turns
-        the sums into its answer.
+        sums over the samples of that batch. The engine calls it for each batch of the client's
+        split and adds the sums. With :func:`~equipoise.method.finished_by` the client computes its
+        answer from the sums.
 
         Parameters
         ----------
@@ -129,12 +129,12 @@ class Cohort(Protocol):
         *args
             Sent to all clients: tensors, numbers, text, and trees of them.
         model : Tree, optional
-            The model to ask about. Without one, ``client.params`` holds the client's kept parts
-            only.
+            The model that clients use. Without one, ``client.params`` contains only the client's
+            kept parts.
         split : {"train", "val", "test"}
-            The samples to look at.
+            The samples that clients use.
         each : mapping of Tensor, optional
-            Row k is sent to client k, which finds it in ``client.each``.
+            Row k is sent to client k, where it is ``client.each``.
 
         Returns
         -------
@@ -145,21 +145,21 @@ class Cohort(Protocol):
 
 @dataclass(frozen=True)
 class State:
-    """What the server knows between rounds.
+    """The state of the server between rounds.
 
     Attributes
     ----------
     round : int
-        Rounds finished.
+        The number of finished rounds.
     model : Tree
         The global model.
     server : dict of Tree
         What the server's parts keep between rounds, by name (a momentum, a control variate). A tree
-        with ``ids`` holds one row a registered client and stays on the CPU; see :func:`locate`.
+        with ``ids`` has one row per registered client and stays on the CPU; see :func:`locate`.
     notes : dict
-        What the round's record in ``rounds.jsonl`` is to say besides: weights, gaps, clusters.
-        Tensors are written as lists; one with a row a client follows the order of the cohort. Notes
-        last for one round.
+        Additions to the round's record in ``rounds.jsonl``: weights, gaps, clusters. Tensors are
+        written as lists. The rows of a tensor with one row per client are in the order of the
+        cohort. Notes last for one round.
 
     Examples
     --------
@@ -174,27 +174,29 @@ class State:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def with_global(self, model: Tree) -> State:
-        """Replace tensors of the global model; those not named stay."""
+        """Return a state in which some tensors of the global model are replaced."""
         return replace(self, model={**self.model, **model})
 
     def with_server(self, **trees: Tree) -> State:
-        """Replace what the server keeps, by name."""
+        """Return a state in which some of the server's trees are replaced."""
         return replace(self, server={**self.server, **trees})
 
     def with_notes(self, **notes: Any) -> State:
-        """Add notes to the round's record."""
+        """Return a state with more notes for the round's record."""
         return replace(self, notes={**self.notes, **notes})
 
 
 def mix(updates: Updates, weights: Tensor) -> Tree:
-    """Sum the clients' parameters and buffers with weights, in float64 and in the order of the clients.
+    """Return the weighted sum of the clients' parameters and buffers.
+
+    Sums are in float64 and in the order of the clients.
 
     Parameters
     ----------
     updates : Updates
         What the cohort sent.
     weights : Tensor
-        One weight a client, ``[K]``, normally summing to one.
+        One weight per client, ``[K]``, normally summing to one.
 
     Returns
     -------
@@ -211,7 +213,7 @@ def mix(updates: Updates, weights: Tensor) -> Tree:
 
 
 def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
-    """Do what :func:`mix` does, for one stacked tree.
+    """Return the weighted sum over clients of one stacked tree; see :func:`mix`.
 
     Examples
     --------
@@ -233,19 +235,19 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
 
 
 def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:
-    """Move the global parameters along the clients' differences from them: w + Σ a_k (w_k − w).
+    """Add the weighted updates of clients to the global parameters: w + Σ a_k (w_k − w).
 
-    Weights a that do not sum to one lengthen or shorten the step and lose nothing of w. BatchNorm
-    buffers are no directions but statistics, so they are averaged.
+    If the weights a do not sum to one, the step is longer or shorter, and w is kept. BatchNorm
+    buffers are statistics, so they are averaged instead.
 
     Parameters
     ----------
     state : State
-        Holds w.
+        The state with w.
     updates : Updates
         What the cohort sent.
     weights : Tensor
-        a, one number a client.
+        a, one number per client.
     simplex : Tensor
         The weights of the buffers, summing to one.
 
@@ -257,7 +259,8 @@ def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> T
     Examples
     --------
     >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
-    >>> shift(State(0, {"w": torch.tensor([2.0])}), two, torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.5]))
+    >>> state = State(0, {"w": torch.tensor([2.0])})
+    >>> shift(state, two, torch.tensor([0.0, 0.5]), torch.tensor([0.5, 0.5]))
     {'w': tensor([2.5000])}
     """
     moved = {}
@@ -273,9 +276,9 @@ def locate(clients: Tree, cohort: Cohort) -> Tensor:
     Parameters
     ----------
     clients : Tree
-        What the server keeps of every registered client, ``[N, ...]`` each, and their ``ids``.
+        What the server keeps for every registered client, ``[N, ...]`` each, and their ``ids``.
     cohort : Cohort
-        Whom to find.
+        The clients to find.
 
     Returns
     -------

@@ -1,7 +1,7 @@
-"""Every key of experiments and studies with its type, default, meaning and an example, read from the code.
+"""Every key of experiments and studies with its type, default, meaning and an example.
 
-Types and defaults are those of the dataclasses and functions that read the values, meanings are
-those of their docstrings. ``equipoise explain training.schedule`` prints them, and
+They are read from the code: types and defaults from the dataclasses and functions that use the
+values, meanings from their docstrings. ``equipoise explain training.schedule`` prints them, and
 ``docs/settings.md`` is made from them.
 """
 
@@ -34,8 +34,8 @@ from equipoise.study.reading import KEYS
 
 __all__ = ["Setting", "explain", "lacking", "page", "settings"]
 
-# Examples of keys whose default is none or says little: the value, or the whole text if the key has
-# a meaning with others only. After @, what the key belongs to.
+# Examples of keys whose default is no good example: the value, or the whole text if the key is used
+# together with others. After @, what the key belongs to.
 EXAMPLES: dict[str, Any] = {
     "imports": "equipoise",
     "method": "{name: fedprox, mu: 0.1}",
@@ -55,7 +55,9 @@ EXAMPLES: dict[str, Any] = {
     "training.batch_size": 32,
     "training.optimizer": "{name: sgd, lr: 0.1, momentum: 0.9}",
     "training.optimizer.momentum": 0.9,
-    "training.optimizer.dampening": "training: {optimizer: {name: sgd, momentum: 0.9, dampening: 0.1}}",
+    "training.optimizer.dampening": (
+        "training: {optimizer: {name: sgd, momentum: 0.9, dampening: 0.1}}"
+    ),
     "training.optimizer.weight_decay": 0.0001,
     "training.schedule": "{kind: cosine, warmup: 5}",
     "training.epochs": [2, 5],
@@ -66,11 +68,17 @@ EXAMPLES: dict[str, Any] = {
     "training.report_samples": 500,
     "training.stragglers": 0.3,
     "training.loss": "{name: focal, gamma: 2.0}",
-    "training.optimizer.nesterov": "training: {optimizer: {name: sgd, momentum: 0.9, nesterov: true}}",
+    "training.optimizer.nesterov": (
+        "training: {optimizer: {name: sgd, momentum: 0.9, nesterov: true}}"
+    ),
     "training.schedule.kind": "cosine",
     "training.schedule.decay": "training: {schedule: {kind: exponential, decay: 0.99}}",
-    "training.schedule.at": "training: {schedule: {kind: steps, at: [50, 75], factors: [0.2, 0.02]}}",
-    "training.schedule.factors": "training: {schedule: {kind: steps, at: [50, 75], factors: [0.2, 0.02]}}",
+    "training.schedule.at": (
+        "training: {schedule: {kind: steps, at: [50, 75], factors: [0.2, 0.02]}}"
+    ),
+    "training.schedule.factors": (
+        "training: {schedule: {kind: steps, at: [50, 75], factors: [0.2, 0.02]}}"
+    ),
     "training.schedule.floor": "training: {schedule: {kind: cosine, floor: 0.01}}",
     "training.schedule.warmup": 5,
     "training.schedule.over": "training: {schedule: {kind: cosine, over: 100}}",
@@ -94,7 +102,9 @@ EXAMPLES: dict[str, Any] = {
     "data.test": "group",
     "data.server_val": 0.1,
     "data.encode": "data: {name: cifar, encode: google/vit-base-patch16-224}",
-    "data.encode_size": "data: {name: cifar, encode: google/vit-base-patch16-224, encode_size: 224}",
+    "data.encode_size": (
+        "data: {name: cifar, encode: google/vit-base-patch16-224, encode_size: 224}"
+    ),
     "data.seed": 1,
     "data.root": "data",
     "data.classes@silos": 10,
@@ -139,13 +149,13 @@ EXAMPLES: dict[str, Any] = {
 _STUDY = {
     "base": (
         "an experiment without method and seed",
-        "What all runs have in common.",
+        "The settings that all runs have in common.",
         "{data: digits}",
     ),
     "methods": (
         "a list",
-        "Names, or mappings with a name and hyper-parameters. A mapping may also have label (what "
-        "tables call the method), grid (lists of values to tune) and set (settings that are "
+        "Names, or mappings with a name and hyper-parameters. A mapping may also have label (the "
+        "name of the method in tables), grid (lists of values to tune) and set (settings that are "
         "different for this method).",
         "[fedavg, {name: fedprox, mu: 0.1, grid: {mu: [0.01, 0.1, 1]}}]",
     ),
@@ -160,10 +170,10 @@ _STUDY = {
         "The columns of tables; docs/metrics.md lists them.",
         "[mean, worst10]",
     ),
-    "split": ("'test' or 'val'", "The data that tables are of.", "val"),
+    "split": ("'test' or 'val'", "The split on which tables are computed.", "val"),
     "baseline": (
         "the label of a method",
-        "The method that the others are compared with, pair by pair.",
+        "The method with which the others are compared, pair by pair.",
         "fedavg",
     ),
     "tuning": (
@@ -189,7 +199,7 @@ class Setting:
     kind : str
         Which values are valid, in words.
     default : str or None
-        The default in YAML; None if a value must be given.
+        The default in YAML; None if a value is required.
     meaning : str
         What it does.
     example : str
@@ -223,7 +233,7 @@ def settings() -> list[Setting]:
     return list(_all())
 
 
-# Of the keys of the first level: kind, default and meaning, where the code says less.
+# Kind, default and meaning of the keys of the first level, if they are not in the code.
 _FIRST = {
     "imports": ("a file, a module or a list of them", "", ""),
     "method": (
@@ -243,7 +253,11 @@ _FIRST = {
     ),
     "training": ("keys; see below", "{}", "How clients train."),
     "machine": ("keys; see below", "{}", "Device and precision."),
-    "evaluation": ("keys; see below", "{}", "When clients are evaluated, and which round counts."),
+    "evaluation": (
+        "keys; see below",
+        "{}",
+        "When clients are evaluated, and which round is reported.",
+    ),
     "seed": ("a whole number", "0", ""),
     "checkpoint_every": ("a whole number", "1", ""),
     "start": ("a path, or keys; see below", "", ""),
@@ -283,7 +297,7 @@ def _data() -> Iterator[Setting]:
         _documented(data.load)[name] for name in ("encode", "encode_size")
     )
     shared["seed"] = (
-        "Decides the partition, the splits and everything else that is drawn when the data are "
+        "Determines the partition, the splits and everything else that is drawn when the data are "
         "read. By default the seed of the experiment."
     )
     yield from _of(data.load, "data", meanings=shared, fixed={"name": "digits"})
@@ -303,7 +317,7 @@ def _data() -> Iterator[Setting]:
 
 
 def _ours(made_from: Any) -> bool:
-    """Whether something belongs to the library, and was not registered by its users."""
+    """Return whether something belongs to the library and was not registered by a user."""
     return str(made_from.__module__).startswith("equipoise.")
 
 
@@ -318,7 +332,7 @@ def _of(
     around: Mapping[str, Any] | None = None,
     listed: bool = False,
 ) -> Iterator[Setting]:
-    """Yield the options of a dataclass or of a function that takes them by keyword."""
+    """Yield the fields of a dataclass or the keyword options of a function."""
     documented, defaults, choices = (
         meanings or _documented(made_from),
         _defaults(made_from),
@@ -359,7 +373,7 @@ def _of(
 
 
 def _settings_in(kind: Any) -> type[Any] | None:
-    """Return the dataclass of settings that a type stands for, perhaps besides null; None if there is none."""
+    """Return the dataclass of settings in a type annotation; None if there is none."""
     found = [option for option in (kind, *get_args(kind)) if dataclasses.is_dataclass(option)]
     own = [
         option
@@ -374,8 +388,8 @@ def lacking(found: list[Setting]) -> list[str]:
 
     Examples
     --------
-    >>> lacking([Setting("training.colour", "text", "red", "", "training: {colour: blue}")])
-    ["training.colour has no meaning: describe it in the docstring of its class, under 'Parameters'"]
+    >>> lacking([Setting("training.colour", "text", "red", "Its colour.", "")])
+    ['training.colour has no example: give it one in EXAMPLES of equipoise/explain.py']
     """
     hints = {
         "meaning": "describe it in the docstring of its class, under 'Parameters'",
@@ -402,7 +416,7 @@ def _example(
     listed: bool,
     around: Mapping[str, Any] | None,
 ) -> str:
-    """Write a line of YAML that sets a key; empty if there is neither an example nor a default to show."""
+    """Return a line of YAML that sets a key; empty without an example and a default."""
     if isinstance(value, str) and value.startswith(f"{key.partition('.')[0]}:"):
         return value
     if value is None:
@@ -419,12 +433,12 @@ def _example(
 
 
 def _value(example: Any) -> Any:
-    """Read an example that is written in YAML."""
+    """Parse an example that is written in YAML."""
     return yaml.safe_load(example) if isinstance(example, str) else example
 
 
 def _flow(value: Any) -> str:
-    """Write a value as YAML in one line."""
+    """Return a value as YAML in one line."""
     text = (
         value
         if isinstance(value, str)
@@ -472,7 +486,10 @@ def _kind(key: str, kind: Any) -> str:
 
 
 def _documented(made_from: Any) -> dict[str, str]:
-    """Return what a docstring says of each parameter or attribute; ``See `name`.`` is followed within the module."""
+    """Return the descriptions of parameters and attributes in a docstring.
+
+    ``See `name`.`` is replaced by the description of that name in the same module.
+    """
     found = _sections(inspect.getdoc(made_from) or "")
     for name, text in found.items():
         if seen := re.match(r"See `(\w+)`\.", text):
@@ -483,7 +500,7 @@ def _documented(made_from: Any) -> dict[str, str]:
 
 
 def _choices(made_from: Any) -> dict[str, str]:
-    """Return the values between which a docstring lets choose, such as ``kind : {"a", "b"}``."""
+    """Return the valid values that a docstring lists, such as ``kind : {"a", "b"}``."""
     found = re.findall(r"^(\w+) : \{(.+)\}", inspect.getdoc(made_from) or "", re.MULTILINE)
     return {name: values.replace('"', "'") for name, values in found}
 
@@ -505,13 +522,13 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def _prose(text: str) -> str:
-    """Turn the markup of docstrings into that of Markdown."""
+    """Convert the markup of docstrings to Markdown."""
     text = re.sub(r":(?:class:`|\w+:`~)(?:[\w.]*\.)?(\w+)`", r"`\1`", text)
     return re.sub(r":\w+:`", "`", text).replace("``", "`")
 
 
 def explain(key: str = "") -> list[Setting]:
-    """Return a key and all keys below it; the end of a key is enough if it is unique.
+    """Return a key and all keys below it. The end of a key suffices if it is unique.
 
     Parameters
     ----------
@@ -554,30 +571,32 @@ _PAGES = {
     ),
     "training": (
         "`training`",
-        "How clients train, whatever the method. In Python: `equipoise.Training`.",
+        "How clients train, for all methods. In Python: `equipoise.Training`.",
     ),
     "training.optimizer": (
         "`training.optimizer`",
         "Other optimizers of `torch.optim` take their own options.",
     ),
-    "training.schedule": ("`training.schedule`", "A name alone is the kind: `schedule: cosine`."),
+    "training.schedule": ("`training.schedule`", "A single name is the kind: `schedule: cosine`."),
     "training.augment": ("`training.augment`", "`flip` mirrors images and has no options."),
     "evaluation": (
         "`evaluation`",
-        "When clients are evaluated, and which round counts. In Python: `equipoise.Evaluation`.",
+        "When clients are evaluated, and which round is reported. In Python: "
+        "`equipoise.Evaluation`.",
     ),
     "evaluation.fine_tune": ("`evaluation.fine_tune`", ""),
     "machine": ("`machine`", "Device and precision. In Python: `equipoise.Machine`."),
     "data": (
         "`data`",
-        "Where the data come from, and who holds what. In Python: `equipoise.data.load`.",
+        "The source of the data, and which client has which samples. In Python: "
+        "`equipoise.data.load`.",
     ),
     "data.partition": (
         "`data.partition`",
         "How the samples of a source are divided among clients.",
     ),
-    "start": ("`start`", "A path alone is the path: `start: runs/first`."),
-    "flower": ("`flower`", "Runs on Flower; in one process they change nothing."),
+    "start": ("`start`", "A single value is the path: `start: runs/first`."),
+    "flower": ("`flower`", "For runs on Flower. In one process these keys have no effect."),
     "flower.privacy": ("`flower.privacy`", ""),
     "study": ("Keys of a study", "A study is a YAML file for `equipoise compare`."),
     "tuning": ("`tuning`", "How `equipoise compare --tune` chooses between the values of grids."),
@@ -609,7 +628,7 @@ def page() -> str:
         shown.setdefault(section, {}).setdefault(
             "" if setting.of == "studies" else setting.of, []
         ).append(setting)
-    # A section that has no title yet is shown under its name.
+    # A section without a title is shown under its name.
     for section in [
         *(name for name in _PAGES if name in shown),
         *(name for name in shown if name not in _PAGES),
@@ -632,7 +651,10 @@ def _words(setting: Setting) -> str:
         if setting.default
         else "no default"
     )
-    return f"**`{setting.key}`**: {setting.kind}; {default}. {setting.meaning} Example: `{setting.example}`"
+    return (
+        f"**`{setting.key}`**: {setting.kind}; {default}. {setting.meaning} "
+        f"Example: `{setting.example}`"
+    )
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

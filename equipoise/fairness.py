@@ -33,10 +33,9 @@ Better = Literal["high", "low", "as v_k"]
 
 
 class Metric(NamedTuple):
-    """What a metric means: its formula, one line in plain words, and which way is better.
+    """The meaning of a metric: its formula, one line of text, and whether high or low is better.
 
-    ``as v_k`` is high where high values of clients are good, as accuracies are, and low where low
-    ones are, as losses.
+    ``as v_k`` means as for the values of clients: high for accuracies, low for losses.
 
     Examples
     --------
@@ -78,9 +77,9 @@ METRICS: dict[str, Metric] = {
         "mean of the best 10 % of clients, at least one client",
         "as v_k",
     ),
-    "worst_client": Metric("worst v_k", "the client served worst", "as v_k"),
-    "worst_group": Metric("worst m_g", "mean of the group served worst", "as v_k"),
-    "best_group": Metric("best m_g", "mean of the group served best", "as v_k"),
+    "worst_client": Metric("worst v_k", "value of the worst client", "as v_k"),
+    "worst_group": Metric("worst m_g", "mean of the worst group", "as v_k"),
+    "best_group": Metric("best m_g", "mean of the best group", "as v_k"),
     "group_gap": Metric(
         "max_g m_g - min_g m_g", "largest difference between two group means", "low"
     ),
@@ -101,28 +100,31 @@ METRICS: dict[str, Metric] = {
         "high",
     ),
 }
-"""Every metric by name, in the order of reports. ``v_k`` is the value of client k, ``n_k``
-its number of samples, ``m_g`` the mean of ``v_k`` over the clients of group g; K clients and G groups have a value."""
+"""Every metric by name, in the order of reports.
+
+``v_k`` is the value of client k, ``n_k`` its number of samples, and ``m_g`` the mean of ``v_k``
+over the clients of group g. K clients and G groups have a value.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The summary of one value per client: every metric, the worst and best, and the number of clients.
+    """The summary of one value per client: all metrics and the number of clients.
 
     Attributes
     ----------
     mean, mean_samples, mean_groups, sigma_clients, pair_sum, sigma_groups, worst10, best10 : float
-        See ``METRICS``. ``mean_samples`` is ``None`` when no sample counts were given.
+        See ``METRICS``. ``mean_samples`` is ``None`` without sample counts.
     worst_client, worst_group, best_group, group_gap, gap_variance, gap_pair_sum, jain : float
-        See ``METRICS``. ``gap_variance`` and ``gap_pair_sum`` are ``None`` when no client has a
+        See ``METRICS``. ``gap_variance`` and ``gap_pair_sum`` are ``None`` if no client has a
         generalization gap.
     worst_client_id, worst_group_id, best_group_id : int
-        Which client and which groups those are: positions in ``values``, numbers in ``groups``.
-        Ties: the lowest.
+        The client as a position in ``values``, and the groups as numbers in ``groups``. The lowest
+        in case of ties.
     clients : int
-        How many clients have a value.
+        The number of clients with a value.
     left_out : int
-        How many have none, because they hold no samples in this split.
+        The number of clients without a value, because they have no samples in this split.
 
     Examples
     --------
@@ -176,22 +178,22 @@ def summarize(
     gap: ArrayLike | None = None,
     higher_is_better: bool = True,
 ) -> Summary:
-    """Compute every fairness metric from one value a client.
+    """Compute every fairness metric from one value per client.
 
     Parameters
     ----------
     values : array-like of float
-        One value a client, such as its accuracy or its loss. NaN: the client has no samples in this
-        split and is left out.
+        One value per client, such as its accuracy or its loss. NaN means that the client has no
+        samples in this split. It is left out.
     groups : array-like of int
         The group of each client.
     weights : array-like of float, optional
-        How many samples each value was measured on. A client with none is left out. A client with
+        The number of samples behind each value. A client without samples is left out. A client with
         samples must have a value, so that a diverged model is not dropped from the mean.
     gap : array-like of float, optional
-        The generalization gap of each client. NaN: the client has no validation samples.
+        The generalization gap of each client. NaN means that it has no validation samples.
     higher_is_better : bool
-        ``False`` for losses: then the worst client is the one with the highest value.
+        ``False`` for losses. Then the worst client is the one with the highest value.
 
     Returns
     -------
@@ -254,7 +256,7 @@ def per_group(
     Returns
     -------
     dict
-        Mean by group name, for every name; ``None`` for a group none of whose clients has a value.
+        Mean by group name. ``None`` for a group without values.
 
     Examples
     --------
@@ -264,20 +266,20 @@ def per_group(
     measured = _Measured.check(values, groups, weights)
     group_ids, group_means = _group_means(measured.values, measured.groups)
     if group_ids[-1] >= len(names):
-        raise InputError(
-            f"groups holds group {group_ids[-1]}, but names has {len(names)} names only"
-        )
+        raise InputError(f"groups has group {group_ids[-1]}, but names has only {len(names)} names")
     means = dict(zip(group_ids.tolist(), group_means.tolist(), strict=True))
     return {name: means.get(group) for group, name in enumerate(names)}
 
 
 def tails(values: ArrayLike, *, higher_is_better: bool = True) -> tuple[float, float]:
-    """Return the mean of the worst and of the best tenth of the values: ``ceil(K / 10)`` of them, at least one.
+    """Return the means of the worst and of the best tenth of the values.
+
+    A tenth is ``ceil(K / 10)`` values, at least one.
 
     Parameters
     ----------
     values : array-like of float
-        One finite value a client.
+        One finite value per client.
     higher_is_better : bool
         ``False`` for losses.
 
@@ -298,15 +300,15 @@ def tails(values: ArrayLike, *, higher_is_better: bool = True) -> tuple[float, f
 
 
 def pair_sum(values: ArrayLike) -> float:
-    """Return the sum of squared differences over all ordered pairs, which the FFT-GP paper calls variance (eqs. 5 and 6).
+    """Return the sum of squared differences over all ordered pairs.
 
-    It equals 2 K² times the population variance, and is computed as such, so that the cost does not
-    grow with the number of pairs.
+    The FFT-GP paper calls it variance (eqs. 5 and 6). It is computed as 2 K² times the population
+    variance, which takes linear time.
 
     Parameters
     ----------
     values : array-like of float
-        One finite value a client.
+        One finite value per client.
 
     Returns
     -------
@@ -328,8 +330,8 @@ def jain_index(values: ArrayLike) -> float:
     Parameters
     ----------
     values : array-like of float
-        One finite value a client, not negative for the index to keep its meaning. All zero counts
-        as equal.
+        One finite value per client. The index is meaningful for values that are not negative. If
+        all are zero, they count as equal.
 
     Returns
     -------
@@ -345,7 +347,7 @@ def jain_index(values: ArrayLike) -> float:
     largest = np.abs(numbers).max()
     if largest == 0:
         return 1.0
-    # The index does not depend on the scale; this one prevents under- and overflow of the squares.
+    # The index does not depend on the scale. This scale prevents under- and overflow of squares.
     shares = numbers / largest
     return min(1.0, float(shares.sum() ** 2 / (len(shares) * np.square(shares).sum())))
 
@@ -376,14 +378,14 @@ class _Measured:
             if lost.size:
                 client = lost[0]
                 raise InputError(
-                    f"values holds nan for client {client}, which has {size[client]:g} samples in "
+                    f"values has nan for client {client}, which has {size[client]:g} samples in "
                     "weights"
                 )
             has_value &= size > 0
         ids = np.flatnonzero(has_value)
         if not ids.size:
             raise InputError(
-                f"values holds no client with a value ({len(every)} given): nothing to summarize"
+                f"none of the {len(every)} clients in values has a value; at least one is needed"
             )
         kept = _finite(every[ids], "values", ids=ids)
         return cls(
@@ -406,14 +408,14 @@ def _vector(given: ArrayLike, what: str, *, length: int | None = None) -> Floats
     try:
         array = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
-        raise InputError(f"{what} must hold one number a client, got {given!r}") from None
+        raise InputError(f"{what} must have one number per client, got {given!r}") from None
     if array.ndim != 1:
         raise InputError(
-            f"{what} must hold one number a client, got an array of shape {array.shape}"
+            f"{what} must have one number per client, got an array of shape {array.shape}"
         )
     if length is not None and len(array) != length:
         raise InputError(
-            f"{what} has {len(array)} entries, but values has {length}: one a client is needed"
+            f"{what} has {len(array)} entries, but values has {length}; one per client is needed"
         )
     return array
 
@@ -421,13 +423,12 @@ def _vector(given: ArrayLike, what: str, *, length: int | None = None) -> Floats
 def _finite(given: ArrayLike, what: str, *, ids: Ints | None = None) -> Floats:
     array = _vector(given, what)
     if not array.size:
-        raise InputError(f"{what} is empty: at least one client is needed")
+        raise InputError(f"{what} is empty; at least one client is needed")
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         client = bad[0] if ids is None else ids[bad[0]]
         raise InputError(
-            f"{what} holds {array[bad[0]]} for client {client}: only finite numbers can be summed "
-            "up"
+            f"{what} has {array[bad[0]]} for client {client}; only finite numbers are valid"
         )
     return array
 
@@ -437,8 +438,7 @@ def _whole(given: ArrayLike, what: str, *, length: int) -> Ints:
     bad = np.flatnonzero(~np.isfinite(array) | (array < 0) | (array != np.floor(array)))
     if bad.size:
         raise InputError(
-            f"{what} holds {array[bad[0]]:g} for client {bad[0]}: only whole numbers from 0 are "
-            "valid"
+            f"{what} has {array[bad[0]]:g} for client {bad[0]}; only whole numbers from 0 are valid"
         )
     return array.astype(np.int64)
 
@@ -448,7 +448,7 @@ def _sizes(given: ArrayLike, *, length: int) -> Floats:
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if bad.size:
         raise InputError(
-            f"weights holds {array[bad[0]]} for client {bad[0]}: only numbers of samples from 0 "
+            f"weights has {array[bad[0]]} for client {bad[0]}; only numbers of samples from 0 "
             "are valid"
         )
     return array

@@ -1,4 +1,4 @@
-"""The federation: which client holds which samples, its group, and which clients training never sees."""
+"""The federation: clients, their groups and samples, and clients held out as unseen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVER_SPLITS = ("val", "test")
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Who holds which samples, in compressed rows: a million clients cost two arrays and no Python objects.
+    """The samples of each client, in compressed rows: two arrays for any number of clients.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Split:
     offsets: Ints
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not describe rows."""
+        """Refuse invalid arrays."""
         for part in ("indices", "offsets"):
             object.__setattr__(self, part, _whole_numbers(getattr(self, part), f"Split.{part}"))
         if not len(self.offsets) or self.offsets[0] != 0 or self.offsets[-1] != len(self.indices):
@@ -59,21 +59,21 @@ class Split:
                 f"indices; got {_few(self.offsets.tolist())}"
             )
         if (falls := np.flatnonzero(np.diff(self.offsets) < 0)).size:
-            raise InputError(f"Split.offsets must never fall, but they do at client {falls[0]}")
+            raise InputError(f"Split.offsets must not decrease, but do at client {falls[0]}")
 
     @classmethod
     def from_lists(cls, lists: Iterable[ArrayLike]) -> Split:
-        """Build a split from one list of sample positions a client.
+        """Build a split from one list of sample positions per client.
 
         Parameters
         ----------
         lists : iterable of int array-likes
-            The positions held by client 0, by client 1, and so on.
+            The positions of the samples of client 0, of client 1, and so on.
 
         Returns
         -------
         Split
-            The same, as two arrays.
+            The split.
 
         Examples
         --------
@@ -124,7 +124,7 @@ class Split:
         return np.repeat(np.arange(self.clients), self.sizes)
 
     def of(self, client: int) -> Ints:
-        """Return the sample positions one client holds.
+        """Return the positions of the samples of one client.
 
         Parameters
         ----------
@@ -148,12 +148,12 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The data: clients, their groups, their train/val/test splits, and the clients held out as unseen.
+    """The data: clients, their groups, their train/val/test splits, and unseen clients.
 
     Everything is checked on construction, so a federation is always valid: values are finite,
-    labels are in range, every seen client can train, and no sample is in two of train, val and
-    test, not even of different clients. Several
-    clients may share a sample within the same split.
+    labels are in range, every seen client has training samples, and no sample is in two of train,
+    val and test, not even of different clients. Several clients may share a sample within the same
+    split.
 
     Parameters
     ----------
@@ -170,36 +170,36 @@ class Federation:
     group_names : tuple of str
         Names of the groups.
     unseen : bool array of shape [K]
-        Clients held out of training, only evaluated.
+        Clients that are held out of training and only evaluated.
     task : str
-        What ``y`` means: a name from :func:`equipoise.tasks.names`.
+        The task: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
         Number of classes; one more than the largest label by default. None for tasks without
         classes.
     name : str
-        What to call this federation in tables and messages.
+        The name of the federation in tables and messages.
     client_names : tuple of str, optional
         Names of the clients.
     class_names : tuple of str, optional
         Names of the classes, for models that read them.
     attributes : mapping of str to Attribute or array of shape [N], optional
         Properties of samples, such as the sex of a person: the value of every sample, by the name
-        of the attribute. Models are evaluated by their values; see :mod:`equipoise.parity`.
-        Training does not use them.
+        of the attribute. Results are reported by value; see :mod:`equipoise.parity`. Training does
+        not use them.
     server : mapping of str to int array
-        The samples that the server holds, as positions in ``x``: ``val``, ``test`` or both. Nobody
-        trains on them. The server evaluates the global model on them; see
+        The samples of the server, as positions in ``x``: ``val``, ``test`` or both. They are never
+        used for training. The server evaluates the global model on them; see
         :class:`~equipoise.run.evaluation.Evaluation`.
 
     Examples
     --------
     >>> x, y = torch.arange(12.0).reshape(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
-    >>> federation = Federation.from_arrays(x, y, clients=["ann", "ann", "ann", "bob", "bob", "bob"])
+    >>> federation = Federation.from_arrays(x, y, clients=["ann"] * 3 + ["bob"] * 3)
     >>> federation.clients, federation.train.sizes.tolist(), federation.client_name(1)
     (2, [1, 1], 'bob')
     >>> federation
-    <Federation 'custom': classification with 2 classes; 2 clients in 1 group (all); 6 samples of shape (2,): 2 train,
-    2 val, 2 test>
+    <Federation 'custom': classification with 2 classes; 2 clients in 1 group (all);
+    6 samples of shape (2,): 2 train, 2 val, 2 test>
     """
 
     x: Tensor | Samples
@@ -219,7 +219,7 @@ class Federation:
     server: Mapping[str, Ints] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check everything that a run depends on."""
+        """Check all values."""
         object.__setattr__(self, "groups", _whole_numbers(self.groups, "Federation.groups"))
         object.__setattr__(self, "unseen", np.asarray(self.unseen, dtype=bool))
         object.__setattr__(self, "group_names", tuple(self.group_names))
@@ -250,43 +250,43 @@ class Federation:
         attributes: Given | None = None,
         server: Mapping[str, tuple[ArrayLike | Tensor, ArrayLike | Tensor]] | None = None,
     ) -> Federation:
-        """Build a federation from samples that each know their client.
+        """Build a federation from samples and the client of each sample.
 
-        Clients are numbered in the order in which they first appear. Each client's samples are
-        shuffled by the seed and the client's own id, so adding another client changes nothing for
-        the others.
+        Clients are numbered in the order in which they first appear. The shuffle of a client's
+        samples depends on the seed and the client's id only, so adding a client does not change the
+        others.
 
         Parameters
         ----------
         x, y : array-like or Tensor
-            Samples and labels (or targets), one row a sample. Tensors keep their type; other
+            Samples and labels (or targets), one row per sample. Tensors keep their type; other
             floating point arrays take torch's default type. ``x`` may also be
             :class:`~equipoise.samples.Samples`.
         clients : sequence of hashables of length N
-            The client each sample belongs to. Written out, ids are the clients' names, so they must
-            differ then too.
+            The id of the client of each sample. The ids as text are the names of clients, so the
+            texts must differ, too.
         groups : mapping of client to str, optional
-            The group each client belongs to, and nobody else; one group named ``"all"`` by default.
+            The group of each client, without other clients; one group named ``"all"`` by default.
         splits : tuple of three floats
-            Shares of train, val and test, summing to 1. Every client trains on at least one sample,
-            and from three samples on has at least one in each split whose share is positive.
+            Shares of train, val and test, summing to 1. Every client has at least one training
+            sample, and with three samples or more at least one in each split with a positive share.
         unseen : iterable of clients
-            Clients to hold out of training; a lone string is one client.
+            Clients to hold out of training. A string is one client.
         classes : int, optional
             Number of classes; one more than the largest label by default.
         task : str
             What ``y`` means: a name from :func:`equipoise.tasks.names`.
         seed : int
-            Decides which samples go to which split.
+            Seed of the division into splits.
         name : str
-            What to call this federation.
+            The name of the federation.
         class_names : sequence of str, optional
             Names of the classes.
         attributes : mapping of str to sequence of length N, optional
-            Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``: models are
-            evaluated by their values.
+            Properties of samples, such as ``{"sex": ["Female", "Male", ...]}``. Results are
+            reported by value.
         server : mapping of str to (x, y), optional
-            Samples that the server holds besides those of the clients: ``val``, ``test`` or both.
+            Samples of the server: ``val``, ``test`` or both.
 
         Returns
         -------
@@ -309,7 +309,7 @@ class Federation:
         _warn_of_missing_names("clients", ids, name)
         if len(holders) != len(samples):
             raise InputError(
-                f"clients must name one client a sample: {len(samples)} samples, {len(holders)} "
+                f"clients must name one client per sample: {len(samples)} samples, {len(holders)} "
                 "names"
             )
         names = _names(ids)
@@ -321,7 +321,7 @@ class Federation:
         for what, named in (("groups: ", groups or ()), ("unseen ", held_out)):
             if strays := sorted(set(named) - set(ids), key=str):
                 raise InputError(
-                    f"{what}client {strays[0]!r} holds no sample; the clients are {_few(ids)}"
+                    f"{what}client {strays[0]!r} has no sample; the clients are {_few(ids)}"
                 )
         _warn_of_missing_names("groups", (groups or {}).values(), name)
         group_names, group_of = _number(
@@ -360,12 +360,12 @@ class Federation:
         Parameters
         ----------
         dataset : torch.utils.data.Dataset
-            Has a length; every item is a tuple or list of two and is read once, and all samples
-            have one shape.
+            A dataset with a length. Every item is a tuple or list of two, and is read once. All
+            samples have the same shape.
         clients : sequence of hashables of length N
-            The client each item belongs to.
+            The client of each item.
         **options
-            Everything else `Federation.from_arrays` takes.
+            The other options of `Federation.from_arrays`.
 
         Returns
         -------
@@ -380,8 +380,8 @@ class Federation:
         """
         if not hasattr(dataset, "__len__"):
             raise InputError(
-                f"dataset {type(dataset).__name__} has no length; give one with __len__ and "
-                "__getitem__"
+                f"dataset {type(dataset).__name__} has no length; valid: a dataset with __len__ "
+                "and __getitem__"
             )
         if not len(dataset):
             raise InputError(
@@ -402,7 +402,7 @@ class Federation:
             if sample.shape != samples[0].shape:
                 raise InputError(
                     f"sample {position} of the dataset has shape {tuple(sample.shape)}, sample 0 "
-                    f"has {tuple(samples[0].shape)}; all must have one shape"
+                    f"has {tuple(samples[0].shape)}; all must have the same shape"
                 )
         return cls.from_arrays(
             torch.stack(samples), torch.stack(targets), clients=clients, **options
@@ -425,26 +425,26 @@ class Federation:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a model must return for one sample, or for one pixel: the classes, or the targets."""
+        """The number of outputs of a model per sample or pixel: the classes or the targets."""
         return tasks.build(self.task).outputs(self.y, self.classes)
 
     @property
     def labelled(self) -> bool:
-        """Whether each sample has one class, so that labels can be counted."""
+        """Whether each sample has one class."""
         return tasks.build(self.task).labels
 
     def split(self, name: str) -> Split:
-        """Return one of the three splits by its name.
+        """Return a split by name.
 
         Parameters
         ----------
         name : {"train", "val", "test"}
-            Which one.
+            The name.
 
         Returns
         -------
         Split
-            Who holds which samples in it.
+            The samples of each client.
 
         Examples
         --------
@@ -458,7 +458,7 @@ class Federation:
         return chosen
 
     def client_name(self, client: int) -> str:
-        """Return a client's name, or ``"client 12"`` where clients have no names of their own.
+        """Return the name of a client, or ``"client 12"`` if clients have no names.
 
         Parameters
         ----------
@@ -472,7 +472,8 @@ class Federation:
 
         Examples
         --------
-        >>> Federation.from_arrays(np.zeros((3, 1)), np.zeros(3, int), clients=["ann"] * 3).client_name(0)
+        >>> x, y = np.zeros((3, 1)), np.zeros(3, int)
+        >>> Federation.from_arrays(x, y, clients=["ann"] * 3).client_name(0)
         'ann'
         """
         if not 0 <= client < self.clients:
@@ -480,7 +481,7 @@ class Federation:
         return f"client {client}" if self.client_names is None else self.client_names[client]
 
     def label_counts(self, *splits: str) -> Ints:
-        """Count how often each client holds each label.
+        """Return how many samples of each label each client has.
 
         Parameters
         ----------
@@ -494,13 +495,13 @@ class Federation:
 
         Examples
         --------
-        >>> federation = Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=[0, 0, 0, 0])
+        >>> federation = Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=[0] * 4)
         >>> federation.label_counts().tolist()
         [[1, 3]]
         """
         if self.classes is None or not self.labelled:
             raise InputError(
-                f"federation {self.name!r} is a {self.task}: it has no labels to count"
+                f"federation {self.name!r} is a {self.task} and has no labels to count"
             )
         labels = self.y.cpu().numpy()
         cells = self.clients * self.classes
@@ -512,16 +513,17 @@ class Federation:
         return counts.reshape(self.clients, self.classes)
 
     def pooled(self) -> Federation:
-        """Put the data of all seen clients into one client: the central reference point.
+        """Return a federation with one client that has the data of all seen clients.
 
         Returns
         -------
         Federation
-            One client in one group named ``"all"``, holding every sample once.
+            One client in one group named ``"all"``, which has every sample once.
 
         Examples
         --------
-        >>> federation = Federation.from_arrays(np.zeros((10, 1)), np.zeros(10, int), clients=[0] * 5 + [1] * 5)
+        >>> x, y = np.zeros((10, 1)), np.zeros(10, int)
+        >>> federation = Federation.from_arrays(x, y, clients=[0] * 5 + [1] * 5)
         >>> federation.pooled().train.sizes.tolist()
         [6]
         """
@@ -540,14 +542,16 @@ class Federation:
         )
 
     def fingerprint(self) -> str:
-        """Hash everything that training and evaluation depend on, so that a resumed run can refuse another federation.
+        """Return a hash of everything that training and evaluation depend on.
+
+        It is used to refuse to resume a run with another federation.
 
         Returns
         -------
         str
-            16 hexadecimal digits, from data, attributes, splits, groups, unseen clients and task;
-            names of clients do not count. Samples on disk enter by their stored digest, so they
-            have another fingerprint than the same samples in a tensor.
+            16 hexadecimal digits, from data, attributes, splits, groups, unseen clients and task,
+            but not from names of clients. The hash of samples on disk is their stored digest, so it
+            differs from that of the same samples in a tensor.
 
         Examples
         --------
@@ -583,17 +587,18 @@ class Federation:
         return digest.hexdigest()[:16]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe every client in one row of plain values, ready for a table or JSON.
+        """Return a description of each client, for tables or JSON.
 
         Returns
         -------
         list of dict
             For each client: id, name, group, unseen, the sizes train, val and test, and for
-            classification labels (how many of its samples each class has).
+            classification labels (the number of its samples per class).
 
         Examples
         --------
-        >>> Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=["ann"] * 4).describe()[0]["labels"]
+        >>> federation = Federation.from_arrays(np.zeros((4, 1)), [0, 1, 1, 1], clients=["ann"] * 4)
+        >>> federation.describe()[0]["labels"]
         [1, 3]
         """
         sizes = {name: self.split(name).sizes.tolist() for name in SPLITS}
@@ -625,7 +630,10 @@ class Federation:
         classes = f" with {self.classes} classes" if self.classes is not None else ""
         samples = f"{_counted(len(self.y), 'sample')} of shape {self.shape}: {held}"
         described = f"; attributes {', '.join(self.attributes)}" if self.attributes else ""
-        return f"<Federation {self.name!r}: {self.task}{classes}; {', '.join(clients)}; {samples}{described}>"
+        return (
+            f"<Federation {self.name!r}: {self.task}{classes}; {', '.join(clients)}; "
+            f"{samples}{described}>"
+        )
 
     def _seen_indices(self, name: str) -> Ints:
         split = self.split(name)
@@ -634,16 +642,17 @@ class Federation:
     def _check_samples(self) -> None:
         if not isinstance(self.x, Tensor | Samples) or len(self.x.shape) == 0:
             raise InputError(
-                "Federation.x must be a tensor (or equipoise.samples.Samples) with one row a "
+                "Federation.x must be a tensor (or equipoise.samples.Samples) with one row per "
                 f"sample, not {kind_of(self.x)}"
             )
         if not isinstance(self.y, Tensor) or self.y.ndim == 0:
             raise InputError(
-                f"Federation.y must be a tensor with one row a sample, not {kind_of(self.y)}"
+                f"Federation.y must be a tensor with one row per sample, not {kind_of(self.y)}"
             )
         if len(self.x) != len(self.y):
             raise InputError(
-                f"x and y must have one row a sample: x has {len(self.x)} rows, y has {len(self.y)}"
+                f"x and y must have one row per sample; x has {len(self.x)} rows, y has "
+                f"{len(self.y)}"
             )
         self._check_finite()
 
@@ -661,7 +670,7 @@ class Federation:
             return
         if self.classes is None:
             raise InputError(
-                f"class_names of federation {self.name!r} make no sense for a {self.task}; leave "
+                f"class_names of federation {self.name!r} are not valid for a {self.task}; leave "
                 "them out"
             )
         if (
@@ -670,7 +679,7 @@ class Federation:
             or not all(isinstance(name, str) for name in names)
         ):
             raise InputError(
-                f"class_names must be {self.classes} names, one a class, not {names!r}"
+                f"class_names must be {self.classes} names, one per class, not {names!r}"
             )
         object.__setattr__(self, "class_names", tuple(names))
 
@@ -709,10 +718,7 @@ class Federation:
                 f"{len(self.group_names) - 1}, positions in group_names"
             )
         if not self.seen.size:
-            raise InputError(
-                f"no client is left to train: all {self.clients} are unseen; at least one must be "
-                "seen"
-            )
+            raise InputError(f"all {self.clients} clients are unseen; at least one must be seen")
 
     def _check_splits(self) -> None:
         used = {}
@@ -722,7 +728,7 @@ class Federation:
             if outside.size:
                 client = np.searchsorted(split.offsets, outside[0], side="right") - 1
                 raise InputError(
-                    f"{name} split of {self._who(client)} names sample "
+                    f"{name} split of {self._who(client)} has sample "
                     f"{split.indices[outside[0]]}; valid: 0 to {len(self.x) - 1}"
                 )
             used[name] = np.zeros(len(self.x), bool)
@@ -735,12 +741,12 @@ class Federation:
                 )
                 raise InputError(
                     f"sample {shared[0]} is in the {one} split of {first} and in the {other} split "
-                    f"of {second}; a sample may be in one of train, val and test only"
+                    f"of {second}; a sample may be in only one of train, val and test"
                 )
         idle = np.flatnonzero((self.train.sizes == 0) & ~self.unseen)
         if idle.size:
             raise InputError(
-                f"{self._who(idle[0])} has no training samples; give it one or make it unseen"
+                f"{self._who(idle[0])} has no training samples; add one or make the client unseen"
             )
 
     def _check_server(self) -> None:
@@ -754,21 +760,21 @@ class Federation:
             own = _whole_numbers(positions, f"Federation.server[{name!r}]")
             if not own.size or own.min() < 0 or own.max() >= len(self.x):
                 raise InputError(
-                    f"Federation.server[{name!r}] must name samples from 0 to {len(self.x) - 1}"
+                    f"Federation.server[{name!r}] must have samples from 0 to {len(self.x) - 1}"
                 )
-            # Clients may be tested on the same samples as the server.
+            # Test samples of clients may also be test samples of the server.
             for split in SPLITS if name == "val" else ("train", "val"):
                 if (shared := np.intersect1d(own, used[split])).size:
                     raise InputError(
                         f"sample {shared[0]} is in the {split} split of "
-                        f"{self._who(_holder(self.split(split), shared[0]))} and held by the "
-                        f"server as {name}; it may be in one of them only"
+                        f"{self._who(_holder(self.split(split), shared[0]))} and a {name} sample "
+                        "of the server; it may be only one of them"
                     )
             checked[name] = own
         if len(checked) == 2 and (both := np.intersect1d(checked["val"], checked["test"])).size:
             raise InputError(
-                f"sample {both[0]} is held by the server as val and as test; it may be in one of "
-                "them only"
+                f"sample {both[0]} is a val and a test sample of the server; it may be only one of "
+                "them"
             )
         object.__setattr__(self, "server", checked)
 
@@ -788,13 +794,13 @@ class Federation:
 def _with_server(
     x: Tensor | Samples, y: Tensor, server: Mapping[str, tuple[Any, Any]], task: str
 ) -> tuple[Tensor | Samples, Tensor, dict[str, Ints]]:
-    """Add the samples that the server holds, and return where they are."""
+    """Add the samples of the server, and return their positions."""
     positions: dict[str, Ints] = {}
     for name, (own_x, own_y) in server.items():
         if not isinstance(x, Tensor):
             raise InputError(
-                "server: samples on disk cannot be joined; use Federation(..., server=) with "
-                "positions in x"
+                "server: samples cannot be added to samples on disk; use Federation(..., server=) "
+                "with positions in x"
             )
         more, targets = (
             tensor_of(own_x, f"server[{name!r}][0]"),
@@ -808,7 +814,7 @@ def _with_server(
             raise InputError(
                 f"server[{name!r}] has samples of shape {tuple(more.shape)} and targets of shape "
                 f"{tuple(targets.shape)}; those of the clients are of shape {tuple(x.shape)} and "
-                f"{tuple(y.shape)}, one row a sample"
+                f"{tuple(y.shape)}, one row per sample"
             )
         positions[name] = np.arange(len(x), len(x) + len(more))
         x, y = torch.cat([x, more.to(x.dtype)]), torch.cat([y, targets.to(y.dtype)])
@@ -816,7 +822,7 @@ def _with_server(
 
 
 class ThreeSplits(NamedTuple):
-    """Train, val and test, in the order in which `Federation` takes them."""
+    """Train, val and test, in the order of the arguments of `Federation`."""
 
     train: Split
     val: Split
@@ -830,26 +836,26 @@ def split_samples(
     seed: int,
     units: NDArray[Any] | None = None,
 ) -> ThreeSplits:
-    """Divide what every client holds into train, val and test.
+    """Divide the samples of every client into train, val and test.
 
-    Shares are rounded by largest remainder; then a split with a positive share that got nothing
-    takes one sample from the client's largest split, train first, test second, val last, as long as
-    that leaves something there (train takes even a client's only sample). The shuffle depends on
-    the seed, the client's key and nothing else.
+    Shares are rounded by largest remainder. Then an empty split with a positive share gets one
+    sample of the client's largest split, if that has more than one: first train, then test, then
+    val. Train gets even a client's only sample. The shuffle depends only on the seed and the
+    client's key.
 
     Parameters
     ----------
     held : Split
         All samples of every client.
     keys : sequence of str
-        One lasting identity a client, such as its name.
+        A permanent key of each client, such as its name.
     fractions : sequence of three floats
         Shares of train, val and test, summing to 1.
     seed : int
-        Decides which samples go where.
+        Seed of the shuffle.
     units : array of shape [N], optional
-        What each sample belongs to, such as a patient. Samples of a unit are never divided: shares
-        are then shares of a client's units.
+        The unit of each sample, such as a patient. The samples of a unit are in the same split, and
+        shares are shares of a client's units.
 
     Returns
     -------
@@ -858,10 +864,12 @@ def split_samples(
 
     Examples
     --------
-    >>> [split.sizes.tolist() for split in split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)]
+    >>> splits = split_samples(Split.from_lists([range(10)]), ["ann"], (0.7, 0.1, 0.2), 0)
+    >>> [split.sizes.tolist() for split in splits]
     [[7], [1], [2]]
-    >>> patients = np.array(["a", "a", "b", "b", "b", "c"])
-    >>> [split.of(0).tolist() for split in split_samples(Split.from_lists([range(6)]), ["ann"], (0.4, 0.3, 0.3), 0, patients)]
+    >>> held, patients = Split.from_lists([range(6)]), np.array(["a", "a", "b", "b", "b", "c"])
+    >>> splits = split_samples(held, ["ann"], (0.4, 0.3, 0.3), 0, patients)
+    >>> [split.of(0).tolist() for split in splits]
     [[2, 3, 4], [0, 1], [5]]
     """
     if units is not None:
@@ -915,7 +923,7 @@ def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
     counts += ranks < (sizes - counts.sum(axis=1))[:, None]
     for part in (0, 2, 1):
         largest = counts.argmax(axis=1)
-        spare = counts.max(axis=1) - (part != 0)  # train takes even a client's only sample
+        spare = counts.max(axis=1) - (part != 0)  # train gets even a client's only sample
         needy = np.flatnonzero((counts[:, part] == 0) & (shares[part] > 0) & (spare > 0))
         counts[needy, largest[needy]] -= 1
         counts[needy, part] += 1
@@ -923,7 +931,10 @@ def _split_sizes(sizes: Ints, fractions: Sequence[float]) -> Ints:
 
 
 def _shuffle_keys(keys: Sequence[str], holders: Ints, place: Ints, seed: int) -> NDArray[np.uint64]:
-    """Hash (seed, client's key, place among its samples) for every sample: splitmix64 from a digest of seed and key."""
+    """Return a hash of seed, client's key and position for every sample.
+
+    It is SplitMix64, started from a digest of seed and key.
+    """
     digests = [hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest() for key in keys]
     mixed = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)[holders]
     mixed += (place.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -932,7 +943,7 @@ def _shuffle_keys(keys: Sequence[str], holders: Ints, place: Ints, seed: int) ->
     return mixed ^ (mixed >> np.uint64(31))
 
 
-# How missing values are called, as they are and written as text.
+# The names of missing values, also after conversion to text.
 _MISSING = ("None", "nan", "NaN", "<NA>", "NaT")
 
 
@@ -942,24 +953,24 @@ def _warn_of_missing_names(what: str, names: Iterable[Any], federation: str) -> 
     if missing:
         warnings.warn(
             f"{what} of {federation!r} has {len(missing)} named {missing[0]!r}, which is usually a "
-            f"missing value; drop these samples, or name their {what} otherwise",
+            f"missing value; drop these samples, or use another name for their {what}",
             stacklevel=3,
         )
 
 
 def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
-    """Warn of labels that begin above 0, because the model gets outputs for the classes below."""
+    """Warn of labels that start above 0, because the model has outputs for the classes below."""
     if labels.dim() == 1 and len(labels) and (first := int(labels.min())) > 0:
         warnings.warn(
             f"labels of {federation!r} go from {first} to {int(labels.max())}, so there are no "
-            f"samples of class 0; subtract {first} from them, or give the number of classes if "
+            f"samples of class 0; subtract {first} from them, or pass the number of classes if "
             "this is intended",
             stacklevel=3,
         )
 
 
 def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[Any], Ints]:
-    """Find the distinct values in order of first appearance, and which of them each entry is."""
+    """Return the distinct values in order of first appearance, and the position of each entry."""
     if isinstance(values, np.ndarray | Tensor):
         found, first, entries = np.unique(
             np.asarray(values), return_index=True, return_inverse=True
@@ -972,13 +983,13 @@ def _number(values: Sequence[Hashable] | NDArray[Any] | Tensor) -> tuple[list[An
 
 
 def _names(ids: Sequence[Hashable]) -> tuple[str, ...]:
-    """Write clients' ids out; ids that differ only before that, such as 1 and "1", are refused."""
+    """Return clients' ids as text. Ids with the same text, such as 1 and "1", are refused."""
     holders: dict[str, Hashable] = {}
     for client in ids:
         if (other := holders.setdefault(str(client), client)) is not client:
             raise InputError(
                 f"clients {other!r} and {client!r} would both be called {str(client)!r}; "
-                "give ids that differ when written out"
+                "use ids that differ as text"
             )
     return tuple(holders)
 

@@ -33,14 +33,14 @@ class Grouping(Aggregation):
     The server keeps the last representation of every client that has taken part, and fits T'
     clusters to all of them. Clusters are numbered like the nearest ones of the round before.
     Clients that are absent keep their cluster. A centre in H is the mean of its members'
-    representations. Clusters without members are not sent; a number that has lost its members keeps
-    its last centre, so that it can be given again. With fewer clients than T', every client is a
-    cluster of its own. A representation that is not finite is ignored: the client's last one stays.
+    representations. Clusters without members are not sent. A number without members keeps its last
+    centre, so that it can be used again. With fewer clients than T', every client is a cluster of
+    its own. A representation that is not finite is ignored, and the client's last one stays.
 
     With a client index, clusters are known before round 1: those of the index. The server asks all
-    clients for their representations under the initial model, so that it knows the centres of these
-    clusters. From round 1 on, clients are clustered by what they send, as without an index, and
-    those that have not taken part yet keep the cluster of their index.
+    clients for their representations under the initial model, to compute the centres of these
+    clusters. From round 1 on, clients are clustered by the representations that they send, as
+    without an index. Those that have not taken part yet keep the cluster of their index.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class Grouping(Aggregation):
         return self.index is not None
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Cluster all clients by their index, and ask for the representations that centres are made of."""
+        """Cluster all clients by their index, and ask for representations to compute centres."""
         if self.index is None:
             return state
         representations = everyone.ask("first_representation", model=state.model)["h"]
@@ -105,7 +105,7 @@ class Grouping(Aggregation):
         )
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Send H to all, and to each client the place of its cluster in H, or its shares."""
+        """Send H to all clients, and to each the position of its cluster in H, or its shares."""
         if "centres" not in self.sends or "clusters" not in state.server:
             return {"model": state.model}, {}
         members = _members(state)
@@ -202,16 +202,17 @@ def place(state: State, representations: Tensor) -> Tensor:
         Of a run with clusters.
     representations : Tensor
         Their h̃ (see :func:`representations_of`), or their mean class tokens if clusters are made
-        of those; one row a client.
+        of those; one row per client.
 
     Returns
     -------
     Tensor
-        One number a client, as in the notes of the rounds.
+        One number per client, as in the notes of the rounds.
 
     Examples
     --------
-    >>> server = {"clients": {"share": torch.eye(3)[:2]}, "clusters": {"h": torch.tensor([[0.0], [5.0], [7.0]])}}
+    >>> centres = torch.tensor([[0.0], [5.0], [7.0]])
+    >>> server = {"clients": {"share": torch.eye(3)[:2]}, "clusters": {"h": centres}}
     >>> place(State(1, {}, server), torch.tensor([[6.5], [1.0]]))
     tensor([1, 0])
     """

@@ -12,7 +12,7 @@ from equipoise.errors import InputError, unknown
 
 F = TypeVar("F", bound=Callable[..., Any])
 Registry = dict[str, str | Callable[..., Any]]
-"""Functions by name: where one is found, as ``module:function``, so that nothing is imported early, or itself."""
+"""Functions by name: a function, or ``module:function``, which is imported on first use."""
 
 
 def import_own(
@@ -21,36 +21,36 @@ def import_own(
     beside: Path | None = None,
     on_import: Callable[[str], None] | None = None,
 ) -> None:
-    """Import modules by file or by name; what is imported already is left as it is.
+    """Import modules by file or by name. Modules that are already imported are not changed.
 
     Parameters
     ----------
     imports : iterable of str
-        Files that end in ``.py``, or names of modules that are installed or lie in the current
-        directory. See :func:`file_of` for where files are looked for.
+        Files that end in ``.py``, or names of modules that are installed or in the current
+        directory. See :func:`file_of` for where files are searched.
     beside : Path, optional
-        A directory to look in first.
+        A directory to search first.
     on_import : callable, optional
         Called with the path or name of each module before it is executed.
 
     Raises
     ------
     InputError
-        If one is not there, fails, or has a name under which Python finds something else.
+        If a module does not exist, fails, or has the name of another module.
 
     Examples
     --------
-    >>> import_own(["a module"])
+    >>> import_own(["a module"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: imports: 'a module' cannot be imported (ModuleNotFoundError: No module named 'a module')
+    equipoise.errors.InputError: imports: 'a module' cannot be imported (ModuleNotFoundError: ...)
     """
     for given in imports:
         file = file_of(given, beside=beside)
         name, folder = (file.stem, file.parent) if file else (given, Path.cwd())
         if on_import and not _is_imported(name, file):
             on_import(str(file or name))
-        # At the end, so that a user file never hides an installed module. Child processes inherit
-        # it.
+        # At the end, so that a user's file never hides an installed module. Child processes
+        # inherit the path.
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         try:
@@ -63,30 +63,29 @@ def import_own(
         if file and not _is_imported(name, file):
             raise InputError(
                 f"imports: {given!r} cannot be imported, because Python finds "
-                f"{found.__file__ or 'a built-in module'} under the name {name!r}; call the file "
-                "something else"
+                f"{found.__file__ or 'a built-in module'} under the name {name!r}; rename the file"
             )
 
 
 def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
     """Import the code that a run directory names, if it is trusted.
 
-    Code that is imported already, such as by the process that trained the run, needs no trust:
-    nothing is executed.
+    Code that is already imported, such as in the process that trained the run, is not executed
+    again and needs no trust.
 
     Parameters
     ----------
     imports : list of str
-        The section ``imports`` of the run's configuration.
+        The key ``imports`` of the run's configuration.
     directory : Path
         The run directory, in which the files are.
     trust : bool
-        Whether the user has said to execute it.
+        Whether the user trusts the code.
 
     Raises
     ------
     InputError
-        If there is code to execute and it is not trusted. The message says what would be executed.
+        If there is code to execute and it is not trusted. The message names it.
 
     Examples
     --------
@@ -95,7 +94,7 @@ def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
     >>> _ = (folder / "mine.py").write_text("print('hello')")
     >>> import_of_run(["mine.py"], folder, trust=False)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: the run in ... would execute .../mine.py; read it, and if you trust it, pass trust=True (--trust)
+    equipoise.errors.InputError: the run in ... would execute .../mine.py; read it, and ...
     """
     if isinstance(imports, str):
         imports = [imports]
@@ -114,13 +113,13 @@ def import_of_run(imports: Any, directory: Path, *, trust: bool) -> None:
             f"the run in {directory} would execute {', '.join(pending)}; read it, and if you trust "
             "it, pass trust=True (--trust)"
         )
-    # Otherwise the directory is not even added to the places where Python looks for modules.
+    # If there is nothing to execute, the directory is not added to Python's search path.
     if pending:
         import_own(imports, beside=directory)
 
 
 def _is_imported(name: str, file: Path | None) -> bool:
-    """Say whether a module is imported already; a copy of its file counts as the same."""
+    """Return whether a module is already imported, from this file or from a copy of it."""
     found = sys.modules.get(name)
     if found is None or file is None:
         return found is not None
@@ -133,9 +132,10 @@ def _is_imported(name: str, file: Path | None) -> bool:
 
 
 def file_of(given: str, *, beside: Path | None = None) -> Path | None:
-    """Find a file: beside another, from the current directory, or by its name where Python looks for modules.
+    """Return the path of a file, or ``None`` for the name of a module.
 
-    The last is where a Flower app has it. Of the name of a module, ``None``.
+    The file is searched in ``beside``, in the current directory, and on Python's search path, where
+    a Flower app has it.
 
     Examples
     --------
@@ -158,7 +158,9 @@ def file_of(given: str, *, beside: Path | None = None) -> Path | None:
 
 
 def enter(registry: Registry, function: F, kind: str) -> F:
-    """Enter a function under its own name; one that is defined again, as in a notebook, takes its own place.
+    """Register a function under its own name.
+
+    A function that is defined again, as in a notebook, replaces the earlier one.
 
     Examples
     --------
@@ -175,7 +177,7 @@ def enter(registry: Registry, function: F, kind: str) -> F:
 
 
 def look_up(registry: Registry, name: str, kind: str) -> Callable[..., Any]:
-    """Return the function of a name, importing it if need be.
+    """Return the function of a name. Import it if necessary.
 
     Examples
     --------

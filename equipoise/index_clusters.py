@@ -19,16 +19,16 @@ def index_digest(path: str | None, given: str | None, name: str) -> str | None:
     Parameters
     ----------
     path : str or None
-        The file, which only the server needs. Where it is not there, the hash is the one given.
+        The file. Only the server needs it. If it does not exist, ``given`` is returned.
     given : str or None
-        The hash that is expected, if it is known.
+        The expected hash, if it is known.
     name : str
         The part whose options these are, for errors.
 
     Returns
     -------
     str or None
-        The hash, as far as it is known.
+        The hash, if it is known.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def index_digest(path: str | None, given: str | None, name: str) -> str | None:
 
 
 def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Floats:
-    """Return one vector a client: β_f and β_l, each scaled to length 1, or one of them.
+    """Return one vector per client: β_f and β_l, each scaled to length 1, or one of them.
 
     Distances of these vectors follow the similarity of clients: with both parts, the squared
     distance is 4 − 4 S, with S the mean of both cosines.

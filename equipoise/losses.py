@@ -1,8 +1,8 @@
-"""Losses for the whole task by name: what replaces the task's own loss in training, in reports and in evaluation.
+"""Losses that replace the task's own loss in training, reports and evaluation, by name.
 
 A loss is a function of the model's outputs and the targets of a batch, and returns one value for
 each sample. ``training.loss`` takes a name, a name with options, or a function. :func:`register`
-adds losses of one's own.
+adds custom losses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOSSES: dict[str, _Entry] = {}
 
 
 def register(name: str, *, tasks: Sequence[str] | None = None) -> Callable[[L], L]:
-    """Register a loss under a name; a decorator.
+    """Register a loss under a name. Use it as a decorator.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def register(name: str, *, tasks: Sequence[str] | None = None) -> Callable[[L], 
     Raises
     ------
     InputError
-        If the name is taken, or what is registered cannot be called.
+        If the name is taken, or if the loss cannot be called.
 
     Examples
     --------
@@ -79,7 +79,8 @@ def register(name: str, *, tasks: Sequence[str] | None = None) -> Callable[[L], 
     def known(loss: L) -> L:
         if not callable(loss):
             raise InputError(
-                f"{loss!r}, registered as the loss {name!r}, is no function of outputs and targets"
+                f"{loss!r}, registered as the loss {name!r}, is not a function of outputs and "
+                "targets"
             )
         before = LOSSES.get(name)
         if before is not None and _place(before.make) != _place(loss):
@@ -139,7 +140,7 @@ def options_of(name: str) -> list[str]:
 
 
 def loss_from(given: Any) -> TaskLoss | None:
-    """Make a loss of what ``training.loss`` may be.
+    """Return the loss that ``training.loss`` describes.
 
     Parameters
     ----------
@@ -149,7 +150,7 @@ def loss_from(given: Any) -> TaskLoss | None:
     Returns
     -------
     callable or None
-        ``None`` stands for the task's own loss.
+        ``None`` means the task's own loss.
 
     Examples
     --------
@@ -165,13 +166,15 @@ def loss_from(given: Any) -> TaskLoss | None:
         what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
         raise InputError(
             "training.loss must be a name such as 'focal', a mapping with a name, or a function "
-            f"of outputs and targets that returns one value a sample, got {what}"
+            f"of outputs and targets that returns one value per sample, got {what}"
         )
     return given
 
 
 def to_plain(loss: TaskLoss) -> dict[str, Any]:
-    """Write a loss as the name and options that a configuration holds; a function of one's own is ``custom:`` and its name.
+    """Return a loss as name and options for a configuration.
+
+    A function that is not registered is written as ``custom:`` and its name.
 
     Examples
     --------
@@ -180,7 +183,7 @@ def to_plain(loss: TaskLoss) -> dict[str, Any]:
     """
     for name, entry in LOSSES.items():
         if entry.make is type(loss):
-            # Only fields: values are numbers, text and lists of them.
+            # Values of fields are numbers, text and lists of them.
             return {"name": name, **dataclasses.asdict(loss)}  # type: ignore[call-overload]
         if entry.make is loss:
             return {"name": name}
@@ -193,14 +196,13 @@ def check_loss(loss: TaskLoss | None, task: Task) -> None:
     Examples
     --------
     >>> from equipoise import tasks
-    >>> check_loss(build("huber"), tasks.build("classification"))
+    >>> check_loss(build("huber"), tasks.build("classification"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: the loss 'huber' is for the task regression, but the task of this federation is
-    classification
+    equipoise.errors.InputError: the loss 'huber' is for the task regression, but the task of ...
     """
     if loss is None or (name := to_plain(loss)["name"]) not in LOSSES:
         return
-    # The registry imports this module's neighbours only when it is asked.
+    # Imported here, because the modules of tasks import this module.
     from equipoise import tasks
 
     valid = LOSSES[name].tasks
@@ -212,7 +214,7 @@ def check_loss(loss: TaskLoss | None, task: Task) -> None:
 
 
 def _place(loss: Callable[..., Any]) -> str:
-    """Say where a function, or the class of an object, is defined."""
+    """Return where a function, or the class of an object, is defined."""
     named: Any = loss if hasattr(loss, "__qualname__") else type(loss)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -223,11 +225,11 @@ _LABELS = ("classification", "segmentation")
 @register("cross_entropy", tasks=_LABELS)
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy with label smoothing and weights of classes.
+    """Cross-entropy with label smoothing and class weights.
 
     With smoothing s and C classes, the targets are 1 − s + s/C for the class of the sample and s/C
     for all others (Szegedy et al., 2016). The value of a sample is multiplied by the weight of its
-    class and not divided by anything. In segmentation it is the mean over the pixels.
+    class, without normalization. In segmentation it is the mean over the pixels.
 
     Parameters
     ----------
@@ -246,7 +248,7 @@ class CrossEntropy:
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that have no meaning."""
+        """Refuse invalid values."""
         if real(self.smoothing, "training.loss.smoothing", least=0) >= 1:
             raise InputError(f"training.loss.smoothing must be below 1, got {self.smoothing!r}")
         if self.weights is not None:
@@ -274,7 +276,7 @@ class CrossEntropy:
 @register("focal", tasks=(*_LABELS, "multilabel"))
 @dataclass(frozen=True)
 class Focal:
-    """Focal loss (Lin et al., 2017): −(1 − p)^γ log p, with p the probability of what is right.
+    """Focal loss (Lin et al., 2017): −(1 − p)^γ log p, with p the probability of the target.
 
     In classification p is the softmax of the class of the sample, in multi-label classification the
     sigmoid of each label, with the mean over labels, and in segmentation the softmax of each pixel,
@@ -283,7 +285,7 @@ class Focal:
     Parameters
     ----------
     gamma : float
-        γ, at least 0; 0 is cross-entropy.
+        γ, at least 0. With 0 it is cross-entropy.
 
     Examples
     --------
@@ -303,7 +305,7 @@ class Focal:
             right = torch.nn.functional.logsigmoid(torch.where(y > 0.5, output, -output))
         else:
             right = torch.where(_own_class(output, y), output.log_softmax(1), 0.0).sum(1)
-        # 1 − p is 0 where p rounds to 1. There the slope of a power below 1 would be infinite.
+        # 1 − p is 0 if p rounds to 1. There the derivative of a power below 1 would be infinite.
         wrong = -torch.expm1(right.clamp(max=-torch.finfo(output.dtype).tiny))
         return _by_sample(-(wrong**self.gamma) * right)
 
@@ -323,7 +325,9 @@ def absolute(output: Tensor, y: Tensor) -> Tensor:
 @register("huber", tasks=("regression",))
 @dataclass(frozen=True)
 class Huber:
-    """Huber loss: e²/2 for errors up to δ, and δ (|e| − δ/2) beyond; the mean over the targets of a sample.
+    """Huber loss: e²/2 for errors up to δ, and δ (|e| − δ/2) for larger ones.
+
+    It is averaged over the targets of a sample.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Sums, means and covariances over the samples of a batch, and distances made of them, padding left out."""
+"""Sums, means, covariances and CORAL over the samples of a batch, without its padding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
     Parameters
     ----------
     values : Tensor
-        ``[samples, ...]``. What padding holds does not matter, unless it is infinite or NaN.
+        ``[samples, ...]``. Padding rows may have any finite values.
     mask : Tensor or None
-        Which rows are samples (one) and which padding (zero); ``None`` when all are samples.
+        1 for samples, 0 for padding; ``None`` if all rows are samples.
 
     Returns
     -------
@@ -25,7 +25,8 @@ def masked_sum(values: Tensor, mask: Tensor | None) -> Tensor:
 
     Examples
     --------
-    >>> masked_sum(torch.tensor([[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0]))
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]])
+    >>> masked_sum(values, torch.tensor([1.0, 1.0, 0.0]))
     tensor([4., 6.])
     """
     if mask is None:
@@ -47,7 +48,7 @@ def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the unbiased covariance matrix of the samples of a batch, zero for a single sample.
+    """Return the unbiased covariance matrix of the samples of a batch; zero for a single sample.
 
     Parameters
     ----------
@@ -63,7 +64,8 @@ def masked_covariance(values: Tensor, mask: Tensor | None) -> Tensor:
 
     Examples
     --------
-    >>> masked_covariance(torch.tensor([[1.0, 0.0], [3.0, 2.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0]))
+    >>> values = torch.tensor([[1.0, 0.0], [3.0, 2.0], [9.0, 9.0]])
+    >>> masked_covariance(values, torch.tensor([1.0, 1.0, 0.0]))
     tensor([[2., 2.],
             [2., 2.]])
     """
@@ -91,7 +93,7 @@ def coral(
     *,
     form: str = "domainbed",
 ) -> Tensor:
-    """Return the CORAL distance between two batches: how much their second moments, and perhaps their means, differ.
+    """Return the CORAL distance between two batches.
 
     With μ the mean and C the unbiased covariance of a batch of vectors of length d, the forms are
 
@@ -99,17 +101,17 @@ def coral(
       entries;
     - ``deepcoral``, as Sun and Saenko (2016) define it: ‖C₁ − C₂‖²_F / (4 d²).
 
-    Both are zero for equal batches. The covariance of a single sample is zero, so of two single
-    samples the first form compares the means alone, and the second form is zero.
+    Both are zero for equal batches. The covariance of a single sample is zero. For two single
+    samples, the first form therefore compares the means only, and the second form is zero.
 
     Parameters
     ----------
     rows, others : Tensor
-        ``[samples, d]``; they may differ in the number of samples.
+        ``[samples, d]``. The numbers of samples may differ.
     mask, others_mask : Tensor or None
         As in :func:`masked_sum`.
     form : {"domainbed", "deepcoral"}
-        Which of the two.
+        Which form to use.
 
     Returns
     -------
@@ -153,7 +155,7 @@ def label_sums(values: Tensor, labels: Tensor, classes: int, mask: Tensor | None
     Returns
     -------
     Tensor
-        ``[classes, ...]``, zero for classes that are absent.
+        ``[classes, ...]``; zero for classes without samples.
 
     Examples
     --------

@@ -1,13 +1,14 @@
-"""The words a method is written in.
+"""The interface of methods.
 
-A method answers a few questions, one part each: who takes part (:class:`Sampler`), what each client
-does and keeps (:class:`LocalRule`), how updates become the new global model (:class:`Aggregation`),
-on which view of the federation all this happens (:class:`View`), and which updates are trusted how
-far (:class:`Guard`, optional). A part is a frozen dataclass of its hyper-parameters; parts combine
-freely, and :class:`Method` refuses combinations in which one part reads what no other provides. The
-papers' parts live in ``equipoise/methods``, one file a paper.
+A method consists of parts. Each part answers one question: which clients take part
+(:class:`Sampler`), what each client does and keeps (:class:`LocalRule`), how updates become the new
+global model (:class:`Aggregation`), on which view of the federation (:class:`View`), and which
+updates are trusted (:class:`Guard`, optional). A part is a frozen dataclass of its
+hyper-parameters. Parts can be combined. :class:`Method` refuses a combination in which a part needs
+something that no other part provides. The parts of papers are in ``equipoise/methods``, one file
+per paper.
 
-All that a method needs can be imported from here. What is exchanged is defined in
+Everything that a method needs can be imported from here. What is exchanged is defined in
 :mod:`equipoise.exchange`, what a client does in :mod:`equipoise.phases`.
 """
 
@@ -87,7 +88,7 @@ __all__ = [
 
 
 class Sees(IntEnum):
-    """What the server gets to see of a single client, from least to most."""
+    """What the server sees of a single client, from least to most."""
 
     NOTHING = 0
     SUMS = 1
@@ -98,7 +99,7 @@ class Sees(IntEnum):
 
     @property
     def words(self) -> str:
-        """The level in the words of the documentation."""
+        """The level in words, as in the documentation."""
         return _SEES_WORDS[self]
 
 
@@ -113,15 +114,15 @@ _SEES_WORDS = {
 
 
 class Part:
-    """What every part has: a name for messages and tables, what it lets the server see, and the model it asks for.
+    """What all parts have: a name, what the server sees of clients, and the usual model.
 
     Attributes
     ----------
     needs_everyone : bool
-        Whether the part must see all registered clients before round 1; see ``begin``.
+        Whether the part needs all registered clients before round 1; see ``begin``.
     needs_images : bool
-        Whether the part works on images, so that ``client.x`` must be the samples themselves and
-        not what the model's stem made of them. Samples of another shape are refused.
+        Whether the part needs images. Then ``client.x`` is the samples themselves, not encoded by
+        the model's stem. Samples of another shape are refused.
     """
 
     name: ClassVar[str] = ""
@@ -132,21 +133,21 @@ class Part:
     needs_images: ClassVar[bool] = False
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Return the model with the parts that the method brings, such as a projection or an adapter.
+        """Return the model with the parts that the method adds, such as a projection.
 
-        Parts are submodules beside ``features`` and ``head`` (``model.add_module("projection",
-        ...)``), which losses apply with :meth:`equipoise.client.Client.part`; a module
-        ``model.inputs`` that changes samples before anything else; or the method returns another
-        model. Their parameters are drawn from the run's seed, so they are the same in every
-        process.
+        The method can add submodules beside ``features`` and ``head``
+        (``model.add_module("projection", ...)``), which losses apply with
+        :meth:`equipoise.client.Client.part`. It can add a module ``model.inputs``, which is applied
+        to samples first. Or it can return another model. Parameters are drawn from the run's seed,
+        so they are the same in every process.
 
         Parameters
         ----------
         model : nn.Module
-            It may be changed. A model without ``features`` and ``head`` is refused if the method
-            needs them.
+            The model, which may be changed. A model without ``features`` and ``head`` is refused if
+            the method needs them.
         shape : tuple of int
-            The shape of one sample; :func:`equipoise.models.base.width_of` gives that of z.
+            The shape of one sample. :func:`equipoise.models.base.width_of` returns the width of z.
         """
         return model
 
@@ -170,21 +171,21 @@ class Candidates(Protocol):
 
     @property
     def groups(self) -> NDArray[np.int64]:
-        """The group of each, as a position among the federation's group names."""
+        """The group of each client, as a position among the federation's group names."""
 
     def cohort(self, ids: NDArray[np.int64]) -> Cohort:
-        """Gather some of them, to be asked before the choice is made."""
+        """Return a cohort of some clients, to ask them before the choice."""
 
 
 class Sampler(Part):
-    """Who takes part in a round?"""
+    """Which clients take part in a round?"""
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Set up what the sampler keeps, once before round 1, if it ``needs_everyone``."""
+        """Set up what the sampler keeps. Called before round 1 if it ``needs_everyone``."""
         return state
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Take in clients that have registered since :meth:`begin`, which by default is done again."""
+        """Add clients that have registered since :meth:`begin`, which is repeated by default."""
         return self.begin(state, everyone)
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
@@ -193,7 +194,7 @@ class Sampler(Part):
         Parameters
         ----------
         state : State
-            What the server knows.
+            The state of the server.
         candidates : Candidates
             The registered clients.
         count : int
@@ -207,31 +208,32 @@ class Sampler(Part):
         raise NotImplementedError
 
     def learn(self, state: State, cohort: Cohort) -> State:
-        """Return the state after a round in which a cohort took part, if the sampler keeps anything of it."""
+        """Return the state after a round, with what the sampler keeps of the cohort."""
         return state
 
 
 class LocalRule(Part):
-    """What does each client do, and what does it keep for itself?
+    """What does each client do, and what does it keep?
 
     Attributes
     ----------
     keeps : parts
-        Parts that stay with the client between rounds and never travel. A part below ``personal``
+        Parts that stay on the client between rounds and are never sent. A part below ``personal``
         begins as a copy of the received part of the same name. Together with the global model they
-        make the client's personal model.
+        form the client's personal model.
     receives : tuple of str
-        What the rule expects the server to send besides the model.
+        What the rule needs from the server in addition to the model.
     uploads : tuple of str
-        What a client sends besides the parameters: made by :meth:`finish`, or one of :meth:`facts`.
+        What a client sends in addition to the parameters: made by :meth:`finish`, or one of
+        :meth:`facts`.
     interleaved : bool
-        Whether phases take turns batch by batch instead of following each other.
+        Whether phases alternate batch by batch instead of running one after the other.
     proximal : float
-        The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, with wᵗ the received model; FedNova uses
-        it.
+        The factor μ of a term μ/2 ‖w − wᵗ‖² in the loss, where wᵗ is the received model. FedNova
+        uses it.
     makes_index : bool
         Whether the trained model makes a client index. Then the rule has a question ``own_index``,
-        which returns the ``features`` and the ``labels`` of a client's index, and every run leaves
+        which returns the ``features`` and the ``labels`` of a client's index, and every run writes
         the index of all clients.
     """
 
@@ -244,11 +246,11 @@ class LocalRule(Part):
 
     @property
     def adds_terms(self) -> bool:
-        """Whether clients train with more than the task's loss, so that they report ``method_terms`` besides."""
+        """Whether the loss has further terms, which clients report as ``method_terms``."""
         return any(phase.adds_terms for phase in self.phases())
 
     def index_epsilon(self) -> float | None:
-        """Return the ε of the index that the rule makes, if clients add noise to it."""
+        """Return the ε of the client index, if clients add noise to it."""
         return None
 
     def phases(self) -> Sequence[Phase]:
@@ -256,25 +258,28 @@ class LocalRule(Part):
         return (Phase(),)
 
     def adapt(self) -> Sequence[Phase]:
-        """List the phases by which a client without a memory makes the global model its own before it uses it.
+        """List the phases that adapt the global model of a client without a memory.
 
         They run when personal models are evaluated: for clients that have never taken part, and for
-        all clients if the rule keeps no parts. Nothing of them is remembered or sent.
+        all clients if the rule keeps no parts. Their results are neither kept nor sent.
         """
         return ()
 
     def facts(self) -> Mapping[str, Fact]:
-        """Name what a client works out from its own data; see :class:`Fact`."""
+        """Return the facts that a client computes from its own data, by name; see :class:`Fact`."""
         return {}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Return the memory of a client that has never taken part, from the model it receives (kept parts aside)."""
+        """Return the memory of a client that has never taken part, without kept parts.
+
+        ``model`` is the model that it receives.
+        """
         return {}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Return the client's new memory and its uploads, after local training.
+        """Return the client's new memory and its uploads after local training.
 
-        Kept parts stay as training left them, unless the memory names them in a tree ``kept``.
+        Kept parts are those after training, unless the memory has a tree ``kept`` with others.
         """
         return {}, {}
 
@@ -285,24 +290,23 @@ class Aggregation(Part):
     Attributes
     ----------
     needs : tuple of str
-        Reports the engine computes whatever the local rule: ``loss_before`` and ``loss_after`` (on
-        the training split), ``val_loss_before`` and ``val_loss_after``, the same with ``score`` for
-        ``loss``, ``lr`` (the learning rate of the round) and ``gradient_weight`` (see
+        Reports that the engine computes for any local rule: ``loss_before`` and ``loss_after`` (on
+        the training split), ``val_loss_before`` and ``val_loss_after``, the same with ``score``
+        instead of ``loss``, ``lr`` (the learning rate of the round) and ``gradient_weight`` (see
         :func:`equipoise.optimizers.gradient_weights`).
     sends : tuple of str
-        What :meth:`send` sends besides the model.
+        What :meth:`send` sends in addition to the model.
     sends_once : tuple of str
         Those of ``sends`` that never change, such as an index. A client receives each once and
-        keeps it; later messages name it by its hash.
+        keeps it. Later messages contain only its hash.
     collects : tuple of str
         Uploads of the local rule that :meth:`combine` uses.
     usual_weights : {"size", "uniform"}
         The cohort's prior in the paper.
     ignores_prior : str, optional
-        Why the cohort's prior does not change the result, if it does not: what clients are weighted
-        by instead.
+        If the cohort's prior does not change the result, what clients are weighted by instead.
     lasting : tuple of str, optional
-        Of the numbers kept of every client, those that stay when clients join; all by default.
+        The names of the values of clients that are kept when further clients join; all by default.
     """
 
     usual_weights: ClassVar[str] = "size"
@@ -314,17 +318,17 @@ class Aggregation(Part):
     collects: tuple[str, ...] = ()
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Set up what the server keeps, once before round 1, if the aggregation ``needs_everyone``.
+        """Set up what the server keeps. Called before round 1 if it ``needs_everyone``.
 
-        All registered clients are there to be asked.
+        ``everyone`` is a cohort of all registered clients.
         """
         return state
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Take in clients that have registered since :meth:`begin`, which is done again for everyone.
+        """Add clients that have registered since :meth:`begin`, which is repeated for everyone.
 
-        Of clients already there, the numbers in ``lasting`` stay what they were, and so does all
-        that is not about single clients.
+        For clients that were registered before, the values in ``lasting`` are kept. Trees without
+        values of clients are kept as well.
         """
         fresh = self.begin(replace(state, server={}), everyone)
         lasting = {
@@ -334,31 +338,33 @@ class Aggregation(Part):
         return fresh.with_server(**lasting)
 
     def prepare(self, state: State, cohort: Cohort) -> State:
-        """Return the state with which a round begins: ask the cohort whatever :meth:`send` must know.
+        """Return the state with which a round begins.
 
-        The server keeps what the returned state says, as after :meth:`combine`.
+        Here an aggregation can ask the cohort for what :meth:`send` needs. The server keeps the
+        returned state, as after :meth:`combine`.
         """
         return state
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Say what goes to all clients (``model`` at least) and what to each (row k to client k).
+        """Return what all clients receive (at least ``model``), and what each client receives.
 
-        A row named ``step_factor`` scales that client's steps.
+        Row k of the second mapping is sent to client k. A row ``step_factor`` scales the client's
+        steps.
         """
         return {"model": state.model}, {}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Make the next state; pure, so that it can be run again without a client that fails."""
+        """Return the next state. It must be pure, since it is repeated if a client fails."""
         raise NotImplementedError
 
     def evaluated(self, state: State) -> Tree:
-        """Return the model that is evaluated and handed out, where it is not the one sent to clients."""
+        """Return the model that is evaluated and saved, by default the one sent to clients."""
         return state.model
 
 
 @dataclass(frozen=True)
 class Screened:
-    """What a guard makes of the updates of a round.
+    """The result of a guard.
 
     Attributes
     ----------
@@ -367,8 +373,8 @@ class Screened:
     dropped : tuple of int
         The ids of the clients whose updates are not used.
     notes : dict
-        What the round's record says of it, under names that begin with ``guard_``; see
-        :class:`State`. A tensor with a row a client is valid only if no client is dropped.
+        Notes for the round's record, with names that begin with ``guard_``; see :class:`State`. A
+        tensor with a row per client is valid only if no client is dropped.
     """
 
     updates: Updates
@@ -379,17 +385,16 @@ class Screened:
 class Guard(Part):
     """Which updates are trusted, and how far?
 
-    A guard sees all updates that have arrived before the aggregation does. It changes them, or
-    drops clients. It must treat everything that the aggregation may use: parameters, buffers and
-    uploads.
+    A guard gets all updates before the aggregation does. It changes them or drops clients. It must
+    handle everything that the aggregation may use: parameters, buffers and uploads.
     """
 
     def least_clients(self) -> int:
-        """Return how many updates the guard needs; a round with fewer stops the run."""
+        """Return how many updates the guard needs. A round with fewer stops the run."""
         return 1
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
-        """Return the updates to use; pure.
+        """Return the updates to use. It must be pure.
 
         Parameters
         ----------
@@ -406,18 +411,18 @@ class Guard(Part):
 def combine_checked(
     aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort
 ) -> State:
-    """Have an aggregation combine, and see that what comes back is a state with a model like the one before.
+    """Call ``combine`` of an aggregation, and check that the model has the same names and shapes.
 
     Parameters
     ----------
     aggregation : Aggregation
-        Combines.
+        The aggregation.
     state : State
-        What the server knows.
+        The state before.
     updates : Updates
         What the cohort sent.
     cohort : Cohort
-        Who is here.
+        The clients.
 
     Returns
     -------
@@ -430,9 +435,10 @@ def combine_checked(
     ...     name = "forgetful"
     ...     def combine(self, state, updates, cohort):
     ...         return State(state.round, {})
-    >>> combine_checked(Forgetful(), State(0, {"w": torch.zeros(2)}), Updates({}, {}, {}, {}), None)
+    >>> state, updates = State(0, {"w": torch.zeros(2)}), Updates({}, {}, {}, {})
+    >>> combine_checked(Forgetful(), state, updates, None)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; it must keep all names and shapes
+    equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; ...
     """
     after: object = aggregation.combine(state, updates, cohort)
     return check_state(
@@ -441,7 +447,7 @@ def combine_checked(
 
 
 def check_state(state: State, after: object, where: str) -> State:
-    """Return the state that a part made of another one, or raise if the model has other names or shapes."""
+    """Return the new state, or raise if its model has other names or shapes."""
     if not isinstance(after, State):
         raise InputError(f"{where} must return a State, got {type(after).__name__}")
     for name in {**state.model, **after.model}:
@@ -450,7 +456,7 @@ def check_state(state: State, after: object, where: str) -> State:
         elif name not in state.model:
             fault = f"added {name} to the model"
         elif not isinstance(after.model[name], Tensor):
-            fault = f"made {name} a {type(after.model[name]).__name__} and no tensor"
+            fault = f"made {name} a {type(after.model[name]).__name__} instead of a tensor"
         elif after.model[name].shape != state.model[name].shape:
             shapes = [tuple(tree[name].shape) for tree in (state.model, after.model)]
             fault = f"changed the shape of {name} from {shapes[0]} to {shapes[1]}"
@@ -461,7 +467,9 @@ def check_state(state: State, after: object, where: str) -> State:
 
 
 def carried_over(old: Tree, new: Tree, lasting: tuple[str, ...] | None = None) -> Tree:
-    """Put what lasts of clients into a tree made for more of them; a tree that is not about clients stays.
+    """Copy lasting values of clients to a tree with more clients.
+
+    A tree without ``ids`` has no values of clients, and the old one is returned.
 
     Parameters
     ----------
@@ -495,14 +503,14 @@ class View(Part):
     Attributes
     ----------
     gathers : bool
-        Whether the server trains alone, on samples that it asks all clients for before round 1; see
+        Whether only the server trains, on samples that it asks all clients for before round 1; see
         :meth:`gather`.
     """
 
     gathers: ClassVar[bool] = False
 
     def of(self, federation: Federation) -> Federation:
-        """Return the federation to train on; evaluation is always on the original."""
+        """Return the federation to train on. Evaluation always uses the original."""
         return federation
 
     def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
@@ -518,18 +526,18 @@ class View(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Parts put together: what is federated.
+    """A method: the combination of its parts.
 
     Parameters
     ----------
     name : str
-        What tables call it.
+        Its name in tables.
     sampler, local, aggregation, view : part
-        The answers to the four questions.
+        The parts.
     weights : {"size", "uniform"}
-        The cohort's prior: what a client counts before the aggregation has its say.
+        The cohort's prior: the weights of clients before the aggregation changes them.
     guard : Guard, optional
-        What happens to updates before they are combined; nothing by default.
+        Checks updates before they are combined; none by default.
 
     Examples
     --------
@@ -547,7 +555,7 @@ class Method:
     guard: Guard | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a part that reads what no other part provides."""
+        """Refuse a part that needs something that no other part provides."""
         if self.guard is not None and self.local.keeps == "all":
             raise InputError(
                 f"method {self.name!r}: its clients keep the whole model and send nothing, so the "
@@ -570,23 +578,23 @@ class Method:
         if self.view.gathers and self.local.keeps:
             raise InputError(
                 f"method {self.name!r}: {type(self.local).__name__} keeps parts with clients, but "
-                f"with the view {type(self.view).__name__} the server trains alone"
+                f"with the view {type(self.view).__name__} only the server trains"
             )
         whole = self.aggregation
         if isinstance(whole, LocalRule) and whole.keeps and whole != self.local:
             raise InputError(
                 f"method {self.name!r}: {type(whole).__name__} keeps personal parts in its own "
-                f"local rule, which {type(self.local).__name__} takes the place of"
+                f"local rule, which {type(self.local).__name__} replaces"
             )
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The answers to the questions; without a guard there is none among them."""
+        """All parts, including the guard if there is one."""
         guard = () if self.guard is None else (self.guard,)
         return self.sampler, self.local, self.aggregation, self.view, *guard
 
     def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
-        """Return the model with what the parts bring, drawn from the seed; see :meth:`Part.extend`."""
+        """Return the model with what the parts add; see :meth:`Part.extend`."""
         if self.needs_images and len(shape) != 3:
             raise InputError(
                 f"method {self.name!r} works on images of shape (channels, height, width), but a "
@@ -599,22 +607,22 @@ class Method:
 
     @property
     def sees(self) -> Sees:
-        """The most that any part lets the server see, those inside other parts included."""
+        """The most that the server sees of a client because of any part or nested part."""
         return max(shown.sees for part in self.parts for shown in (part, *held_by(part)))
 
     @property
     def needs_images(self) -> bool:
-        """Whether a part works on images, those inside other parts included."""
+        """Whether a part or a nested part needs images."""
         return any(shown.needs_images for part in self.parts for shown in (part, *held_by(part)))
 
     @property
     def usual_model(self) -> str:
-        """The model to use where none is named."""
+        """The model that is used by default."""
         return next((part.usual_model for part in self.parts if part.usual_model), "mlp")
 
     @property
     def personal(self) -> bool:
-        """Whether clients end up with models of their own."""
+        """Whether clients have personal models."""
         return bool(self.local.keeps or self.local.adapt())
 
 
@@ -634,7 +642,7 @@ def held_by(part: Part) -> list[Method | Part]:
 
 
 def personal_model(model: Tree, kept: Tree) -> Tree:
-    """Lay a client's kept parts over the global model.
+    """Return the global model with a client's kept parts in place of the shared ones.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Optimizers over stacked clients, and schedules over rounds.
 
-The stacked forms follow ``torch.optim`` step for step (the tests compare them). They are given the
-rows of the clients still training, so a client that has finished is never moved by momentum, decay
-or Adam's averages. Any other optimizer of ``torch.optim`` runs one client at a time.
+The stacked forms compute the same steps as ``torch.optim`` (the tests compare them). They get only
+the rows of clients that are still training, so momentum, decay or Adam's averages never change a
+client that has finished. Other optimizers of ``torch.optim`` run one client at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Column = float | Tensor
 Count = int | Tensor
 OptimizerState = dict[str, list[Tensor]]
 
-# Beyond any use: numbers like these are typing errors, such as a missing exponent.
+# Larger numbers are typing errors, such as a missing exponent.
 LARGEST_DECAY = 10.0
 
 
@@ -34,7 +34,7 @@ def _check_rates(optimizer: Any) -> None:
 
 
 class Optimizer(Protocol):
-    """How a step is made from a gradient."""
+    """How a gradient becomes a step."""
 
     @property
     def lr(self) -> float:
@@ -46,10 +46,10 @@ class Optimizer(Protocol):
 
     @property
     def replays(self) -> bool:
-        """Whether every step is the same program if ``count`` is a tensor."""
+        """Whether all steps run the same operations if ``count`` is a tensor."""
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
-        """Make fresh state for stacked parameters."""
+        """Return the initial state for stacked parameters."""
 
     def step(
         self,
@@ -59,15 +59,15 @@ class Optimizer(Protocol):
         lr: Column,
         count: Count,
     ) -> None:
-        """Move parameters and state in place.
+        """Update parameters and state in place.
 
-        ``lr`` is one number or a column over clients. ``count`` is the number of the step, from 1;
-        a recorded step reads it from a tensor in float64.
+        ``lr`` is one number or a column over clients. ``count`` is the number of the step, from 1.
+        For a recorded step it is a float64 tensor.
         """
 
 
 def check_optimizer(optimizer: Any, what: str) -> None:
-    """Refuse what is no optimizer's settings, such as a class or an optimizer of ``torch.optim``.
+    """Refuse values that are not settings, such as a class or an optimizer of ``torch.optim``.
 
     Parameters
     ----------
@@ -78,10 +78,9 @@ def check_optimizer(optimizer: Any, what: str) -> None:
 
     Examples
     --------
-    >>> check_optimizer(torch.optim.SGD, "training.optimizer")
+    >>> check_optimizer(torch.optim.SGD, "training.optimizer")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: training.optimizer must be settings such as Sgd(lr=0.1) or {"name": "adam", "lr": 0.001},
-    got the class SGD; every client has an optimizer of its own, which is made of them
+    equipoise.errors.InputError: training.optimizer must be settings such as Sgd(lr=0.1) or ...
     """
     if isinstance(optimizer, type) or not all(
         hasattr(optimizer, name) for name in ("lr", "stacked", "begin", "step")
@@ -93,8 +92,7 @@ def check_optimizer(optimizer: Any, what: str) -> None:
         )
         raise InputError(
             f'{what} must be settings such as Sgd(lr=0.1) or {{"name": "adam", "lr": 0.001}}, got '
-            f"{kind}; every client has "
-            "an optimizer of its own, which is made of them"
+            f"{kind}; each client's own optimizer is made from them"
         )
 
 
@@ -111,7 +109,7 @@ def _columns(lr: Column, like: list[Tensor]) -> list[Tensor]:
 
 
 def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> list[Tensor]:
-    """Return parameters a step against some directions away; the parameters stay.
+    """Return the parameters after a step against the given directions.
 
     Parameters
     ----------
@@ -141,7 +139,7 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
 
 
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
-    """Do what :func:`descended` does, in place."""
+    """Make the step of :func:`descended` in place."""
     if isinstance(lr, Tensor):
         for param, direction, column in zip(
             params, directions, _columns(lr, directions), strict=True
@@ -160,7 +158,7 @@ class Sgd:
     lr : float
         Learning rate.
     momentum : float
-        Factor of the earlier steps. The momentum of a client starts at 0 in every round.
+        Factor of the earlier steps. A client's momentum starts at 0 in every round.
     dampening : float
         Share of the gradient that does not enter the momentum.
     nesterov : bool
@@ -186,11 +184,11 @@ class Sgd:
 
     @property
     def replays(self) -> bool:
-        """Dampening treats the first step apart."""
+        """With dampening the first step differs from the others."""
         return self.dampening == 0
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.SGD`` would refuse, and those with which training cannot converge."""
+        """Refuse values that ``torch.optim.SGD`` refuses, and values beyond any use."""
         _check_rates(self)
         within(self.momentum, "optimizer.momentum", 0, 1, below=True)
         within(self.dampening, "optimizer.dampening", 0, 1)
@@ -198,13 +196,13 @@ class Sgd:
             raise InputError("optimizer.nesterov needs a momentum above 0 and dampening 0")
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
-        """Make room for the momentum, if there is any, and on a CPU for gradients with weight decay."""
+        """Allocate the momentum, if any, and on a CPU the gradients with weight decay."""
         state = (
             {"momentum": [torch.zeros_like(tensor) for tensor in params]} if self.momentum else {}
         )
         if self.weight_decay and all(tensor.device.type == "cpu" for tensor in params):
-            # New memory in every step takes longer than the addition: the system hands it out page
-            # by page.
+            # Allocating memory in every step takes longer than the addition, because the operating
+            # system maps it page by page.
             state["decayed"] = [torch.zeros_like(tensor) for tensor in params]
         return state
 
@@ -235,13 +233,13 @@ class Sgd:
         _descend(params, gradients, lr)
 
     def _dampening(self, count: Count) -> float:
-        # A recorded step cannot look at its number.
+        # A recorded step cannot depend on its number.
         return self.dampening if self.dampening and count > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam as ``torch.optim.Adam``; with ``decoupled`` weight decay it is ``torch.optim.AdamW``.
+    """Adam, as ``torch.optim.Adam``, or ``torch.optim.AdamW`` with ``decoupled``.
 
     Parameters
     ----------
@@ -252,9 +250,9 @@ class Adam:
     eps : float
         Added to the denominator.
     weight_decay : float
-        Factor of the parameters that is added to the gradient or, decoupled, by which they shrink.
+        Weight decay factor.
     decoupled : bool
-        Whether weight decay is applied to the parameters and not to the gradient.
+        Whether weight decay is applied to the parameters instead of the gradient.
 
     Examples
     --------
@@ -274,14 +272,14 @@ class Adam:
     replays = True
 
     def __post_init__(self) -> None:
-        """Refuse values ``torch.optim.Adam`` would refuse, and those with which training cannot converge."""
+        """Refuse values that ``torch.optim.Adam`` refuses, and values beyond any use."""
         _check_rates(self)
         within(self.eps, "optimizer.eps", 0, 1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
-        """Make room for both moments."""
+        """Allocate both moments."""
         return {
             moment: [torch.zeros_like(tensor) for tensor in params]
             for moment in ("first", "second")
@@ -334,7 +332,7 @@ class TorchOptimizer:
     replays = False
 
     def __post_init__(self) -> None:
-        """Try the options on a dummy parameter, so that a mistake shows before training."""
+        """Try the options on a dummy parameter, so that mistakes are found before training."""
         real(self.lr, "optimizer.lr", least=0)
         try:
             self._make([torch.zeros(1, requires_grad=True)], self.lr)
@@ -348,9 +346,10 @@ class TorchOptimizer:
         return made
 
     def begin(self, params: list[Tensor]) -> OptimizerState:
-        """Keep the optimizer object itself with the tensors it will move."""
+        """Return the optimizer object and the tensors that it updates."""
         leaves = [tensor.detach()[0].requires_grad_() for tensor in params]
-        return {"leaves": leaves, "optimizer": [self._make(leaves, self.lr)]}  # type: ignore[list-item]
+        optimizer = self._make(leaves, self.lr)
+        return {"leaves": leaves, "optimizer": [optimizer]}  # type: ignore[list-item]
 
     def step(
         self,
@@ -370,11 +369,11 @@ class TorchOptimizer:
 
 
 OPTIMIZER_OPTIONS = tuple(dict.fromkeys([*Sgd.__dataclass_fields__, *Adam.__dataclass_fields__]))
-"""Options of SGD and Adam, which are often looked for one level higher."""
+"""Options of SGD and Adam, which users often set one level higher by mistake."""
 
 
 def optimizer_named(name: str, **options: Any) -> Optimizer:
-    """Build an optimizer by its name in ``torch.optim``, in any case.
+    """Return an optimizer by its name in ``torch.optim``, in upper or lower case.
 
     Parameters
     ----------
@@ -387,7 +386,7 @@ def optimizer_named(name: str, **options: Any) -> Optimizer:
     Returns
     -------
     Optimizer
-        The stacked form where there is one.
+        The stacked form, if there is one.
 
     Examples
     --------
@@ -424,27 +423,26 @@ def optimizer_named(name: str, **options: Any) -> Optimizer:
 def gradient_weights(
     optimizer: Optimizer, steps: NDArray[np.int64], pull: float | NDArray[np.float64] = 0.0
 ) -> NDArray[np.float64]:
-    """Return ‖a‖₁ of FedNova: the sum of the weights with which gradients enter the updates of clients.
+    """Return FedNova's ‖a‖₁, the sum of the weights of gradients in the updates of clients.
 
-    The update of SGD is a sum over its gradients, w − w₀ = −η Σ a_t g_t. Without momentum all a_t
-    are 1, and the sum is the number of steps τ. With momentum ρ it is (τ − ρ (1 − ρ^τ)/(1 − ρ))/(1
-    − ρ). With a proximal term it is (1 − (1 − α)^τ)/α, with α = ημ. It is the distance in units of
-    η after τ steps with gradients of 1.
+    The update of SGD is a weighted sum of its gradients, w − w₀ = −η Σ a_t g_t. Without momentum
+    all a_t are 1, and the sum is the number of steps τ. With momentum ρ it is
+    (τ − ρ (1 − ρ^τ)/(1 − ρ))/(1 − ρ). With a proximal term it is (1 − (1 − α)^τ)/α, with α = ημ. It
+    is the distance in units of η after τ steps with gradients of 1.
 
     Parameters
     ----------
     optimizer : Optimizer
-        The clients' optimizer. Of others than SGD, the steps of which have lengths of their own,
-        the number of steps is returned.
+        The clients' optimizer. For optimizers other than SGD the number of steps is returned.
     steps : int array
-        τ, how many steps each client makes.
+        τ, the number of steps of each client.
     pull : float or array
         α, the learning rate times the factor μ of a term μ/2 ‖w − w₀‖² in the loss.
 
     Returns
     -------
     float array
-        One number a client.
+        One number per client.
 
     Examples
     --------
@@ -473,16 +471,16 @@ _KINDS = ("constant", "exponential", "steps", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate over rounds, as a factor on the optimizer's own.
+    """The learning rate over rounds, as a factor of the optimizer's learning rate.
 
     Parameters
     ----------
     kind : str
         ``constant``; ``exponential`` multiplies by ``decay`` every round; ``steps`` sets the factor
         to ``factors[i]`` from round ``at[i]`` on; ``cosine`` falls from 1 to ``floor``; or the name
-        of a function of your own, see :func:`equipoise.schedules.register`.
+        of a custom function, see :func:`equipoise.schedules.register`.
     decay : float
-        Factor a round of ``exponential``.
+        Factor per round of ``exponential``.
     at : tuple of int
         Rounds (counted from 0) from which the factors of ``steps`` apply.
     factors : tuple of float
@@ -490,12 +488,13 @@ class Schedule:
     floor : float
         Last factor of ``cosine``.
     warmup : int
-        How many rounds the factor rises before: in round r, counted from 0, it is (r + 1) / warmup.
-        The other kinds begin after these rounds, but ``at`` always counts from the first round of
-        the run.
+        The number of warm-up rounds. In round r, counted from 0, the factor is (r + 1) / warmup.
+        The schedule begins after these rounds, but ``at`` always counts from the first round of the
+        run.
     over : int, optional
-        How many rounds ``cosine`` takes to fall, warm-up excluded; then the factor stays at
-        ``floor``. By default until the end of the run. Then the run cannot be made longer.
+        The number of rounds over which ``cosine`` falls, without warm-up. Afterwards the factor
+        stays at ``floor``. By default it falls until the end of the run, and the run cannot be made
+        longer.
 
     Examples
     --------
@@ -515,7 +514,7 @@ class Schedule:
     over: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind, steps that do not match, and negative factors."""
+        """Refuse unknown kinds, steps that do not match, and negative factors."""
         kinds = (*_KINDS, *schedules.names())
         if self.kind not in kinds:
             raise unknown("schedule", self.kind, kinds)
@@ -524,13 +523,13 @@ class Schedule:
             count(self.over, "schedule.over")
             if self.kind != "cosine":
                 raise InputError(
-                    f"schedule.over={self.over} has a meaning for the kind 'cosine' only, got "
+                    f"schedule.over={self.over} is valid only for the kind 'cosine', got "
                     f"{self.kind!r}"
                 )
         if len(self.at) != len(self.factors) or list(self.at) != sorted(self.at):
             raise InputError(
-                f"schedule.at {self.at} and schedule.factors {self.factors} must be of one length, "
-                "with rounds rising"
+                f"schedule.at {self.at} and schedule.factors {self.factors} must have the same "
+                "length, and rounds must be in ascending order"
             )
         if not within(self.decay, "schedule.decay", 0, 1):
             raise InputError("schedule.decay must be above 0, got 0")
@@ -542,9 +541,12 @@ class Schedule:
 
     @property
     def needs_total(self) -> str | None:
-        """Why the factors of all rounds depend on how many rounds there are; None if they do not."""
+        """Why the factors depend on the number of rounds; None if they do not."""
         if self.kind == "cosine" and self.over is None:
-            return "its schedule 'cosine' falls until the end of the run, because training.schedule.over is not set"
+            return (
+                "its schedule 'cosine' falls until the end of the run, because "
+                "training.schedule.over is not set"
+            )
         if self.kind not in _KINDS and schedules.takes_rounds(self.kind):
             return f"its schedule {self.kind!r} depends on the number of rounds"
         return None

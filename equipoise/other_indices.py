@@ -21,8 +21,8 @@ def feature_average(federation: Federation, label_vectors: Tensor | None = None)
     federation : Federation
         The clients, whose samples are embeddings.
     label_vectors : Tensor, optional
-        A vector for each class, whose mean is the label index; by default a label index has the
-        frequencies of labels.
+        A vector for each class. The label index is their mean over samples. By default the label
+        index is the frequencies of labels.
 
     Returns
     -------
@@ -43,9 +43,9 @@ def feature_average(federation: Federation, label_vectors: Tensor | None = None)
 
 
 def class_prototypes(federation: Federation, label_vectors: Tensor | None = None) -> ClientIndex:
-    """Return the mean embedding of each class of each client, one after the other.
+    """Return the mean embeddings of the classes of each client, concatenated.
 
-    The paper leaves open what stands for a class that a client does not have; here zeros.
+    Classes that a client does not have are zeros. The paper does not define them.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
     Returns
     -------
     ClientIndex
-        Of all clients with training samples; β_f has as many numbers as an embedding times the
+        Of all clients with training samples. The width of β_f is that of an embedding times the
         number of classes.
 
     Examples
@@ -73,7 +73,7 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
         own = torch.eye(classes)[y]
         return (own.unsqueeze(2) * x.flatten(1).float().unsqueeze(1)).flatten(1), own
 
-    # Means over all samples of a client: the share of a class times its prototype.
+    # The mean over all samples of a client is the share of a class times its prototype.
     shares = make_index(federation, of_samples)
     blocks = shares.features.unflatten(1, (classes, -1))
     present = shares.labels.unsqueeze(2)
@@ -85,15 +85,15 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
 
 
 def head_weights(run: Run) -> ClientIndex:
-    """Return the weights of the heads that clients have trained in the last round.
+    """Return the weights of the heads that clients trained in the last round.
 
-    The paper uses them for local training only, because they change in every round. Here both parts
-    of the index are these weights.
+    The paper uses them only for local training, because they change in every round. Here they are
+    both parts of the index.
 
     Parameters
     ----------
     run : Run
-        Made with ``evaluation.keep_local``. Clients of its last cohort are in the index.
+        A run with ``evaluation.keep_local``.
 
     Returns
     -------
@@ -104,7 +104,8 @@ def head_weights(run: Run) -> ClientIndex:
     --------
     >>> from equipoise import Evaluation, train
     >>> from equipoise.data import load
-    >>> run = train(load("digits"), model="logistic", rounds=1, evaluation=Evaluation(keep_local=True))
+    >>> evaluation = Evaluation(keep_local=True)
+    >>> run = train(load("digits"), model="logistic", rounds=1, evaluation=evaluation)
     >>> head_weights(run).features.shape
     torch.Size([22, 650])
     """
@@ -116,8 +117,8 @@ def head_weights(run: Run) -> ClientIndex:
     ]
     if not heads:
         raise InputError(
-            f"clients of method {run.summary['method']!r} train no head, so that there is no index "
-            "of heads"
+            f"clients of method {run.summary['method']!r} train no head, so there is no index of "
+            "heads"
         )
     weights = torch.cat(heads, 1)
     return ClientIndex(np.array(local.clients), weights, weights, digest({"heads": weights}))

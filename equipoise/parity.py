@@ -1,7 +1,7 @@
-"""How a model treats the values of an attribute: rates by value, demographic parity and equalised odds.
+"""Rates by value of an attribute, demographic parity and equalised odds.
 
-The definitions are those of fairlearn, computed from counts. So counts of several clients can be
-added up, and no sample leaves its client.
+The definitions are those of fairlearn. They are computed from counts, so counts of several clients
+can be added, and no sample leaves its client.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ __all__ = ["FIGURES", "RATES", "compare", "pooled", "wrong_counts"]
 Counts = Mapping[str, Mapping[str, float]]
 
 RATES = ("selection_rate", "tpr", "fpr")
-"""The rates of each value: of positive predictions, and of those among positive and among negative targets."""
+"""The rates of each value: selection rate, true positive rate and false positive rate."""
 
 FIGURES = {
     "score_difference": "the largest difference of the score between two values",
-    "demographic_parity_difference": "the largest difference of the selection rate between two values",
+    "demographic_parity_difference": (
+        "the largest difference of the selection rate between two values"
+    ),
     "demographic_parity_ratio": "the smallest selection rate divided by the largest",
     "equal_opportunity_difference": "the largest difference of the TPR between two values",
     "equalized_odds_difference": "the larger one of the differences of TPR and FPR",
     "equalized_odds_ratio": "the smaller one of the ratios of TPR and FPR",
 }
-"""What is computed from the rates of all values: differences should be 0, ratios 1."""
+"""Figures computed from the rates of all values. Ideally differences are 0 and ratios are 1."""
 
 
 def compare(
@@ -47,17 +49,17 @@ def compare(
     Returns
     -------
     dict
-        ``values`` has, for each value, its counts, the mean score under its name, and each of
-        :data:`RATES`. Then ``worst_value`` and ``worst``: the value with the worst score, and this
-        score. Then each of :data:`FIGURES`. What cannot be computed is None: a rate of no samples,
-        and a figure with fewer than two values.
+        ``values`` has the counts, the mean score and each of :data:`RATES` for each value.
+        ``worst_value`` and ``worst`` are the value with the worst score, and this score. Each of
+        :data:`FIGURES` follows. Rates without samples and figures of fewer than two values are
+        None.
 
     Examples
     --------
-    >>> women = {"n": 10, "scored": 10, "score_sum": 8, "selected": 2, "positives": 4, "negatives": 6}
-    >>> men = {"n": 20, "scored": 20, "score_sum": 18, "selected": 10, "positives": 10, "negatives": 10}
-    >>> women |= {"true_positives": 2, "false_positives": 0}
-    >>> men |= {"true_positives": 9, "false_positives": 1}
+    >>> women = {"n": 10, "scored": 10, "score_sum": 8, "selected": 2}
+    >>> women |= {"positives": 4, "negatives": 6, "true_positives": 2, "false_positives": 0}
+    >>> men = {"n": 20, "scored": 20, "score_sum": 18, "selected": 10}
+    >>> men |= {"positives": 10, "negatives": 10, "true_positives": 9, "false_positives": 1}
     >>> found = compare({"f": women, "m": men})
     >>> found["worst_value"], found["demographic_parity_ratio"], found["equalized_odds_difference"]
     ('f', 0.4, 0.4)
@@ -111,7 +113,7 @@ def _rate(counts: Mapping[str, float], count: str, of: str) -> float | None:
 
 
 def _whole(value: float) -> float:
-    """Return counts as whole numbers; sums of a score need not be."""
+    """Return an int if the value is a whole number; sums of scores need not be."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -123,7 +125,7 @@ def of_client(
     Parameters
     ----------
     numbers : mapping
-        What the client has reported, among it its counts.
+        What the client has reported, including its counts.
     n : int
         How many samples it has in the split.
     score, higher_is_better
@@ -147,7 +149,7 @@ def of_client(
 def pooled(
     rows: Iterable[Mapping[str, Any]], *, score: str, higher_is_better: bool
 ) -> dict[str, Any]:
-    """Compare the values of each attribute over all clients together, and say how figures differ between clients.
+    """Compare the values of each attribute over all clients.
 
     Parameters
     ----------
@@ -168,17 +170,21 @@ def pooled(
     Examples
     --------
     >>> def row(client, women, men):
-    ...     values = {"f": {"n": 5, "scored": 5, "score_sum": women}, "m": {"n": 5, "scored": 5, "score_sum": men}}
-    ...     return {"client": client, "n": 10, "attributes": {"sex": {"values": values, "score_difference": 0.2}}}
+    ...     sums = {"f": women, "m": men}
+    ...     values = {v: {"n": 5, "scored": 5, "score_sum": sums[v]} for v in sums}
+    ...     sex = {"values": values, "score_difference": 0.2}
+    ...     return {"client": client, "n": 10, "attributes": {"sex": sex}}
     >>> sex = pooled([row(0, 3, 4), row(1, 5, 4)], score="accuracy", higher_is_better=True)["sex"]
-    >>> sex["values"]["f"]["accuracy"], sex["score_difference"], sex["over_clients"]["score_difference"]["clients"]
-    (0.8, 0.0, 2)
+    >>> sex["values"]["f"]["accuracy"], sex["score_difference"]
+    (0.8, 0.0)
+    >>> sex["over_clients"]["score_difference"]["clients"]
+    2
     """
     rows = list(rows)
     found: dict[str, Any] = {}
     for attribute in dict.fromkeys(name for row in rows for name in row.get("attributes", {})):
         sums: dict[str, dict[str, float]] = {}
-        # A client without this attribute in its row has withheld all of its values.
+        # A client whose row lacks this attribute has withheld all of its values.
         parts = {row["client"]: row.get("attributes", {}).get(attribute, {}) for row in rows}
         missing = {}
         for row in rows:
@@ -218,7 +224,7 @@ def _over_clients(parts: Mapping[int, Mapping[str, Any]], figure: str) -> dict[s
 
 
 def wrong_counts(numbers: Mapping[str, float], n: int) -> str | None:
-    """Say what is wrong with the counts that a client has sent.
+    """Return what is wrong with the counts that a client has sent.
 
     Parameters
     ----------
@@ -240,7 +246,10 @@ def wrong_counts(numbers: Mapping[str, float], n: int) -> str | None:
     """
     found = counts_in(numbers)
     if len(found) > MOST_ATTRIBUTES or any(len(values) > MOST_VALUES for values in found.values()):
-        return f"answered with counts of more than {MOST_ATTRIBUTES} attributes, or {MOST_VALUES} values of one"
+        return (
+            f"answered with counts of more than {MOST_ATTRIBUTES} attributes, or {MOST_VALUES} "
+            "values of one"
+        )
     for attribute, values in found.items():
         for value, of in values.items():
             where = f"for {attribute}: {value}"
@@ -264,7 +273,7 @@ def wrong_counts(numbers: Mapping[str, float], n: int) -> str | None:
 
 
 def _contradictory(of: Mapping[str, float]) -> bool:
-    """Say whether the counts of one value cannot all be right."""
+    """Return whether the counts of one value contradict each other."""
     if max(of.get("scored", 0), of.get("selected", 0)) > of["n"]:
         return True
     return "positives" in of and (

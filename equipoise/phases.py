@@ -22,12 +22,12 @@ Loss = Callable[[Client], Tensor]
 
 
 def task_loss(client: Client) -> Tensor:
-    """Return the task's own loss (cross-entropy or squared error) of the client's current parameters, sample by sample."""
+    """Return the task's loss of each sample for the client's current parameters."""
     return client.task_loss()
 
 
 def personal_loss(client: Client) -> Tensor:
-    """Return the task's own loss of the client's personal model, sample by sample."""
+    """Return the task's loss of each sample for the client's personal model."""
     return client.personal().task_loss()
 
 
@@ -39,19 +39,19 @@ Value = Callable[[list[Tensor]], Tensor]
 
 
 def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Take the gradient where the parameters are.
+    """Return the gradient at the current parameters.
 
     Parameters
     ----------
     value : callable
-        Gives every client's loss, ``[K]``, for a list of stacked parameters.
+        Returns every client's loss, ``[K]``, for a list of stacked parameters.
     params : list of Tensor
-        The stacked parameters that move.
+        The stacked parameters that are trained.
 
     Returns
     -------
     tuple
-        The losses, and one gradient a parameter.
+        The losses, and one gradient per parameter.
     """
     leaves = [tensor.detach().requires_grad_() for tensor in params]
     losses = value(leaves)
@@ -63,34 +63,34 @@ def plain_gradient(value: Value, params: list[Tensor]) -> tuple[Tensor, list[Ten
 
 
 class Gradient(Protocol):
-    """How a step's gradient is taken.
+    """How the gradient of a step is computed.
 
-    A rule that makes steps of its own may follow the learning rate of the training settings; see
+    A rule that makes its own steps can use the learning rate of the training settings; see
     :class:`FollowsRate`.
     """
 
     @property
     def batches(self) -> int:
-        """How many batches a step looks at; see :func:`equipoise.engine.batches.draw_batches`."""
+        """The number of batches per step; see :func:`equipoise.engine.batches.draw_batches`."""
 
     def __call__(
         self, values: Sequence[Value], params: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient.
+        """Return the gradient.
 
         Parameters
         ----------
         values : sequence of callable
-            One a batch: gives every client's loss on that batch, ``[K]``, for a list of stacked
-            parameters. BatchNorm statistics follow the first call of a step and no other.
+            One per batch. It returns every client's loss on that batch, ``[K]``, for a list of
+            stacked parameters. Only the first call of a step updates BatchNorm statistics.
         params : list of Tensor
-            The stacked parameters that move; with a single client they are not stacked and a loss
-            is a scalar, so only operations that do not mind are portable.
+            The stacked parameters that are trained. With a single client they are not stacked, and
+            a loss is a scalar. Use only operations that work in both cases.
 
         Returns
         -------
         tuple
-            The losses to report, and one gradient a parameter.
+            The losses to report, and one gradient per parameter.
         """
 
 
@@ -104,7 +104,7 @@ class FollowsRate(Protocol):
 
 @dataclass(frozen=True)
 class PlainGradient:
-    """The gradient where the parameters are, batch by batch.
+    """The gradient at the current parameters, with one batch per step.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class PlainGradient:
     def __call__(
         self, values: Sequence[Value], params: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient; see :func:`plain_gradient`."""
+        """Return the gradient; see :func:`plain_gradient`."""
         return plain_gradient(values[0], params)
 
 
@@ -126,29 +126,29 @@ _BATCHES = ("next", "same", "split")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One stretch of local training.
+    """One phase of local training.
 
     Parameters
     ----------
     move : str or tuple of str
-        The parts that move; the others stay bit for bit.
+        The parts that are trained. The others do not change.
     loss : callable or tuple of callable
-        Per-sample values of one client; the engine takes the mean over the samples that are not
-        padding. Several losses take turns, batch by batch: with two of them, the first is used for
-        batches 1, 3, 5, ... and the second for batches 2, 4, 6, ... So a gradient that looks at two
-        batches has a loss for each of them. With a gradient that looks at one, steps take turns,
-        and all of them are made by one optimizer.
+        Returns one value per sample of one client. The engine averages over the samples that are
+        not padding. Several losses alternate batch by batch: with two losses, the first is used for
+        batches 1, 3, 5, ... and the second for batches 2, 4, 6, ... So a gradient that uses two
+        batches per step has a loss for each of them. With a gradient that uses one, the losses
+        alternate from step to step, and all steps use the same optimizer.
     gradient : Gradient
-        How the gradient is taken, and how many batches a step looks at.
+        How the gradient is computed, and how many batches a step uses.
     epochs, steps : int, optional
-        How long; by default what the training settings say. Where steps take turns, each loss lasts
-        that long.
+        The length of the phase; by default that of the training settings. If losses alternate from
+        step to step, it is the length for each loss.
     optimizer : Optimizer, optional
         By default the one of the training settings.
     batch : {"next", "same", "split"}
-        ``next``: every batch of a step is a batch of its own. ``same``, in interleaved phases: the
-        phase uses the batches that the phase before has just used. ``split``: the batches of a step
-        are parts of one batch; see :meth:`equipoise.engine.batches.Batches.split`.
+        ``next``: the batches of a step are different batches. ``same``, in interleaved phases: the
+        phase uses the same batches as the phase before. ``split``: the batches of a step are parts
+        of one batch; see :meth:`equipoise.engine.batches.Batches.split`.
     scheduled : bool
         Whether the learning rate follows the schedule of the training settings.
 
@@ -168,7 +168,7 @@ class Phase:
     scheduled: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse lengths that are none, losses without a batch, and a phase that shares batches but sets their number."""
+        """Refuse invalid lengths, losses without a batch, and a length with ``batch="same"``."""
         for name in ("epochs", "steps"):
             if (length := getattr(self, name)) is not None and not length >= 1:
                 raise InputError(f"a Phase lasts at least 1 of its {name}, got {length!r}")
@@ -194,40 +194,41 @@ class Phase:
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """The losses that take turns."""
+        """The losses, which alternate if there are several."""
         return self.loss if isinstance(self.loss, tuple) else (self.loss,)
 
     @property
     def turns(self) -> int:
-        """How many steps it takes until the same losses are used again."""
+        """The number of steps after which the losses repeat."""
         return max(1, len(self.losses) // self.gradient.batches)
 
     @property
     def adds_terms(self) -> bool:
-        """Whether a loss may be more than the task's own."""
+        """Whether a loss may differ from the task's own."""
         return any(loss not in PLAIN_LOSSES for loss in self.losses)
 
     def losses_in(self, step: int) -> tuple[Loss, ...]:
-        """Return the loss of each batch that a step looks at; steps are counted from 0."""
+        """Return the loss of each batch of a step; steps are counted from 0."""
         batches, losses = self.gradient.batches, self.losses
         return tuple(losses[(step * batches + batch) % len(losses)] for batch in range(batches))
 
 
 def class_counts(then: Callable[[Tree], Tree] | None = None) -> Fact:
-    """Return the fact how many training samples of each class a client has, ``{"count": [classes]}``.
+    """Return a fact: a client's number of training samples per class, ``{"count": [classes]}``.
 
     In multi-label classification a sample counts for all of its classes.
 
     Parameters
     ----------
     then : callable, optional
-        Makes the fact of the counts, such as ``lambda sums: {"log": (sums["count"] + 1).log()}``.
+        Computes the fact from the counts, such as
+        ``lambda sums: {"log": (sums["count"] + 1).log()}``.
 
     Returns
     -------
     Fact
-        To be returned by :meth:`equipoise.method.LocalRule.facts` under a name. The client keeps it
-        to itself unless the rule names it in ``uploads``.
+        For :meth:`equipoise.method.LocalRule.facts`. It stays on the client unless the rule names
+        it in ``uploads``.
 
     Examples
     --------
@@ -255,15 +256,15 @@ Question = TypeVar("Question", bound=Callable[..., Any])
 
 
 def finished_by(name: str) -> Callable[[Question], Question]:
-    """Let another method of the same part turn the sums of a question into its answer, on the client.
+    """Compute the answer to a question from its sums on the client, with another method.
 
-    So the server receives what that method returns, and not the sums.
+    The server receives what that method returns, and not the sums.
 
     Parameters
     ----------
     name : str
-        The method. It takes the sums over all samples of one client, and returns a tensor or a
-        nested structure of tensors.
+        The name of a method of the same part. It takes the sums over all samples of one client, and
+        returns a tensor or a nested structure of tensors.
 
     Returns
     -------
@@ -295,29 +296,31 @@ FACT_MODELS = ("first", "received", "trained")
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """What a client works out from its own training samples without training: label counts, a mean image.
+    """What a client computes from its training samples without training, such as label counts.
 
-    The engine goes through the samples batch by batch, so a fact takes little memory however many
-    samples a client holds. The client's memory keeps it under its name; a fact that the rule names
-    in ``uploads`` is sent with the training reply too.
+    The engine processes the samples batch by batch, so a fact needs little memory for any number of
+    samples. The client keeps the fact in its memory under its name. A fact that the rule names in
+    ``uploads`` is also sent with the update.
 
     Parameters
     ----------
     sums : callable
         Takes a :class:`~equipoise.client.Client` with one batch and returns a tree of sums over its
-        samples. Padding must not count; see :meth:`equipoise.client.Client.sum`.
+        samples, without padding; see :meth:`equipoise.client.Client.sum`.
     then : callable, optional
-        Makes the fact, a tree, from the sums over all samples. By default the fact is the sums.
+        Computes the fact, a tree, from the sums over all samples. By default the fact is the sums.
     model : {"first", "received", "trained"}
-        The model the sums are computed with. ``first``: the model every client begins with, once,
-        when the client first takes part. ``received``: the received model, before training.
-        ``trained``: the client's own model after training. Losses find facts of the first two in
-        ``client.memory`` in the same round, and those of the trained model in the client's next
-        one; before that, they are zero.
+        The model with which the sums are computed. ``first``: the initial model, once, when the
+        client first takes part. ``received``: the received model, before training. ``trained``: the
+        client's own model after training. Losses find facts of the first two in ``client.memory``
+        in the same round, and those of the trained model in the client's next round. Before that,
+        they are zero.
 
     Examples
     --------
-    >>> Fact(sums=lambda client: {"samples": client.sum(torch.ones_like(client.y))}, model="first").model
+    >>> def samples(client):
+    ...     return {"samples": client.sum(torch.ones_like(client.y))}
+    >>> Fact(sums=samples, model="first").model
     'first'
     """
 

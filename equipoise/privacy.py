@@ -1,4 +1,4 @@
-"""Vectors that are clipped and noised before they leave a client, and the ε that this guarantees."""
+"""Clipping and noise for vectors that leave a client, and the ε that this guarantees."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def check_release(name: str, clip: float | None, noise: float, delta: float) -> 
 
 
 def noise_sums(client: Client, width: int, purpose: Purpose = Purpose.NOISE) -> Tree:
-    """Return standard normal numbers for :func:`released`, in a form that can be summed over batches.
+    """Return standard normal numbers for :func:`released` that can be summed over batches.
 
-    Every batch of a client has the same numbers, so batches are counted, too.
+    All batches of a client have the same numbers, so the number of batches is returned, too.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def noise_sums(client: Client, width: int, purpose: Purpose = Purpose.NOISE) -> 
     Returns
     -------
     Tree
-        ``noise`` and ``passes``. Nothing where a client has no random numbers.
+        ``noise`` and ``passes``. Empty if the client has no random numbers.
     """
     key, like = client.forward.key, client.network
     if key is None:
@@ -72,18 +72,18 @@ def noise_sums(client: Client, width: int, purpose: Purpose = Purpose.NOISE) -> 
 def released(
     vector: Tensor, clip: float | None, noise: float = 0.0, draws: Tensor | None = None
 ) -> Tensor:
-    """Return a vector that is clipped to a length and noised, if this is wanted.
+    """Return a vector, clipped to a length and with noise if these options are set.
 
     Parameters
     ----------
     vector : Tensor
         The vector.
     clip : float or None
-        C. Without it the vector is returned as it is.
+        C. Without it the vector is returned unchanged.
     noise : float
         σ / C.
     draws : Tensor, optional
-        Standard normal numbers, as many as the vector has.
+        Standard normal numbers, of the length of the vector.
 
     Returns
     -------
@@ -106,10 +106,10 @@ def released(
 def gaussian_epsilon(noise: float, releases: int, delta: float) -> float:
     """Return the ε of vectors that are clipped and released with Gaussian noise.
 
-    Vectors of a length of at most C differ by at most 2 C, whatever the data they were made of.
-    With noise of standard deviation σ = ``noise`` · C, n releases are μ-Gaussian differentially
-    private with μ = 2 √n / ``noise``. The ε for a given δ solves δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 −
-    ε/μ) (Dong, Roth and Su, 2022), which is exact.
+    Two vectors of length at most C differ by at most 2 C. With noise of standard deviation
+    σ = ``noise`` · C, n releases are μ-Gaussian differentially private with μ = 2 √n / ``noise``.
+    The ε for a given δ solves δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) (Dong, Roth and Su, 2022). This
+    is exact.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def gaussian_epsilon(noise: float, releases: int, delta: float) -> float:
         raise InputError(f"delta must be a number between 0 and 1, got {delta!r}")
 
     def excess(epsilon: float) -> float:
-        """Return δ of an ε less the one wanted."""
+        """Return the δ of an ε minus the given δ."""
         lost = math.exp(log_ndtr(mu / 2 - epsilon / mu))
         return lost - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta
 
@@ -157,7 +157,7 @@ def released_index(sums: Tree, clip: float | None, noise: float) -> Tree:
     ----------
     sums : Tree
         ``features`` and ``labels``, sums over samples; ``count``, their number; and, with noise,
-        those of :func:`noise_sums`, for both vectors one after the other.
+        those of :func:`noise_sums`, for both vectors concatenated.
     clip : float or None
         C, the largest length of either vector.
     noise : float
@@ -170,11 +170,12 @@ def released_index(sums: Tree, clip: float | None, noise: float) -> Tree:
 
     Examples
     --------
-    >>> released_index({"features": torch.tensor([6.0, 8.0]), "labels": torch.tensor([2.0]), "count": torch.tensor(2)}, 1.0, 0)
+    >>> sums = {"features": torch.tensor([6.0, 8.0]), "labels": torch.tensor([2.0])}
+    >>> released_index(sums | {"count": torch.tensor(2)}, 1.0, 0)
     {'features': tensor([0.6000, 0.8000]), 'labels': tensor([1.])}
     """
     names = ("features", "labels")
-    # A quotient in double precision is the same whether sums are kept in single precision or not.
+    # Divided in double precision, so that the result does not depend on the precision of the sums.
     means = [(sums[name].double() / sums["count"].double()).to(sums[name].dtype) for name in names]
     both = sums["noise"] / sums["passes"] if noise else None
     draws = [None, None] if both is None else both.split([len(mean) for mean in means])
@@ -185,7 +186,7 @@ def released_index(sums: Tree, clip: float | None, noise: float) -> Tree:
 
 
 def index_epsilon(noise: float, delta: float) -> float | None:
-    """Return the ε of a client index that is released once; it is two vectors.
+    """Return the ε of a client index that is released once. It consists of two vectors.
 
     Examples
     --------

@@ -1,10 +1,10 @@
 """Random numbers as a pure function of what they are for.
 
 There is no generator and no state. Every number is a 64-bit hash of (seed, round, client, purpose,
-...), so it does not depend on which clients were computed before, beside or after this one, nor on
-the chunk size. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), folded over
-the coordinates. It exists twice: on NumPy arrays for the host (who takes part) and on Torch tensors
-for the device (shuffles, dropout, augmentation); both give the same bits.
+...). So it does not depend on other clients, their order or the chunk size. The hash is the
+finaliser of SplitMix64 (Steele, Lea and Flood, 2014), folded over the coordinates. It is
+implemented for NumPy arrays on the host (sampling of clients) and for Torch tensors on the device
+(shuffles, dropout, augmentation). Both give the same bits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _MASK = (1 << 64) - 1
-# A Feistel network over few values is visibly uneven; from this size on its bias is far below
-# sampling noise.
+# A Feistel network over few values is not uniform. From this size on, its bias is much smaller
+# than sampling noise.
 _SMALL_POPULATION = 4096
 _FEISTEL_ROUNDS = 6
 
 
 class Purpose(IntEnum):
-    """What a random number is for; part of every key, so that no two uses share their numbers."""
+    """What a random number is for. It is part of every key, so uses never share numbers."""
 
     SAMPLE = 1
     SHUFFLE = 2
@@ -104,7 +104,9 @@ def fold(key: int, *coordinates: int) -> int:
 
 
 def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
-    """Derive keys elementwise on the device; at least one argument is an int64 tensor, and they broadcast.
+    """Derive keys elementwise on the device.
+
+    At least one argument is an int64 tensor. Arguments are broadcast.
 
     Examples
     --------
@@ -127,7 +129,9 @@ def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
 
 
 def uniform(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Turn keys into numbers in [0, 1), using their top 24 bits so that float32 holds them exactly.
+    """Turn keys into numbers in [0, 1).
+
+    The top 24 bits are used, so that float32 represents the numbers exactly.
 
     Examples
     --------
@@ -153,10 +157,10 @@ def normal(keys: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def keep_mask(key: Tensor, shape: torch.Size, threshold: int) -> Tensor:
-    """Draw a boolean mask of which each element is true with probability ``threshold / 65536``.
+    """Draw a boolean mask in which each element is true with probability ``threshold / 65536``.
 
-    One hash serves four elements, sixteen bits each: dropout masks are the only place where random
-    numbers cost time.
+    One hash is used for four elements, sixteen bits each, because the time for random numbers
+    matters in dropout.
     """
     count = shape.numel()
     hashes = fold_tensor(key, torch.arange((count + 3) // 4, device=key.device))
@@ -179,7 +183,7 @@ def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
     Returns
     -------
     Tensor
-        Int64 ``[..., width]`` whose first ``sizes[k]`` entries are the permutation; what follows is
+        Int64 ``[..., width]``. The first ``sizes[k]`` entries are the permutation, the others are
         padding.
 
     Examples
@@ -189,19 +193,18 @@ def permutations(keys: Tensor, sizes: Tensor, width: int) -> Tensor:
     ([0, 1, 2], [0, 1, 2, 3, 4])
     """
     elements = torch.arange(width, device=keys.device)
-    # Dropping the top bit keeps the hashes non-negative, so that the largest int64 sorts the
-    # padding last.
+    # Without the top bit, hashes are not negative, and the largest int64 sorts padding last.
     hashes = fold_tensor(keys.unsqueeze(-1), elements) & (_MASK >> 1)
     hashes = torch.where(elements < sizes.unsqueeze(-1), hashes, torch.iinfo(torch.int64).max)
     return hashes.argsort(dim=-1, stable=True)
 
 
 def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
-    """Choose distinct numbers below ``population``, uniformly, in time that depends on ``count`` alone.
+    """Choose distinct numbers below ``population`` uniformly.
 
-    Small populations are ordered by hash. In large ones the numbers are the first images of a keyed
-    permutation (a Feistel network whose values outside the population are walked on), so a million
-    clients cost no more than a thousand.
+    Small populations are ordered by hash. For large ones the numbers are the first images of a
+    keyed permutation: a Feistel network, applied again to values outside the population. Its time
+    depends on ``count`` only, so a million clients take no longer than a thousand.
 
     Examples
     --------
@@ -232,11 +235,11 @@ def choose(key: int, population: int, count: int) -> npt.NDArray[np.int64]:
 def choose_by_weight(
     key: int, weights: npt.NDArray[np.float64], count: int
 ) -> npt.NDArray[np.int64]:
-    """Choose distinct positions one after the other, each with probability proportional to its weight among the rest.
+    """Choose distinct positions one by one, with probabilities proportional to the weights.
 
-    Draws that hit a position already taken are repeated; if that takes too long, the rest is
-    decided by an exponential race, which has the same distribution. The usual case costs a binary
-    search a draw.
+    A draw of a position that is already chosen is repeated. If this takes too long, the remaining
+    positions are chosen by an exponential race, which has the same distribution. Usually a draw is
+    one binary search.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Samples that need not be in memory: anything that returns the rows at given positions."""
+"""Samples that may be read from disk: any object that returns the rows at given positions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# How many bytes are looked at together where all samples must be read once.
+# How many bytes are read at a time when all samples are read once.
 _BLOCK = 1 << 26
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """What `Federation.x` may be besides a tensor: an object that reads samples when they are needed.
+    """An object that reads samples when they are needed.
 
-    :class:`equipoise.data.cache.MappedArray` is one. A tensor has all of this but the digest.
+    It can be used as `Federation.x` instead of a tensor, such as
+    :class:`equipoise.data.cache.MappedArray`. A tensor has the same members except the digest.
     """
 
     @property
@@ -31,13 +32,13 @@ class Samples(Protocol):
 
     @property
     def digest(self) -> str:
-        """A hash of type, shape and all values, which must not need to be computed from the values each time."""
+        """A hash of type, shape and all values, stored so that the values need not be read."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def __getitem__(self, positions: Tensor | NDArray[np.int64] | slice) -> Tensor:
-        """Return the samples at positions, as a tensor on the CPU that is no view of the data."""
+        """Return the samples at positions as a tensor on the CPU, a copy of the data."""
 
 
 def blocks(x: Tensor | Samples, size: int = _BLOCK) -> Iterator[tuple[int, Tensor]]:
@@ -48,7 +49,7 @@ def blocks(x: Tensor | Samples, size: int = _BLOCK) -> Iterator[tuple[int, Tenso
     x : Tensor or Samples
         The samples.
     size : int
-        How many bytes a block may have. It has at least one row.
+        The largest size of a block in bytes. A block has at least one row.
 
     Yields
     ------
@@ -67,7 +68,7 @@ def blocks(x: Tensor | Samples, size: int = _BLOCK) -> Iterator[tuple[int, Tenso
 
 
 def kind_of(value: Any) -> str:
-    """Describe samples by type and shape for messages, and anything else by its class.
+    """Describe samples by type and shape, and other values by their class, for messages.
 
     Parameters
     ----------

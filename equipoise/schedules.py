@@ -1,4 +1,4 @@
-"""Learning rate schedules of one's own: functions of the round, registered by name."""
+"""Custom learning rate schedules: functions of the round, registered by name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SCHEDULES: dict[str, Factors] = {}
 
 
 def register(function: F) -> F:
-    """Register a schedule under the name of its function; a decorator.
+    """Register a schedule under the name of its function. Use it as a decorator.
 
     Parameters
     ----------
     function : callable
         Takes ``round``, counted from 0 after any warm-up, and returns the factor on the optimizer's
-        learning rate. If it also takes ``rounds``, it is given how many rounds there are, warm-up
-        excluded. Then a run cannot be made longer.
+        learning rate. If it also takes ``rounds``, it is called with the number of rounds without
+        warm-up. A run with such a schedule cannot be made longer.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def register(function: F) -> F:
             "rounds"
         )
     before = _SCHEDULES.get(name, function)
-    # One that is defined again, as in a notebook, takes its own place.
+    # A schedule that is defined again, as in a notebook, replaces the earlier one.
     if (before.__module__, before.__qualname__) != (function.__module__, function.__qualname__):
         raise InputError(
             f"the name {name!r} of a schedule is taken by {before.__module__}.{before.__qualname__}"
@@ -72,7 +72,7 @@ def names() -> list[str]:
 
 
 def takes_rounds(name: str) -> bool:
-    """Say whether a registered schedule depends on the number of rounds.
+    """Return whether a registered schedule depends on the number of rounds.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Small optimization problems a server solves between rounds."""
+"""Small optimization problems that the server solves between rounds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LARGE = 1e6
 
 
 def project_to_simplex(point: Floats) -> Floats:
-    """Find the nearest weights that are not negative and sum to one.
+    """Return the nearest weights that are not negative and sum to one.
 
-    The answer is max(v − θ, 0) with the one θ for which it sums to one; θ follows from the sorted
-    values (Held et al., 1974).
+    The solution is max(v − θ, 0), with θ such that it sums to one. θ follows from the sorted values
+    (Held et al., 1974).
 
     Parameters
     ----------
@@ -33,21 +33,20 @@ def project_to_simplex(point: Floats) -> Floats:
     [0.25, 0.75, 0.0]
     """
     if abs(point.max()) > _LARGE:
-        # Taking the same number from all values changes nothing, and a difference of one is not
-        # lost in rounding.
+        # Subtracting the same number from all values does not change the projection. Without it, a
+        # difference of one could be lost in rounding.
         point = point - point.max()
     falling = np.sort(point)[::-1]
-    # θ if the first i values stay positive, for every i; correct for the largest i for which they
-    # do.
+    # For every i, θ if the first i values stay positive. The largest i for which they do is right.
     thresholds = (np.cumsum(falling) - 1) / np.arange(1, len(point) + 1)
     threshold = thresholds[np.flatnonzero(falling > thresholds)[-1]]
     return np.maximum(point - threshold, 0.0)
 
 
 def shortest_mixture(gram: Floats, *, radius: float) -> Floats:
-    """Find weights of the shortest mixture of vectors, near equal weights.
+    """Return the weights of the shortest mixture of vectors, near equal weights.
 
-    It minimises ½ λᵀGλ over weights that are not negative, sum to one, and differ from 1/n by at
+    They minimise ½ λᵀGλ over weights that are not negative, sum to one, and differ from 1/n by at
     most ``radius``.
 
     Parameters
@@ -85,17 +84,17 @@ def shortest_mixture(gram: Floats, *, radius: float) -> Floats:
 
 
 def _polished(gram: Floats, weights: Floats, low: Floats, high: Floats) -> Floats:
-    """Replace an iterate by the exact solution on its active set, if that is feasible and no longer."""
+    """Return the exact solution on an iterate's active set, if it is feasible and no longer."""
     near = 1e-6
     free = np.flatnonzero((weights > low + near) & (weights < high - near))
     fixed = np.where(weights <= low + near, low, high)
     fixed[free] = 0.0
-    # Stationarity on the free weights, and a sum of one: the multiplier is the last unknown.
+    # Stationarity on the free weights and a sum of one. The multiplier is the last unknown.
     border = np.ones((len(free), 1))
     system = np.block([[gram[np.ix_(free, free)], border], [border.T, np.zeros((1, 1))]])
     start = fixed.copy()
     start[free] = weights[free]
-    # Where vectors are dependent many answers are exact; the nearest correction stays feasible.
+    # If vectors are dependent, there are many exact solutions. The nearest one is feasible.
     correction = np.linalg.lstsq(
         system, np.append(-gram[free] @ start, 1 - start.sum()), rcond=None
     )[0]

@@ -12,8 +12,8 @@ from torch import Tensor
 from equipoise.checks import count
 from equipoise.errors import InputError
 
-# More classes than these must be said: labels that are ids or values by accident would make a model
-# of gigabytes.
+# Larger numbers of classes must be passed explicitly. Otherwise labels that are ids by mistake
+# would make a model of gigabytes.
 MOST_IMPLIED = 10_000
 
 
@@ -25,8 +25,8 @@ class Task:
     have defaults for targets that are numbers.
 
     ``loss`` and ``metrics`` are called for one client's batch, and for many clients at once under
-    ``torch.func.vmap``. They must not branch on values. Rows of padding are passed too; their
-    values are ignored.
+    ``torch.func.vmap``. They must not branch on values. They also get the rows of padding, for
+    which the results are ignored.
 
     Attributes
     ----------
@@ -82,12 +82,12 @@ class Task:
         return {"loss": self.loss(output, y)}
 
     def with_loss(self, loss: Callable[[Tensor, Tensor], Tensor] | None) -> Task:
-        """Return the task with another loss, which its metric ``loss`` is, too.
+        """Return the task with another loss, which also replaces its metric ``loss``.
 
         Parameters
         ----------
         loss : callable or None
-            A function of outputs and targets that returns one value a sample; ``None`` for the
+            A function of outputs and targets that returns one value per sample; ``None`` for the
             task's own.
 
         Returns
@@ -106,7 +106,10 @@ class Task:
             return self
         made = copy.copy(self)
         made.loss = loss  # type: ignore[method-assign, assignment]
-        made.metrics = lambda output, y: {**self.metrics(output, y), "loss": loss(output, y)}  # type: ignore[method-assign]
+        made.metrics = lambda output, y: {  # type: ignore[method-assign]
+            **self.metrics(output, y),
+            "loss": loss(output, y),
+        }
         return made
 
     def targets(self, y: Tensor) -> Tensor:
@@ -114,18 +117,18 @@ class Task:
         return y
 
     def classes_in(self, y: Tensor) -> int | None:
-        """Return the number of classes that targets imply, or ``None`` if the task has no classes."""
+        """Return the number of classes in targets, or ``None`` if the task has no classes."""
         return None
 
     def number_of_classes(self, y: Tensor, given: int | None) -> int | None:
-        """Return the number of classes: the given one, or what targets imply.
+        """Return the number of classes: the given one, or that in the targets.
 
         Parameters
         ----------
         y : Tensor
             The targets of all samples.
         given : int, optional
-            What the user says.
+            The number that the user passes.
 
         Returns
         -------
@@ -135,12 +138,12 @@ class Task:
         Raises
         ------
         InputError
-            If the given number is no number of classes, or if targets imply so many that they are
-            hardly labels.
+            If the given number is invalid, or if targets have so many classes that they are
+            probably not labels.
         """
         if given is not None:
             if self.classes_in(y) is None:
-                raise InputError(f"classes={given} makes no sense for a {self.name}; leave it out")
+                raise InputError(f"classes={given} is not valid for a {self.name}; leave it out")
             return count(given, "classes")
         implied = self.classes_in(y)
         if implied is not None and implied > MOST_IMPLIED:
@@ -189,13 +192,13 @@ class Task:
         return int((~finite).nonzero()[0, 0]), "has NaN or infinity in y; all values must be finite"
 
     def outputs(self, y: Tensor, classes: int | None) -> int:
-        """Return how many numbers a model returns for a sample, or for a pixel if the task is spatial."""
+        """Return the number of outputs of a model per sample, or per pixel for spatial tasks."""
         if classes is not None:
             return classes
         return y.shape[1] if y.ndim == 2 else 1
 
     def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
-        """Return what the federation has, if a model's outputs do not fit it.
+        """Return what the federation needs, if a model's outputs do not fit it.
 
         Parameters
         ----------
@@ -209,7 +212,7 @@ class Task:
         str or None
             Such as ``"10 classes"``; ``None`` if the outputs fit.
         """
-        return None if output.numel() == y.numel() else f"{outputs} targets a sample"
+        return None if output.numel() == y.numel() else f"{outputs} targets per sample"
 
     def require_labels(self, why: str) -> None:
         """Refuse a task without one class for each sample.
@@ -226,9 +229,9 @@ class Task:
 
         Examples
         --------
-        >>> Task().require_labels("this partition divides samples by label")
+        >>> Task().require_labels("counts need labels")
         Traceback (most recent call last):
-        equipoise.errors.InputError: this partition divides samples by label, but the task of this federation is Task
+        equipoise.errors.InputError: counts need labels, but the task of this federation is Task
         """
         if not self.labels:
             raise InputError(
@@ -237,12 +240,12 @@ class Task:
 
 
 def whole_numbers(y: Tensor) -> Tensor:
-    """Convert labels to int64; labels that are not whole numbers are refused.
+    """Convert labels to int64. Labels that are not whole numbers are refused.
 
     Parameters
     ----------
     y : Tensor
-        One row a sample.
+        One row per sample.
 
     Returns
     -------
@@ -260,8 +263,7 @@ def whole_numbers(y: Tensor) -> Tensor:
     if y.is_complex():
         raise InputError("y holds complex numbers; labels must be whole numbers")
     labels = y.long()
-    # PyTorch compares no unsigned integers of more than 8 bits; all integers are whole numbers
-    # anyway.
+    # Integers need no check, and PyTorch cannot compare unsigned integers of more than 8 bits.
     if y.is_floating_point() and bool((labels != y).any()):
         place = tuple((labels != y).nonzero()[0].tolist())
         raise InputError(

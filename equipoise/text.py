@@ -1,4 +1,4 @@
-"""Text from others, made fit for a terminal."""
+"""Text from files and clients, made safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _UNPRINTABLE = ("Cc", "Cs", "Zl", "Zp")
 # Characters that change the direction of the text around them.
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
-# Of an error in one line. What is longer repeats a value that nobody reads.
+# The longest error message, in characters. Longer messages contain a long value.
 LONGEST_MESSAGE = 2000
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    r"""Return text with control characters written out, and shortened if need be.
+    r"""Return text with control characters escaped, and shortened if necessary.
 
-    Names come from files and from clients. An escape sequence in one could recolour, rewrite or
-    retitle the terminal it is printed on, and a new line could look like a message of another
+    Names come from files and from clients. An escape sequence in a name could change the colours,
+    the content or the title of the terminal, and a newline could look like the message of another
     program.
 
     Parameters
@@ -25,8 +25,8 @@ def printable(text: str, longest: int | None = None) -> str:
     text : str
         Any text.
     longest : int, optional
-        How many characters to keep. The rest is replaced by an ellipsis and the number of
-        characters there were.
+        How many characters to keep. The rest is replaced by an ellipsis and the length of the
+        text.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def printable(text: str, longest: int | None = None) -> str:
 
 
 def unprintable_in(text: str) -> bool:
-    r"""Say whether text has characters that must not reach a terminal.
+    r"""Return whether text has characters that must not be printed on a terminal.
 
     Examples
     --------

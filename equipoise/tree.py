@@ -25,12 +25,16 @@ _STATISTIC = ".running_mean"
 
 
 def in_parts(name: str, parts: Parts) -> bool:
-    """Say whether a tensor's name lies in one of the parts; ``batchnorm`` takes more than one name to tell.
+    """Return whether the name of a tensor is in one of the parts.
+
+    The part ``batchnorm`` cannot be tested here: it depends on the names of other tensors.
 
     Examples
     --------
-    >>> in_parts("head.weight", "head"), in_parts("personal.head.weight", "all"), in_parts("header.weight", "head")
-    (True, False, False)
+    >>> in_parts("head.weight", "head"), in_parts("header.weight", "head")
+    (True, False)
+    >>> in_parts("personal.head.weight", "all")
+    False
     """
     if not isinstance(parts, str):
         return any(in_parts(name, part) for part in parts)
@@ -40,7 +44,7 @@ def in_parts(name: str, parts: Parts) -> bool:
 
 
 def select(names: Iterable[str], parts: Parts) -> list[str]:
-    """Return the names that lie in the parts, in their order; a part that holds nothing is refused.
+    """Return the names that are in the parts, in their order. Empty parts are refused.
 
     Examples
     --------
@@ -58,10 +62,9 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
             found = [name for name in names if in_parts(name, part)]
         if not found and part in ("features", "head"):
             raise InputError(
-                f"the method names the part {part!r}, but the model has nothing there that can be "
-                "trained; valid: a model that has, such as mlp or cnn2, or the name of the layer "
-                "that is the head of a model of your "
-                'own, such as train(..., head="classifier")'
+                f"the method uses the part {part!r}, but the model has no trainable tensors there; "
+                "valid: a model that has, such as mlp or cnn2, or, for a model of your own, the "
+                'name of the layer that is its head, such as train(..., head="classifier")'
             )
         if not found and part != "all":
             roots = {
@@ -73,13 +76,13 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
 
 
 def _batchnorm(names: list[str], part: str) -> list[str]:
-    """Return the tensors of every layer that keeps statistics of its batches."""
+    """Return the names of the tensors of every BatchNorm layer."""
     layers = {name.removesuffix(_STATISTIC) for name in names if name.endswith(_STATISTIC)}
     within = [name for name in names if name.startswith(PERSONAL) == part.startswith(PERSONAL)]
     found = [name for name in within if name.rpartition(".")[0] in layers]
     if not found:
         raise InputError(
-            f"the method names the part {part!r}, but the model has no BatchNorm layer with "
+            f"the method uses the part {part!r}, but the model has no BatchNorm layer with "
             "running statistics; valid: a model that has, such as bncnn or resnet18"
         )
     return found
@@ -88,7 +91,7 @@ def _batchnorm(names: list[str], part: str) -> list[str]:
 def tree_map(
     function: Callable[..., Tensor], first: Mapping[str, Tensor], *others: Mapping[str, Tensor]
 ) -> Tree:
-    """Apply a function name by name.
+    """Apply a function to the tensors of each name.
 
     Examples
     --------
@@ -101,7 +104,7 @@ def tree_map(
 
 
 def flat_rows(stack: Tensor) -> Tensor:
-    """View a stacked tensor as a matrix, one row a client; a number a client is a row of one.
+    """View a stacked tensor as a matrix with one row per client.
 
     Examples
     --------
@@ -111,13 +114,15 @@ def flat_rows(stack: Tensor) -> Tensor:
     return stack.reshape(len(stack), math.prod(stack.shape[1:]))
 
 
-# How many numbers of all clients together are computed with at a time: few enough for a CPU's
-# cache, or enough to fill a GPU.
+# How many numbers of all clients are processed at a time: few enough for the cache of a CPU, or
+# enough to use all of a GPU.
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
 def pieces(rows: Tensor) -> Sequence[Tensor]:
-    """Divide a matrix with a row a client into blocks of columns, so that copies in float64 stay in the cache.
+    """Divide a matrix with a row per client into blocks of columns.
+
+    The blocks are so small that a copy in float64 fits into the cache.
 
     Examples
     --------
@@ -134,7 +139,7 @@ def pieces(rows: Tensor) -> Sequence[Tensor]:
 
 
 def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
-    """Return the L2 norm of all tensors together, or that of each client if they are stacked.
+    """Return the L2 norm of all tensors together, or of each client if they are stacked.
 
     Examples
     --------
@@ -150,7 +155,7 @@ def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:
 
 
 def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    """Multiply tensors by a number, or stacked tensors by one number a client.
+    """Multiply tensors by a number, or stacked tensors by one number per client.
 
     Examples
     --------
@@ -161,13 +166,13 @@ def scaled(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     return [t * factor.view(factor.shape + (1,) * (t.dim() - factor.dim())) for t in tensors]
 
 
-# No parameter, statistic or upload of a model that works is as large. Beyond it, a single update
-# makes the models of all clients overflow in the next round.
+# No parameter, statistic or upload of a working model is larger. A single larger update would make
+# the models of all clients overflow in the next round.
 LARGEST = 1e12
 
 
 def unusable_rows(stack: Tensor) -> Tensor:
-    """Say which rows of a stacked tensor hold NaN, infinity or a number beyond :data:`LARGEST`.
+    """Return which rows of a stacked tensor have NaN, infinity or a number beyond :data:`LARGEST`.
 
     Examples
     --------
@@ -185,15 +190,15 @@ def unusable_rows(stack: Tensor) -> Tensor:
 def unusable(
     trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]
 ) -> dict[int, str]:
-    """Name the clients whose tensors cannot be used, with the reason.
+    """Return the clients whose tensors cannot be used, with the reason.
 
     Parameters
     ----------
     trees : iterable of Tree
         What clients sent, stacked.
     received : Tree
-        What they received. A tensor that held such numbers already, such as a mask of −∞, may hold
-        them again.
+        What they received. A tensor that already contained such numbers, such as a mask of −∞, may
+        contain them again.
 
     Returns
     -------
@@ -247,8 +252,8 @@ def size_in_bytes(tree: object) -> int:
 
     Examples
     --------
-    >>> size_in_bytes({"model": {"w": torch.zeros(3)}, "ids": [torch.zeros(2, dtype=torch.float64)]})
-    28
+    >>> size_in_bytes({"model": {"w": torch.zeros(3)}, "ids": [torch.zeros(2)]})
+    20
     """
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
@@ -264,7 +269,8 @@ def digest(tree: Mapping[str, Tensor]) -> str:
 
     Examples
     --------
-    >>> digest({"w": torch.zeros(1)}) == digest({"w": torch.zeros(1)}), digest({}) == digest({"w": torch.zeros(1)})
+    >>> one = {"w": torch.zeros(1)}
+    >>> digest(one) == digest({"w": torch.zeros(1)}), digest(one) == digest({})
     (True, False)
     """
     hashed = hashlib.blake2b(digest_size=16)

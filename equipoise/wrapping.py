@@ -1,6 +1,6 @@
-"""Methods around other methods.
+"""Methods that wrap other methods.
 
-A :class:`Wrapper` has another method as an option, its host, and passes everything on to it. A
+A :class:`Wrapper` has another method as an option, its host, and forwards everything to it. A
 wrapping method overrides what it changes: it maps phases to phases, replaces the prior of the
 cohort, or chooses clients itself. In experiments a host is written like any method: ``method:
 {name: mine, host: {name: fedprox, mu: 0.1}}``.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Wrapper(Sampler, LocalRule, Aggregation, View):
-    """All four parts of a method, each passed on to the part of the host.
+    """All four parts of a method, each forwarded to the part of the host.
 
     A subclass is a frozen dataclass with a field ``host: Method``. Questions that the host's
     aggregation asks are answered by the host's local rule.
@@ -44,7 +44,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
     Attributes
     ----------
     host : Method
-        The method inside.
+        The wrapped method.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
     host: Method
 
     def __getattr__(self, name: str) -> Any:
-        """Find questions of the host's local rule, or else of its aggregation."""
+        """Return questions of the host's local rule, or else of its aggregation."""
         if name == "host" or name.startswith("__"):
             raise AttributeError(name)
         local, aggregation = self.host.local, self.host.aggregation
@@ -68,14 +68,14 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def _on_the_server(self) -> tuple[Sampler | Aggregation, ...]:
-        """The host's parts that keep something on the server, each once."""
+        """The host's parts that keep state on the server, each once."""
         return tuple(dict.fromkeys((self.host.sampler, self.host.aggregation)))
 
     # ---- all parts -------------------------------------------------------------------------------
 
     @property
     def usual_model(self) -> str:  # type: ignore[override]
-        """The model to use where none is named."""
+        """The model that is used by default."""
         return self.host.usual_model
 
     @property
@@ -84,7 +84,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         return any(part.needs_everyone for part in self._on_the_server)
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Return the model with what the host brings."""
+        """Return the model with the parts that the host adds."""
         for part in dict.fromkeys(self.host.parts):
             model = part.extend(model, shape)
         return model
@@ -96,7 +96,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         return state
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Take in clients that have registered since."""
+        """Add clients that have registered since :meth:`begin`."""
         for part in self._on_the_server:
             state = part.admit(state, everyone) if part.needs_everyone else state
         return state
@@ -109,7 +109,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]
-        """Whether the server trains alone."""
+        """Whether only the server trains."""
         return self.host.view.gathers
 
     def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
@@ -142,12 +142,12 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def receives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the rule expects besides the model."""
+        """What the rule needs in addition to the model."""
         return self.host.local.receives
 
     @property
     def uploads(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What a client sends besides the parameters."""
+        """What a client sends in addition to the parameters."""
         return self.host.local.uploads
 
     @property
@@ -165,11 +165,11 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         return self.host.local.phases()
 
     def adapt(self) -> Sequence[Phase]:
-        """List the phases by which a client without a memory makes the global model its own."""
+        """List the phases that adapt the global model of a client without a memory."""
         return self.host.local.adapt()
 
     def facts(self) -> Mapping[str, Fact]:
-        """Name what a client works out from its own data."""
+        """Return the facts that a client computes from its own data, by name."""
         return self.host.local.facts()
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
@@ -199,7 +199,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is sent besides the model."""
+        """What is sent in addition to the model."""
         return self.host.aggregation.sends
 
     @property
@@ -217,20 +217,20 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         return self.host.aggregation.prepare(state, cohort)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Say what goes to all clients and what to each."""
+        """Return what all clients receive, and what each client receives."""
         return self.host.aggregation.send(state, cohort)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Make the next state."""
+        """Return the next state."""
         return self.host.aggregation.combine(state, updates, cohort)
 
     def evaluated(self, state: State) -> Tree:
-        """Return the model that is evaluated and handed out."""
+        """Return the model that is evaluated and saved."""
         return self.host.aggregation.evaluated(state)
 
 
 class WithPrior:
-    """A cohort with other weights; everything else is that of the cohort it is made from.
+    """A cohort with other weights. Everything else is that of the given cohort.
 
     Parameters
     ----------
@@ -262,5 +262,5 @@ class WithPrior:
         self._cohort, self.prior = cohort, prior
 
     def __getattr__(self, name: str) -> Any:
-        """Find everything but the prior in the cohort."""
+        """Return everything except the prior from the cohort."""
         return getattr(self._cohort, name)

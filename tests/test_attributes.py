@@ -41,7 +41,7 @@ def test_values_are_text_in_alphabetical_order():
         (["f", "m", float("nan")], "attribute 'sex' of sample 2 is missing"),
         (["f", ["m"], "m"], r"attribute 'sex' of sample 1 must be text or a number, got \['m'\]"),
         (list(range(101)), "attribute 'sex' has 101 values; valid: at most 100"),
-        ("fm", "attribute 'sex' must be a list with one value a sample, got 'fm'"),
+        ("fm", "attribute 'sex' must be a list with one value per sample, got 'fm'"),
     ],
 )
 def test_unusable_values_are_refused(values, message):
@@ -62,7 +62,7 @@ def test_attributes_must_fit_the_samples():
     wrong = {"sex": Attribute(np.array([0, 2, 1]), ("f", "m"))}
     with pytest.raises(
         InputError,
-        match="'sex' of federation 'custom' has codes that are no positions in its 2 names",
+        match="'sex' of federation 'custom' has codes that are not positions in its 2 names",
     ):
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 0], clients=[0] * 3, attributes=wrong)
     many = {f"a{number}": ["f", "m", "m"] for number in range(21)}
@@ -217,7 +217,7 @@ def test_the_positive_class():
         counting_of(sex, CLASSIFICATION, positive="rich", **named)
     with pytest.raises(InputError, match="evaluation.positive must be a class from 0 to 2, got 3"):
         counting_of(sex, CLASSIFICATION, positive=3, **named)
-    with pytest.raises(InputError, match="evaluation.positive=1 has no meaning for a regression"):
+    with pytest.raises(InputError, match="evaluation.positive=1 is not valid for a regression"):
         counting_of(sex, tasks.build("regression"), None, None, positive=1, min_cell=5)
 
 

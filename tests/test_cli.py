@@ -286,7 +286,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         patch.setattr(show, "rounds", impatient)
         code, stdout, stderr = call("run", "--rounds", 4, "--out", "broken")
     assert (code, stdout) == (130, "")
-    assert stderr == "interrupted; go on with: equipoise run broken\n"
+    assert stderr == "interrupted; resume with: equipoise run broken\n"
     assert not Path("broken/summary.json").exists()
     assert run_json(call, "broken/config.yaml", "--resume")["results"] == whole["results"]
     assert Path("broken/metrics.jsonl").read_bytes() == Path("whole/metrics.jsonl").read_bytes()
@@ -334,12 +334,11 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
         (
             ["--resume"],
-            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the "
-            "experiment\n",
+            "--resume needs the run to resume: --out DIR, or DIR/config.yaml as the experiment\n",
         ),
         (
             ["--resume", "--out", "typo"],
-            "--resume: typo does not exist, so there is no run to go on with; begin it without "
+            "--resume: typo does not exist, so there is no run to resume; start it without "
             "--resume\n",
         ),
     ],
@@ -389,9 +388,9 @@ NEEDS = "it needs base and methods, such as 'base: {data: digits}' and 'methods:
             "{base: {data: digits}, method: [fedavg]}",
             "unknown key 'method' in f.yaml; did you mean 'methods'",
         ),
-        ("compare", "", f"f.yaml holds no study; {NEEDS}\n"),
-        ("compare", "# nothing yet", f"f.yaml holds no study; {NEEDS}\n"),
-        ("compare", "- fedavg", f"f.yaml holds no study; {NEEDS}\n"),
+        ("compare", "", f"f.yaml is not a study; {NEEDS}\n"),
+        ("compare", "# nothing yet", f"f.yaml is not a study; {NEEDS}\n"),
+        ("compare", "- fedavg", f"f.yaml is not a study; {NEEDS}\n"),
         ("compare", "base: [", "f.yaml is not valid YAML: "),
     ],
 )
@@ -434,7 +433,7 @@ def test_the_directory_of_a_run_makes_it_longer(call):
     code, _, stderr = call("run", "short", "--out", "other")
     assert (code, stderr) == (
         2,
-        "error: short is the directory of a run, which is resumed there; leave --out away\n",
+        "error: short is a run directory, in which the run is resumed; leave out --out\n",
     )
 
 
@@ -737,7 +736,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     call, strange, arguments, option, what
 ):
     Path("taken").touch()
-    message = f"error: cannot {what}: taken is no directory; choose another {option}\n"
+    message = f"error: cannot {what}: taken is not a directory; choose another {option}\n"
     assert call(*arguments) == (2, "", message)
     assert not Path("runs").exists()
 

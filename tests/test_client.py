@@ -383,7 +383,7 @@ def test_a_model_with_a_forward_of_its_own_cannot_be_aligned():
 
     torch.manual_seed(6)
     module = Own(nn.Flatten(), nn.Linear(50, 4)).double()
-    with pytest.raises(InputError, match="Own has a forward or hooks of its own"):
+    with pytest.raises(InputError, match="Own has its own forward or hooks"):
         play(build("bgp"), images(sizes=SIZES), module, [[0]])
 
 

@@ -69,7 +69,7 @@ def test_rows_follow_the_ids():
             [0, 0],
             torch.ones(2, 2),
             torch.ones(2, 2),
-            "client 0 is more than once in the client index",
+            "client 0 occurs more than once in the client index",
         ),
         (
             [0.5, 1],
@@ -118,10 +118,10 @@ def test_clients_that_are_not_in_the_index_are_named():
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(InputError, match="is no client index: cannot read"):
+    with pytest.raises(InputError, match="is not a client index: cannot read"):
         ClientIndex.read(tmp_path / "nothing")
     save_tensors(tmp_path / "model", {"w": torch.ones(2)}, {"round": 3})
-    with pytest.raises(InputError, match="is no client index: it has w"):
+    with pytest.raises(InputError, match="is not a client index: it has w"):
         ClientIndex.read(tmp_path / "model")
 
 

@@ -113,7 +113,7 @@ def test_a_value_measured_on_no_samples_is_no_value() -> None:
 
 def test_a_diverged_client_cannot_vanish_from_the_mean() -> None:
     with pytest.raises(
-        InputError, match="values holds nan for client 1, which has 7 samples in weights"
+        InputError, match="values has nan for client 1, which has 7 samples in weights"
     ):
         summarize([0.5, NAN], [0, 0], weights=[3, 7])
 
@@ -168,7 +168,7 @@ def test_per_group_names_every_group() -> None:
 
 
 def test_per_group_refuses_a_group_without_a_name() -> None:
-    with pytest.raises(InputError, match="groups holds group 2, but names has 2 names only"):
+    with pytest.raises(InputError, match="groups has group 2, but names has only 2 names"):
         per_group([0.5, 1.0], [0, 2], ["plain", "inverted"])
 
 
@@ -264,53 +264,53 @@ def test_one_client_with_everything_gives_the_lowest_jain_index(value: float, co
     [
         (
             {"values": [], "groups": []},
-            "values holds no client with a value (0 given): nothing to summarize",
+            "none of the 0 clients in values has a value; at least one is needed",
         ),
         (
             {"values": [NAN], "groups": [0]},
-            "values holds no client with a value (1 given): nothing to summarize",
+            "none of the 1 clients in values has a value; at least one is needed",
         ),
         (
             {"values": [0.5, math.inf]},
-            "values holds inf for client 1: only finite numbers can be summed up",
+            "values has inf for client 1; only finite numbers are valid",
         ),
         (
             {"values": [NAN, -math.inf]},
-            "values holds -inf for client 1: only finite numbers can be summed up",
+            "values has -inf for client 1; only finite numbers are valid",
         ),
-        ({"values": 0.5}, "values must hold one number a client, got an array of shape ()"),
-        ({"values": ["a", "b"]}, "values must hold one number a client, got ['a', 'b']"),
-        ({"groups": [0]}, "groups has 1 entries, but values has 2: one a client is needed"),
-        ({"groups": [0, -1]}, "groups holds -1 for client 1: only whole numbers from 0 are valid"),
+        ({"values": 0.5}, "values must have one number per client, got an array of shape ()"),
+        ({"values": ["a", "b"]}, "values must have one number per client, got ['a', 'b']"),
+        ({"groups": [0]}, "groups has 1 entries, but values has 2; one per client is needed"),
+        ({"groups": [0, -1]}, "groups has -1 for client 1; only whole numbers from 0 are valid"),
         (
             {"groups": [0.5, 1]},
-            "groups holds 0.5 for client 0: only whole numbers from 0 are valid",
+            "groups has 0.5 for client 0; only whole numbers from 0 are valid",
         ),
         (
             {"groups": [0, NAN]},
-            "groups holds nan for client 1: only whole numbers from 0 are valid",
+            "groups has nan for client 1; only whole numbers from 0 are valid",
         ),
         (
             {"groups": [0, math.inf]},
-            "groups holds inf for client 1: only whole numbers from 0 are valid",
+            "groups has inf for client 1; only whole numbers from 0 are valid",
         ),
-        ({"weights": [1]}, "weights has 1 entries, but values has 2: one a client is needed"),
+        ({"weights": [1]}, "weights has 1 entries, but values has 2; one per client is needed"),
         (
             {"weights": [1, -2]},
-            "weights holds -2.0 for client 1: only numbers of samples from 0 are valid",
+            "weights has -2.0 for client 1; only numbers of samples from 0 are valid",
         ),
         (
             {"weights": [NAN, 1]},
-            "weights holds nan for client 0: only numbers of samples from 0 are valid",
+            "weights has nan for client 0; only numbers of samples from 0 are valid",
         ),
         (
             {"weights": [0, 0]},
-            "values holds no client with a value (2 given): nothing to summarize",
+            "none of the 2 clients in values has a value; at least one is needed",
         ),
-        ({"gap": [0.5]}, "gap has 1 entries, but values has 2: one a client is needed"),
+        ({"gap": [0.5]}, "gap has 1 entries, but values has 2; one per client is needed"),
         (
             {"gap": [NAN, math.inf]},
-            "gap holds inf for client 1: only finite numbers can be summed up",
+            "gap has inf for client 1; only finite numbers are valid",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_refusals_name_the_value(arguments: dict[str, object], message: str) -> 
 
 @pytest.mark.parametrize("metric", [tails, jain_index])
 def test_empty_input_is_refused(metric: object) -> None:
-    with pytest.raises(InputError, match="values is empty: at least one client is needed"):
+    with pytest.raises(InputError, match="values is empty; at least one client is needed"):
         metric([])  # type: ignore[operator]
 
 

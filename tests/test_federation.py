@@ -110,10 +110,10 @@ INFINITE[6] = float("inf")
             {"x": np.zeros((7, 2))},
             r"Federation.x must be a tensor \(or equipoise.samples.Samples\) .*, not ndarray",
         ),
-        ({"x": torch.tensor(1.0)}, r"with one row a sample, not torch.float32 of shape \[\]"),
-        ({"y": np.zeros(7)}, "Federation.y must be a tensor with one row a sample, not ndarray"),
+        ({"x": torch.tensor(1.0)}, r"with one row per sample, not torch.float32 of shape \[\]"),
+        ({"y": np.zeros(7)}, "Federation.y must be a tensor with one row per sample, not ndarray"),
         ({"task": "regresion"}, "did you mean 'regression'"),
-        ({"unseen": np.array([True, True])}, "all 2 are unseen"),
+        ({"unseen": np.array([True, True])}, "all 2 clients are unseen"),
         ({"unseen": np.array([True])}, "unseen has 1 clients, groups has 2"),
         ({"test": Split.from_lists([[4]])}, "test has 1 clients, groups has 2"),
         ({"client_names": ("ann",)}, "client_names has 1 clients"),
@@ -122,9 +122,9 @@ INFINITE[6] = float("inf")
         ({"train": Split.from_lists([[0, 1], []])}, "client 1 has no training samples"),
         (
             {"test": Split.from_lists([[4], [7]])},
-            "test split of client 1 names sample 7; valid: 0 to 6",
+            "test split of client 1 has sample 7; valid: 0 to 6",
         ),
-        ({"val": Split.from_lists([[-1], [3]])}, "val split of client 0 names sample -1"),
+        ({"val": Split.from_lists([[-1], [3]])}, "val split of client 0 has sample -1"),
         (
             {"train": Split.from_lists([[0, 1], [2, 4]])},
             "sample 4 is in the train split of client 1 and in the test",
@@ -407,11 +407,11 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"groups": {1: "north"}}, "no group for client 0"),
         (
             {"groups": {0: "north", 7: "south"}},
-            "groups: client 7 holds no sample; the clients are 0",
+            "groups: client 7 has no sample; the clients are 0",
         ),
         (
             {"groups": {0: "north", "0": "south"}},
-            "groups: client '0' holds no sample; the clients are 0",
+            "groups: client '0' has no sample; the clients are 0",
         ),
         ({"clients": [1, 1, "1", "1"]}, "clients 1 and '1' would both be called '1'"),
         (
@@ -421,10 +421,10 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"seed": 0.5}, "seed must be a whole number of at least 0, got 0.5"),
         ({"seed": True}, "seed must be a whole number of at least 0, got True"),
-        ({"unseen": [5]}, "unseen client 5 holds no sample; the clients are 0"),
-        ({"unseen": "east"}, "unseen client 'east' holds no sample; the clients are 0"),
+        ({"unseen": [5]}, "unseen client 5 has no sample; the clients are 0"),
+        ({"unseen": "east"}, "unseen client 'east' has no sample; the clients are 0"),
         ({"unseen": 0}, r"unseen=0 must be a list of clients, such as \[0\]"),
-        ({"unseen": [0]}, "all 1 are unseen"),
+        ({"unseen": [0]}, "all 1 clients are unseen"),
         ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
         ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
         ({"y": ["a", "b", "a", "b"]}, "y must hold real numbers"),
@@ -529,13 +529,13 @@ def test_classes_may_have_names():
 
 @pytest.mark.parametrize("names", [["cat", "dog"], "abc", ["cat", "dog", 3]])
 def test_names_of_classes_are_one_a_class(names):
-    with pytest.raises(InputError, match="class_names must be 3 names, one a class, not "):
+    with pytest.raises(InputError, match="class_names must be 3 names, one per class, not "):
         Federation.from_arrays(np.zeros((3, 1)), [0, 1, 2], clients=[0] * 3, class_names=names)
 
 
 def test_a_regression_has_no_classes_to_name():
     with pytest.raises(
-        InputError, match="class_names of federation 'custom' make no sense for a regression"
+        InputError, match="class_names of federation 'custom' are not valid for a regression"
     ):
         Federation.from_arrays(
             np.zeros((3, 1)), np.zeros(3), clients=[0] * 3, task="regression", class_names=["a"]

@@ -133,7 +133,7 @@ def test_a_run_takes_own_code_along(place, tmp_path_factory):
     assert python(load, cwd=place)[0] == 0
     assert "InputError: the run in" in python(load.replace("trust=True", ""), cwd=place)[2]
     (elsewhere / "copy" / "mine.py").write_text(OWN + "# changed")
-    assert "under the name 'mine'; call the file something else" in python(load, cwd=place)[2]
+    assert "under the name 'mine'; rename the file" in python(load, cwd=place)[2]
 
 
 def test_the_command_line_knows_own_code(place):
@@ -251,7 +251,7 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
     del sys.modules["changing"]
     changed = load_experiment(tmp_path / "one.yaml")
     with pytest.raises(
-        InputError, match=r"changing.py differs from the copy there, with which the run began"
+        InputError, match=r"changing.py differs from the copy there, with which the run started"
     ):
         changed.run(tmp_path / "run", resume=True)
     del sys.modules["changing"]
@@ -278,7 +278,7 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
             "raise SystemExit(3)",
             "--import: imports: 'leaving.py' cannot be imported (SystemExit: 3)",
         ),
-        ("json.py", "", "under the name 'json'; call the file something else"),
+        ("json.py", "", "under the name 'json'; rename the file"),
         (
             "taken.py",
             OWN.replace('"halved"', '"fedavg"'),

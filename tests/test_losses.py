@@ -217,7 +217,7 @@ def test_a_registered_function_is_known_by_its_name():
             "classification",
         ),
         (torch.nn.CrossEntropyLoss, "got the class CrossEntropyLoss"),
-        (3, "a function of outputs and targets that returns one value a sample, got 3"),
+        (3, "a function of outputs and targets that returns one value per sample, got 3"),
         (
             F.cross_entropy,
             r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value a sample",
@@ -255,7 +255,7 @@ def test_a_name_that_is_taken_or_what_is_no_function_is_refused():
         InputError, match="the name 'focal' of a loss is taken by equipoise.losses.Focal"
     ):
         losses.register("focal")(doubled)
-    with pytest.raises(InputError, match="is no function of outputs and targets"):
+    with pytest.raises(InputError, match="is not a function of outputs and targets"):
         losses.register("three")(3)
 
 

@@ -218,8 +218,11 @@ def test_schedules_by_hand(schedule, wanted):
     ("options", "message"),
     [
         ({"kind": "cosin"}, "did you mean 'cosine'"),
-        ({"kind": "steps", "at": (1, 2), "factors": (0.5,)}, "of one length"),
-        ({"kind": "steps", "at": (5, 2), "factors": (0.5, 0.1)}, "rounds rising"),
+        ({"kind": "steps", "at": (1, 2), "factors": (0.5,)}, "must have the same length"),
+        (
+            {"kind": "steps", "at": (5, 2), "factors": (0.5, 0.1)},
+            "rounds must be in ascending order",
+        ),
         (
             {"kind": "exponential", "decay": -0.5},
             "schedule.decay must be at least 0 and at most 1, got -0.5",

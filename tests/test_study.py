@@ -122,9 +122,9 @@ def test_methods_by_settings_by_seeds():
         ({"base": None}, "s.yaml: base must be an experiment"),
         (
             {"base": {**BASE, "method": "fedavg"}},
-            "s.yaml: base.method has no meaning in a study; use methods",
+            "s.yaml: base.method is not valid in a study; use methods",
         ),
-        ({"base": {**BASE, "seed": 1}}, "s.yaml: base.seed has no meaning in a study; use seeds"),
+        ({"base": {**BASE, "seed": 1}}, "s.yaml: base.seed is not valid in a study; use seeds"),
         (
             {"base": {"data": "digits", "trainin": {}}},
             "unknown key 'trainin' in base of s.yaml; did you mean 'training'?",
@@ -139,7 +139,7 @@ def test_methods_by_settings_by_seeds():
         ),
         (
             {"methods": ["fedavg", {"name": "fedavg"}]},
-            "s.yaml: two methods are called 'fedavg'; tell them apart with label",
+            "s.yaml: two methods are called 'fedavg'; give them different labels",
         ),
         (
             {"methods": [{"name": "fedavg", "label": "../x"}]},
@@ -150,7 +150,7 @@ def test_methods_by_settings_by_seeds():
         ({"settings": {"a": 3}}, "settings.a of s.yaml must hold keys with values, got 3"),
         (
             {"settings": {"a": {"seed": 3}}},
-            "settings.a of s.yaml: seed has no meaning in a setting; use seeds",
+            "settings.a of s.yaml: seed is not valid in a setting; use seeds",
         ),
         (
             {"settings": {"a": {"data.imbalanse": 3}}},
@@ -181,12 +181,12 @@ def test_methods_by_settings_by_seeds():
         ({"metrics": ["global.bytes_up"]}, "unknown metric 'global.bytes_up' in metrics of s.yaml"),
         (
             {"methods": [{"name": "qffl", "grid": {"q": 1}}]},
-            "s.yaml: grid of method 'qffl' must hold hyper-parameters with lists of values, got "
+            "s.yaml: grid of method 'qffl' must have hyper-parameters with lists of values, got "
             "{'q': 1}",
         ),
         (
             {"methods": [{"name": "qffl", "grid": {"q": [1, 2, 1]}}]},
-            "s.yaml: grid of method 'qffl' holds q=1 twice",
+            "s.yaml: grid of method 'qffl' has q=1 twice",
         ),
         (
             {"methods": [{"name": "fedavg", "grid": {"aggregation": [{"name": "a/b", "q": 1}]}}]},
@@ -928,7 +928,7 @@ def test_one_value_is_a_grid_too():
 )
 def test_tuning_needs_validation_data(changes, options, place):
     mapping = {**GRIDS, **changes}
-    message = f"needs validation data; data.splits of {place} gives none, got [0.8, 0.0, 0.2]"
+    message = f"needs validation data; data.splits of {place} has none, got [0.8, 0.0, 0.2]"
     with pytest.raises(InputError, match=f"^tuning {re.escape(message)}$"):
         study_from(mapping, "s.yaml", tune=True, **options)
     with pytest.raises(InputError, match=f"^s.yaml: split: val {re.escape(message)}$"):
@@ -1055,9 +1055,7 @@ def test_the_first_method_is_the_measure_even_without_the_metric():
     assert results_of(study, first, fair, good).chosen("base") == {"ditto": {"lam": 2}}
     lost = results_of(study, None, fair, good)
     assert lost.chosen("base") == {"ditto": {"lam": 0.5}}
-    assert (
-        "base: chosen whatever the mean, because fedavg has none to compare with" in lost.warnings
-    )
+    assert "base: chosen without the tolerance, because fedavg has no mean" in lost.warnings
 
 
 def test_where_nothing_can_be_chosen_the_results_say_why():
@@ -1264,7 +1262,7 @@ def test_mistakes_in_what_is_left_out(changes, message):
         ),
         (
             {"methods": [{"name": "fedavg", "set": {"seed": 3}}]},
-            "set of method 'fedavg' of s.yaml: seed has no meaning there",
+            "set of method 'fedavg' of s.yaml: seed is not valid there",
         ),
         (
             {"methods": [{"name": "fedavg", "set": {"training.epoch": 3}}]},
@@ -1649,7 +1647,7 @@ def test_compare_ends_with_1_when_nothing_could_be_chosen(tmp_path, monkeypatch,
     code, stdout, stderr = compare(monkeypatch, capsys, "t.yaml", "--tune", "--out", "none")
     assert (code, stdout) == (2, "")
     assert stderr.startswith(
-        "error: tuning needs validation data; data.splits of tuning of t.yaml, set gives none"
+        "error: tuning needs validation data; data.splits of tuning of t.yaml, set has none"
     )
     assert not Path("none").exists()
 
@@ -1661,7 +1659,7 @@ def test_compare_ends_with_1_when_a_summary_is_damaged(tmp_path, monkeypatch, ca
     Path("runs/s/base/fedavg/seed0/summary.json").write_text("{")
     code, stdout, stderr = compare(monkeypatch, capsys, "s.yaml")
     assert code == 1
-    said = "runs/s/base/fedavg/seed0/summary.json is not what the run wrote"
+    said = "runs/s/base/fedavg/seed0/summary.json differs from what the run wrote"
     assert f"failed: base/fedavg/seed0: {said}" in stdout
     assert stderr.splitlines()[0].startswith(f"[1/2] base/fedavg/seed0: failed: {said}")
     assert stderr.splitlines()[1:] == ["[2/2] base/fedavg/seed1: already there"]

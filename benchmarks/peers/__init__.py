@@ -1,1 +1,1 @@
-"""One script per peer: each runs a job its own way and reports in the same words."""
+"""One script per peer. Each runs a job and reports in the same format."""

@@ -1,6 +1,6 @@
-"""A bare PyTorch loop: one model, one optimizer, clients one after another.
+"""A plain PyTorch loop: one model, one optimizer, one client after another.
 
-The referee of exactness.
+The results of other peers are compared with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
         tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()
     ]
     shared = [tensor.detach().clone() for tensor in local]
-    # Plain SGD has no state, so one optimizer serves every client.
+    # Plain SGD has no state, so one optimizer is used for all clients.
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr)
     for round_ in range(stage.warmup + stage.rounds):
         cohort = job.cohort_of(round_)

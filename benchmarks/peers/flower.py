@@ -31,7 +31,7 @@ logging.getLogger("flwr").setLevel(logging.WARNING)
 
 
 class FedAvgInTurn(FedAvg):
-    """Flower's FedAvg with the job's cohorts in place of random ones, and with the clock told when a round ends."""
+    """Flower's FedAvg with the job's cohorts, and a call after each round."""
 
     def __init__(self, work: Work, stage: Pass, round_done: Callable[[], None]) -> None:
         super().__init__(fraction_evaluate=0.0)
@@ -56,7 +56,7 @@ class FedAvgInTurn(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average as Flower does, after making sure that every client answered."""
+        """Average as Flower does, after checking that every client answered."""
         received = list(replies)
         failed = [message.error.reason for message in received if message.has_error()]
         if failed or len(received) != self._work.job.cohort:

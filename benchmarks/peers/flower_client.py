@@ -1,4 +1,4 @@
-"""What a Flower client does, in a module of its own so that Ray's worker processes can import it."""
+"""The Flower client, in a separate module that Ray's worker processes can import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = ClientApp()
 
 @lru_cache(maxsize=1)
 def prepared(directory: str, stage_name: str) -> tuple[Job, Pass, nn.Module, tuple[Tensor, Tensor]]:
-    """Load model and data once per worker process rather than for every message."""
+    """Load model and data once per worker process and not for every message."""
     torch.set_num_threads(THREADS_PER_ACTOR)
     job = Job.read(Path(directory))
     stage: Pass = getattr(job, stage_name)
@@ -30,7 +30,7 @@ def prepared(directory: str, stage_name: str) -> tuple[Job, Pass, nn.Module, tup
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train the global model on the client the message names, and send the result back."""
+    """Train the global model on the client in the message, and send back the result."""
     config = message.content["config"]
     job, stage, model, (x, y) = prepared(config["job"], config["stage"])
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())

@@ -1,4 +1,4 @@
-"""pfl-research (PyPI ``pfl``): its own FederatedAveraging, simulated backend and in-memory datasets."""
+"""pfl-research (PyPI ``pfl``): its FederatedAveraging, simulated backend and in-memory datasets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.protocol import Pass, Work, run_peer
 
 
 class WithLoss(nn.Module):
-    """The model with the two methods pfl asks of a PyTorch module."""
+    """The model with the two methods that pfl requires of a PyTorch module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(self.model(x), y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Weighted]:
-        """Return next to nothing: pfl always evaluates its first round, and evaluation is no part of the job."""
+        """Return a trivial metric. pfl always evaluates its first round, but the job does not."""
         return {"samples": Weighted(len(y), 1)}
 
 
 class RoundDone(TrainingProcessCallback):
-    """Tells the clock that a round has ended."""
+    """Call the clock at the end of each round."""
 
     def __init__(self, round_done: Callable[[], None]) -> None:
         self._round_done = round_done
@@ -46,18 +46,18 @@ class RoundDone(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Mark the end of the round, and let training go on."""
+        """Mark the end of the round, and continue training."""
         self._round_done()
         return False, Metrics()
 
 
 def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
-    """Train as ``benchmarks.protocol.Train`` asks; pfl takes in-memory samples in their stored order in every pass."""
+    """Train as ``benchmarks.protocol.Train`` asks. pfl always uses the stored order of samples."""
     os.environ["PFL_PYTORCH_DEVICE"] = str(work.device)
     job = work.job
     x, y = work.data()
     module = WithLoss(work.model(stage))
-    # Visiting users in turn is pfl's own sampler, and gives exactly the cohorts of
+    # pfl's own sampler visits users in order, which gives exactly the cohorts of
     # ``job.cohort_of``.
     users = {client: (x[client], y[client]) for client in range(job.clients)}
     dataset = FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users)))

@@ -1,4 +1,4 @@
-"""One client's local training written in plain PyTorch, for the peers that leave it to their user."""
+"""One client's local training in plain PyTorch, for the peers that do not provide it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.protocol import Job, Pass
 
 
 def sample_orders(job: Job, stage: Pass, count: int, device: torch.device) -> Tensor | None:
-    """Draw the order of samples for ``count`` clients and every epoch at once; ``None`` keeps the stored order."""
+    """Draw the order of samples for ``count`` clients and all epochs; ``None`` for stored order."""
     if not stage.shuffle:
         return None
     return torch.rand(count, job.epochs, job.samples, device=device).argsort(dim=-1)
@@ -23,7 +23,7 @@ def train_client(
     y: Tensor,
     order: Tensor | None,
 ) -> None:
-    """Train the model in place on one client's samples; row ``e`` of ``order`` is the order of epoch ``e``."""
+    """Train the model in place on one client's samples; ``order`` has one row per epoch."""
     for epoch in range(job.epochs):
         epoch_x, epoch_y = (x, y) if order is None else (x[order[epoch]], y[order[epoch]])
         for batch_x, batch_y in zip(

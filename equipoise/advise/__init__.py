@@ -1,11 +1,11 @@
-"""Advice: what a federation is like, which family of methods fits, and a short comparison that checks it.
+"""Advice: measurements of a federation, the family of methods that fits, and a trial.
 
 Examples
 --------
 >>> from equipoise import Training
 >>> from equipoise.data import load
->>> measured = measure(load("digits", partition={"name": "dirichlet", "clients": 20, "beta": 0.1}), Training())
->>> advice = recommend(measured)
+>>> partition = {"name": "dirichlet", "clients": 20, "beta": 0.1}
+>>> advice = recommend(measure(load("digits", partition=partition), Training()))
 >>> FAMILIES[advice.family].title
 'a personal model for each client'
 """

@@ -10,7 +10,7 @@ from equipoise.advise.measure import Measured
 
 __all__ = ["FAMILIES", "Advice", "Family", "recommend"]
 
-# From these values on, a difference between clients is called clear or strong.
+# A difference between clients of at least these values is called clear or strong.
 CLEAR_LABELS, STRONG_LABELS = 0.1, 0.3
 CLEAR_FEATURES, STRONG_FEATURES = 0.05, 0.2
 CLEAR_SIZES = 5.0
@@ -26,8 +26,8 @@ class Family:
     title : str
         The idea in a few words.
     methods : tuple of mappings
-        Those that a trial compares, as in a study. ``cost`` is the time of a round as a multiple of
-        FedAvg's; it is not part of the study.
+        The methods that a trial compares, as in a study. ``cost`` is the time of a round as a
+        multiple of FedAvg's. It is not part of the study.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Family:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What the methods are called in tables."""
+        """The names of the methods in tables."""
         return tuple(str(method.get("label", method["name"])) for method in self.methods)
 
 
@@ -62,11 +62,15 @@ FAMILIES: dict[str, Family] = {
         ({"name": "ditto", "cost": 2}, {**FINE_TUNED, "cost": 1.3}),
     ),
     "fair": Family(
-        "one shared model, clients served worst weigh more", ({"name": "term", "cost": 1.1},)
+        "one shared model, with larger weights for the worst clients",
+        ({"name": "term", "cost": 1.1},),
     ),
     "alone": Family("each client alone", ({"name": "local", "cost": 1},)),
 }
-"""The families that a trial compares. The last one is a reference: if it is best, federating does not help."""
+"""The families that a trial compares.
+
+The last one is a reference: if it is best, federated training does not help.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,9 @@ class Advice:
     family : str
         A key of ``FAMILIES``.
     reasons : tuple of str
-        What the numbers say, in sentences.
+        The reasons, in sentences.
     notes : tuple of str
-        What else to consider.
+        Further notes.
 
     Examples
     --------
@@ -94,12 +98,12 @@ class Advice:
 
 
 def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
-    """Say which family of methods fits a federation.
+    """Return the family of methods that fits a federation.
 
     Parameters
     ----------
     measured : Measured
-        Its numbers.
+        The measurements.
     batchnorm : bool
         Whether the model has BatchNorm layers.
 
@@ -122,8 +126,8 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
         held = f"{measured.labels_held:.0f}" if measured.labels_held is not None else "few"
         reasons.append(
             f"Clients have different labels (skew {labels:.2f}; half of them have {held} labels or "
-            "fewer). A client is tested on labels like its own, so a model that knows them has an "
-            "advantage over one for all labels."
+            "fewer). A client is tested on the same labels, so a personal model has an advantage "
+            "over one model for all labels."
         )
     if features >= CLEAR_FEATURES:
         where = ""
@@ -136,7 +140,7 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
         )
         if batchnorm:
             notes.append(
-                "The model has BatchNorm: fedbn keeps it with the clients and suits inputs that "
+                "The model has BatchNorm: fedbn keeps it on the clients and suits inputs that "
                 "differ."
             )
     if measured.size_skew >= CLEAR_SIZES:
@@ -157,7 +161,7 @@ def recommend(measured: Measured, *, batchnorm: bool = False) -> Advice:
         family = "average"
         if not reasons:
             reasons.append(
-                "Clients differ in labels, inputs and sizes by chance only, so plain averaging "
+                "Clients differ in labels, inputs and sizes only by chance, so plain averaging "
                 "fits."
             )
     return Advice(family, tuple(reasons), tuple(notes))
@@ -168,17 +172,17 @@ def _notes(measured: Measured) -> list[str]:
     if measured.participation <= FEW_TAKE_PART:
         notes.append(
             f"Only {measured.participation:.0%} of the clients take part in a round. Results vary "
-            "with the last cohort: use evaluation.last. Methods whose clients keep something "
-            "between rounds (ditto, scaffold, feddyn) use it seldom; fine-tuning needs no memory."
+            "with the last cohort: use evaluation.last. Clients of methods with memory (ditto, "
+            "scaffold, feddyn) update it rarely; fine-tuning needs no memory."
         )
     if measured.unseen:
         notes.append(
-            f"{measured.unseen} clients are held out of training. Without data of their own they "
-            "can only use the shared model, so look at its results for unseen clients too."
+            f"{measured.unseen} clients are held out of training. Without training data they can "
+            "use only the shared model, so compare its results for unseen clients, too."
         )
     if measured.groups > 1 and (measured.between_groups or 0) > 0.5:
         notes.append(
-            "Groups differ: compare their means, and see gifair or term with tilts: groups if one "
+            "Groups differ: compare their means, and try gifair or term with tilts: groups if one "
             "is left behind."
         )
     return notes

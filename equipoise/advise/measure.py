@@ -1,4 +1,4 @@
-"""What a federation is like: sizes, labels, features, groups and participation, in numbers."""
+"""Measurements of a federation: sizes, labels, features, groups and participation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Measured", "measure"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# So many samples are looked at, so many numbers of each, and so often labels are shuffled.
+# The largest numbers of samples and of features of a sample, and the number of shuffles of labels.
 MOST_SAMPLES = 20_000
 MOST_FEATURES = 256
 SHUFFLES = 20
@@ -26,26 +26,27 @@ SHUFFLES = 20
 
 @dataclass(frozen=True)
 class Measured:
-    """Numbers that describe the clients that train, from their training data.
+    """Measurements of the clients that train, from their training data.
 
     Attributes
     ----------
     clients, groups, unseen : int
-        How many clients train, in how many groups, and how many are held out.
+        The numbers of clients that train, of their groups, and of unseen clients.
     samples, smallest, median, largest : float
         Training samples of all clients, and of the smallest, the median and the largest one.
     label_skew : float or None
-        0 if clients have the labels that a random division would give them, 1 if each of them has a
-        single one of very many. The distance between the label frequencies of a client and those of
-        all clients (half of the sum of absolute differences), averaged over clients; rescaled so
-        that 0 is what shuffled labels give. None without labels.
+        The distance between the label frequencies of a client and those of all clients (half of the
+        sum of absolute differences), averaged over clients. It is rescaled so that it is 0 for
+        shuffled labels, and close to 1 if each client has a single one of many labels. None without
+        labels.
     labels_held : float or None
-        How many labels a client has, as the median over clients.
+        The median number of labels of a client.
     feature_shift : float or None
-        How much of the variance of inputs within a label lies between clients, from 0 to 1;
-        rescaled so that 0 is what shuffled clients give. None for inputs that are not numbers.
+        The share of the variance of inputs within a label that is between clients, from 0 to 1. It
+        is rescaled so that it is 0 for shuffled clients. None for inputs that are not numbers.
     between_groups : float or None
-        The share of that which lies between groups. None with one group or without a shift.
+        The share of the feature shift that is between groups. None with one group or without a
+        shift.
     participation : float
         The share of clients that takes part in a round.
 
@@ -72,11 +73,11 @@ class Measured:
 
     @property
     def size_skew(self) -> float:
-        """The largest client's number of samples as a multiple of the median one's."""
+        """The number of samples of the largest client as a multiple of the median."""
         return self.largest / max(self.median, 1.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all numbers by name, ready for JSON."""
+        """Return all numbers by name, for JSON."""
         return {**asdict(self), "size_skew": self.size_skew}
 
 
@@ -86,11 +87,11 @@ def measure(federation: Federation, training: Training, *, seed: int = 0) -> Mea
     Parameters
     ----------
     federation : Federation
-        The data. Only training samples of clients that train are looked at, 20,000 at most.
+        The data. Only training samples of clients that train are used, 20,000 at most.
     training : Training
-        Says how many clients take part in a round.
+        The training settings, for the number of clients that take part in a round.
     seed : int
-        Of the draws of samples, projections and shuffles.
+        Seed of the draws of samples, projections and shuffles.
 
     Returns
     -------
@@ -121,7 +122,7 @@ def measure(federation: Federation, training: Training, *, seed: int = 0) -> Mea
     x = _features(federation.x, positions, random)
     shift: tuple[float | None, float | None] = (None, None)
     if x is not None:
-        # Without labels, all samples are of one kind.
+        # Without labels, all samples count as one label.
         kinds = np.zeros(len(owners), np.int64) if labels is None else labels
         shift = _feature_shift(x, kinds, owners, federation.groups[seen], random)
     return Measured(
@@ -141,7 +142,7 @@ def measure(federation: Federation, training: Training, *, seed: int = 0) -> Mea
 
 
 def _label_skew(labels: Ints, owners: Ints, random: np.random.Generator) -> tuple[float, float]:
-    """Return the rescaled distance of label frequencies, and the median number of labels that a client has."""
+    """Return the rescaled distance of label frequencies, and the median number of labels."""
     _, coded = np.unique(labels, return_inverse=True)
     clients, classes = int(owners.max()) + 1, int(coded.max()) + 1
 
@@ -162,12 +163,12 @@ def _label_skew(labels: Ints, owners: Ints, random: np.random.Generator) -> tupl
 def _features(
     x: torch.Tensor | Samples, positions: Ints, random: np.random.Generator
 ) -> Floats | None:
-    """Return the samples as rows of at most ``MOST_FEATURES`` numbers; None if they are not numbers to compare."""
+    """Return the samples as rows of at most ``MOST_FEATURES`` numbers; None for other data."""
     if not torch.is_floating_point(x[positions[:1]]):
         return None
     rows: Floats = x[positions].flatten(1).double().numpy()
     if rows.shape[1] > MOST_FEATURES:
-        # A random projection keeps shares of variance, up to chance.
+        # A random projection approximately preserves shares of variance.
         rows = rows @ random.normal(size=(rows.shape[1], MOST_FEATURES)) / np.sqrt(MOST_FEATURES)
     return rows
 
@@ -175,7 +176,7 @@ def _features(
 def _feature_shift(
     x: Floats, labels: Ints, owners: Ints, groups: Ints, random: np.random.Generator
 ) -> tuple[float | None, float | None]:
-    """Return the share of the variance within labels that is between clients, and how much of it between groups."""
+    """Return the share of variance within labels between clients, and its part between groups."""
     residuals = x - _means(x, np.unique(labels, return_inverse=True)[1])
     total = float(np.square(residuals).sum())
     if total == 0:
@@ -184,7 +185,7 @@ def _feature_shift(
     edges = np.flatnonzero(np.diff(labels[order])) + 1
 
     def shuffled(of: Ints) -> Ints:
-        """Shuffle among the samples of each label, so that different labels are no shift."""
+        """Shuffle the samples of each label, so that different labels do not count as a shift."""
         mixed = of.copy()
         for same in np.split(order, edges):
             mixed[same] = of[random.permutation(same)]
@@ -204,7 +205,7 @@ def _feature_shift(
 
 
 def _means(rows: Floats, kinds: Ints) -> Floats:
-    """Return for each row the mean over the rows of its kind."""
+    """Return for each row the mean over the rows of the same kind."""
     sums = np.zeros((int(kinds.max()) + 1, rows.shape[1]))
     np.add.at(sums, kinds, rows)
     counts = np.bincount(kinds, minlength=len(sums)).clip(1)

@@ -1,4 +1,4 @@
-"""A short comparison on the user's own data that supports or contradicts an advice."""
+"""A short comparison on the user's own data that supports or contradicts the advice."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ __all__ = ["Trial", "Verdict", "plan_trial"]
 # A trial has a third of the rounds, within these bounds.
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 100
 LEAST_CLIENTS = 5
-# A difference is called clear from so many of its standard errors on.
+# A difference of at least this number of standard errors is called clear.
 CLEAR = 2.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial says about an advice.
+    """The result of a trial.
 
     Attributes
     ----------
     supported : bool
-        Whether no method of another family is clearly better than the best one of the family.
+        Whether the trial supports the advice: no method of another family is clearly better than
+        the best one of the advised family.
     pick : str
-        The method to use: the one with the best value, whatever the advice.
+        The method to use: the one with the best value of all families.
     family : str
         The family of the pick.
     advised : str
-        The best method of the family that was advised.
+        The best method of the advised family.
     difference, standard_error : float
-        By how much the pick is better than that on average over clients, and the standard error.
+        The mean difference over clients between the pick and ``advised``, and its standard error.
 
     Examples
     --------
@@ -65,13 +66,13 @@ class Trial:
     Attributes
     ----------
     study : Study
-        What is run.
+        The study.
     rounds : int
         Rounds of each run.
     by : str
-        The metric that decides.
+        The metric for the choice.
     seconds : float
-        How long all runs will take one after the other, estimated from rounds of FedAvg.
+        The time of all runs one after the other, estimated from rounds of FedAvg.
 
     Examples
     --------
@@ -106,9 +107,9 @@ class Trial:
         advice : Advice
             The advice.
         results : Results
-            What the study has given.
+            The results of the study.
         directory : Path
-            Where its runs are.
+            The directory of its runs.
 
         Returns
         -------
@@ -118,7 +119,7 @@ class Trial:
         Raises
         ------
         InputError
-            If all runs of the family or of all others have failed.
+            If all runs of the advised family or of all others have failed.
         """
         values = {label: results.values("base", label, self.by) for label in self.study.methods}
         means = {label: float(np.mean(list(own.values()))) for label, own in values.items() if own}
@@ -143,7 +144,7 @@ class Trial:
         )
 
     def _standard_error(self, results: Results, directory: Path, one: str, other: str) -> float:
-        """Return the standard error of the difference: over clients, or over seeds if there are few clients."""
+        """Return the standard error of the difference, over clients or, for few clients, seeds."""
         by_client = [self._by_client(results, directory, label) for label in (one, other)]
         common = sorted(by_client[0].keys() & by_client[1].keys())
         if len(common) >= LEAST_CLIENTS:
@@ -195,17 +196,17 @@ def plan_trial(
     Parameters
     ----------
     experiment : Experiment
-        The data, model and training; its method does not matter.
+        The data, model and training. Its method is not used.
     federation : Federation
-        Its data, loaded.
+        Its data.
     rounds : int, optional
         Rounds of each run; by default a third of those of the experiment, from 10 to 100.
     seeds : int
-        How many seeds, from that of the experiment on. ``data.seed`` stays the same.
+        The number of seeds, starting with that of the experiment. ``data.seed`` stays the same.
     by : str
-        The metric that decides, as in a study.
+        The metric for the choice, as in a study.
     seconds_a_round : float, optional
-        How long a round of FedAvg takes; by default it is measured.
+        The time of a round of FedAvg; by default it is measured.
 
     Returns
     -------
@@ -225,7 +226,7 @@ def plan_trial(
     for key in ("method", "seed"):
         base.pop(key, None)
     base["training"] = {**base["training"], "rounds": planned}
-    # One evaluation is enough, and nothing is resumed. The plain form has no defaults of these.
+    # One evaluation is enough, and runs are not resumed. The plain form has no defaults for these.
     base["evaluation"] = {
         **base["evaluation"],
         "every": planned,
@@ -252,7 +253,7 @@ def plan_trial(
 
 
 def _seconds(experiment: Experiment, federation: Federation) -> float:
-    """Measure a round of FedAvg; the first one, which warms up, does not count."""
+    """Measure a round of FedAvg, without the first one, which is a warm-up."""
     training = replace(experiment.training, rounds=2)
     ends: list[float] = []
     train(

@@ -1,6 +1,6 @@
 """The command line.
 
-Nothing heavy is imported before a command needs it, so that help is instant.
+Slow modules are imported only when a command needs them, so that help is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUNS = Path("runs")
 
 app = typer.Typer(
     name="equipoise",
-    help="Federated learning that works for every client, and always shows who is left behind.",
+    help="Federated learning that works for every client, and shows which clients are left behind.",
     epilog="Example: equipoise run --method fedavg --data digits --rounds 20",
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +57,7 @@ Import = Annotated[
     typer.Option(
         "--import",
         metavar="FILE",
-        help="Python file or module of your own that registers methods, models, data, tasks or metrics.",
+        help="Your Python file or module that registers methods, models, data, tasks or metrics.",
     ),
 ]
 
@@ -85,25 +85,26 @@ def _app(
 
 
 @app.command(
-    epilog="Example: equipoise run --method fedprox --data digits --rounds 20 --set method.mu=0.5 --seed 1 --out runs/mine"
+    epilog="Example: equipoise run --method fedprox --data digits --rounds 20 --set method.mu=0.5 "
+    "--seed 1 --out runs/mine"
 )
 def run(
     experiment: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file, or the directory of a run to resume or, with more --rounds, to make longer; "
-            "without one, the defaults and the options below."
+            help="A YAML file, or the directory of a run to resume or, with more --rounds, to make "
+            "longer. By default the defaults and the options below are used."
         ),
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="Method; `equipoise methods` lists them.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Source of the data; digits if there is no file.")
+        str | None, typer.Option(help="Source of the data; digits without a file.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model, such as mlp or cnn2.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="How many rounds to train.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Run directory.", show_default="a new one, runs/DATA-METHOD-seedN"),
@@ -112,14 +113,14 @@ def run(
     import_: Import = None,
     device: Device = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the directory.")
+        bool, typer.Option("--resume", help="Resume the run in the directory.")
     ] = False,
     trust: Trust = False,
     no_report: NoReport = False,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train one experiment and show who is left behind."""
+    """Run one experiment, and show which clients are left behind."""
     with _errors(debug):
         flags = {
             "imports": ("--import", import_ or None),
@@ -133,8 +134,7 @@ def run(
         if experiment and experiment.is_dir():
             if out is not None and out != experiment:
                 raise InputError(
-                    f"{experiment} is the directory of a run, which is resumed there; leave --out "
-                    "away"
+                    f"{experiment} is a run directory, in which the run is resumed; leave out --out"
                 )
             experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
@@ -153,8 +153,7 @@ def run(
                 f"{experiment}"
             )
         if experiment and "resolved" in content and not import_:
-            # Anybody may have put code into a run directory, while an experiment is a file of one's
-            # own.
+            # Anyone may have put code into a run directory. An experiment file is the user's own.
             import_of_run(content.get("imports", []), experiment.parent, trust=trust)
         where = "" if experiment is None else str(experiment)
         made = experiment_from(content, where, overrides, on_import=_say_import)
@@ -163,7 +162,7 @@ def run(
             check_directory(directory, "choose another with --out")
         elif not directory.exists():
             raise InputError(
-                f"--resume: {directory} does not exist, so there is no run to go on with; begin it "
+                f"--resume: {directory} does not exist, so there is no run to resume; start it "
                 "without --resume"
             )
         try:
@@ -171,7 +170,7 @@ def run(
                 finished = made.run(directory, resume=resume, on_round=on_round)
         except KeyboardInterrupt:
             trusted = " --trust" if made.imports else ""
-            raise KeyboardInterrupt(f"go on with: equipoise run {directory}{trusted}") from None
+            raise KeyboardInterrupt(f"resume with: equipoise run {directory}{trusted}") from None
         report_ = None if no_report else _report(directory)
         if json_:
             _print_json({**show.run_document(finished), "report": _name(report_)})
@@ -200,7 +199,7 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            help="A key, such as training.schedule or data; without one, those of the first level."
+            help="A key, such as training.schedule or data; by default the keys of the first level."
         ),
     ] = "",
     markdown: Annotated[
@@ -209,7 +208,10 @@ def explain(
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Explain the keys of experiments and studies: which values are valid, the default, the meaning, an example."""
+    """Explain the keys of experiments and studies.
+
+    Shows the valid values, the default, the meaning and an example.
+    """
     with _errors(debug):
         from dataclasses import asdict
 
@@ -226,8 +228,8 @@ def explain(
 
 
 @app.command(
-    epilog="Example: equipoise data digits --set partition.name=dirichlet --set partition.clients=20 "
-    "--set partition.beta=0.3 --picture digits.png"
+    epilog="Example: equipoise data digits --set partition.name=dirichlet "
+    "--set partition.clients=20 --set partition.beta=0.3 --picture digits.png"
 )
 def data(
     name: Annotated[str, typer.Argument(help="Source of the data, such as digits.")],
@@ -257,14 +259,14 @@ def data(
     download: Annotated[
         bool,
         typer.Option(
-            "--download", help="Get the files of mnist, emnist or cifar if they are not there."
+            "--download", help="Download the files of mnist, emnist or cifar if they are missing."
         ),
     ] = False,
     import_: Import = None,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a federation: who holds how much of what."""
+    """Show a federation: its clients, groups, samples and labels."""
     with _errors(debug):
         from equipoise.cli import show
         from equipoise.config import Override, experiment_from
@@ -275,7 +277,7 @@ def data(
         overrides += [Override.parse(text, below="data") for text in set_ or ()]
         overrides += [Override("data.download", True, "--download")] if download else []
         made = experiment_from({}, "", overrides)
-        # A script that wants only the numbers gets only the numbers.
+        # With --json nothing is drawn unless a picture is requested.
         where = picture or (None if json_ else RUNS / f"{name}{'-index' if index else ''}.png")
         if where:
             check_file(where, "choose another with --picture")
@@ -321,24 +323,24 @@ def compare(
         str,
         typer.Option(
             metavar="N|auto",
-            help="How many runs at a time; auto: as many as fill the cores or the GPU.",
+            help="Number of runs at a time; auto: chosen to fill the cores or the GPU.",
         ),
     ] = "1",
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Try the grids of its methods on validation data, and choose."),
+        typer.Option("--tune", help="Choose values of its grids on validation data."),
     ] = False,
     chosen: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="What tuning has chosen: chosen.yaml, or its directory.",
+            help="The choices of tuning: chosen.yaml, or its directory.",
             show_default="chosen.yaml in OUT-tuning or OUT",
         ),
     ] = None,
     untuned: Annotated[
         bool,
-        typer.Option("--untuned", help="Run the values of the file, whatever tuning has chosen."),
+        typer.Option("--untuned", help="Use the values of the file, not those of tuning."),
     ] = False,
     setting: Annotated[
         list[str] | None,
@@ -361,15 +363,15 @@ def compare(
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Run methods by settings by seeds, and show the tables.
+    """Run all methods, settings and seeds of a study, and show the tables.
 
     Finished runs are not repeated, interrupted ones are resumed. Every cell is the mean ± the
-    sample standard deviation over seeds. The best value is bold, the second underlined. From five
-    seeds on, † marks values that are worse than the best (paired t-test, corrected). If
-    data.leave_out is a list, each of its groups is left out once, and tables of the mean over
-    groups and of paired differences from the baseline follow. After --tune, the same command
-    without it runs what was chosen. To try a study in small: --setting, --method, --seed and, with
-    an --out of its own, --set.
+    sample standard deviation over seeds. The best value is bold, the second underlined. With five
+    seeds or more, † marks values that are significantly worse than the best (paired t-test,
+    corrected). If data.leave_out is a list, each of its groups is left out once, and tables of the
+    mean over groups and of paired differences from the baseline follow. After --tune, the same
+    command without it uses the chosen values. To try a part of a study, use --setting, --method,
+    --seed and, with another --out, --set.
     """
     with _errors(debug):
         from equipoise.cli import show
@@ -413,7 +415,7 @@ def compare(
                 reuse = choice.parent if choice and choice.is_file() else choice
                 results = planned.run(directory, jobs=at_a_time, watch=watch, reuse=reuse)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("the same command goes on where this one stopped") from None
+            raise KeyboardInterrupt("the same command resumes the study") from None
         report_ = _report(directory) if results.summaries and not no_report else None
         try:
             if json_:
@@ -425,7 +427,7 @@ def compare(
                 if report_:
                     show.report(report_)
         finally:
-            # Also when whoever read the tables, such as `head`, has left.
+            # Also if the program that reads the tables, such as `head`, has ended.
             if markdown:
                 _write(markdown, results.markdown())
             if latex:
@@ -457,8 +459,8 @@ def report(
 ) -> None:
     """Write one HTML file about a run, several runs or a study.
 
-    It is made from the files of the runs alone, so runs of earlier releases and unfinished ones can
-    be reported too. Several runs are compared side by side.
+    It is made only from the files of runs, so it also works for runs of earlier releases and
+    unfinished runs. Several runs are compared side by side.
     """
     with _errors(debug):
         if out:
@@ -494,10 +496,10 @@ def advise(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the trial.")] = 2,
     by: Annotated[
-        str, typer.Option(help="The metric that decides, such as mean or worst10.")
+        str, typer.Option(help="The metric for the choice, such as mean or worst10.")
     ] = "mean",
     no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Measure and advise only; train nothing.")
+        bool, typer.Option("--no-trial", help="Only measure and advise, without training.")
     ] = False,
     jobs: Annotated[str, typer.Option(metavar="N|auto", help="Runs of the trial at a time.")] = "1",
     out: Annotated[
@@ -507,11 +509,11 @@ def advise(
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say which family of methods fits a federation, and try it.
+    """Recommend a family of methods for a federation, and try it.
 
-    Measures how clients differ in labels, inputs and sizes and how many take part, says which
-    methods fit and why, and compares one or two methods of each family on validation data. What the
-    comparison costs is said before it starts.
+    Measures how clients differ in labels, inputs and sizes, and how many take part. Explains which
+    methods fit and why, and compares one or two methods of each family on validation data. The
+    cost of the comparison is shown before it starts.
     """
     with _errors(debug):
         at_a_time = _jobs(jobs)
@@ -540,22 +542,22 @@ def advise(
 
 
 def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) -> Path | None:
-    """Find what tuning has chosen for the study whose runs are in a directory."""
+    """Return the file of the choices of tuning for the study with runs in a directory."""
     from equipoise.study.choice import CHOSEN, tuning_directory
 
     if chosen and (tune or untuned):
         raise InputError(
-            f"--chosen has no meaning together with {'--tune' if tune else '--untuned'}"
+            f"--chosen cannot be used together with {'--tune' if tune else '--untuned'}"
         )
     if tune or untuned:
         return None
-    # The second is what this study was run with before.
+    # The second has the choices with which this study ran before.
     usual = (folder / CHOSEN for folder in (tuning_directory(directory), directory))
     return chosen or next((path for path in usual if path.exists()), None)
 
 
 def _report(directory: Path) -> Path | None:
-    """Write the report of a finished run or study; if that fails, say so: the results are there all the same."""
+    """Write the report of a finished run or study. If this fails, only print the reason."""
     from equipoise.report import write_report
 
     try:
@@ -582,7 +584,7 @@ def _overrides(flags: dict[str, tuple[str, Any]], assignments: list[str] | None)
 
 
 def _leaning(content: dict[str, Any]) -> int:
-    """Say how many more of a file's keys are a study's than an experiment's."""
+    """Return the number of a study's keys in a file minus that of an experiment's."""
     from equipoise.config import SECTIONS
     from equipoise.study.reading import KEYS
 
@@ -590,7 +592,7 @@ def _leaning(content: dict[str, Any]) -> int:
 
 
 def _jobs(given: str) -> int | None:
-    """Read how many runs there are at a time; None for as many as fill the machine."""
+    """Parse the number of runs at a time; None for ``auto``."""
     if given == "auto":
         return None
     if not given.isdecimal() or int(given) < 1:
@@ -599,16 +601,16 @@ def _jobs(given: str) -> int | None:
 
 
 def _directory_of(experiment: Path | None) -> Path:
-    """Find the run to resume when no directory is named: the one whose own configuration was given."""
+    """Return the run directory to resume without --out: that of the given configuration."""
     if experiment is None or experiment.name != "config.yaml":
         raise InputError(
-            "--resume needs the run to go on with: --out DIR, or DIR/config.yaml as the experiment"
+            "--resume needs the run to resume: --out DIR, or DIR/config.yaml as the experiment"
         )
     return experiment.parent
 
 
 def _fresh(directory: Path) -> Path:
-    """Find a directory nobody uses yet."""
+    """Return a directory that does not exist yet."""
     candidate, number = directory, 2
     while candidate.exists():
         candidate, number = directory.with_name(f"{directory.name}-{number}"), number + 1
@@ -616,7 +618,7 @@ def _fresh(directory: Path) -> Path:
 
 
 def _beside(csv: Path, what: str) -> Path:
-    """Name a file that belongs to a table, such as that of each seed's values."""
+    """Return the path of a further file of a table, such as that of each seed's values."""
     return csv.with_name(f"{csv.stem}-{what}{csv.suffix}")
 
 
@@ -658,7 +660,7 @@ def _say_import(what: str) -> None:
 
 
 def _one_line(message: str) -> str:
-    """Make a message fit for a terminal; it may repeat names and values from files."""
+    """Make a message safe for a terminal. It may contain names and values from files."""
     return printable(" ".join(message.split()), LONGEST_MESSAGE)
 
 

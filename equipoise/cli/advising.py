@@ -1,4 +1,4 @@
-"""``equipoise advise``: the numbers, the advice and the trial, in words."""
+"""Output of ``equipoise advise``: the measurements, the advice and the trial."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from equipoise.study import Results
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line."""
+    """The arguments of the command line."""
 
     data: str
     overrides: tuple[Override, ...]
@@ -48,7 +48,7 @@ class Request:
 
 
 def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
-    """Measure, advise and, unless that is not wanted, try; prints as it goes on, and returns all of it."""
+    """Measure, advise and run the trial, unless it is skipped. Print and return the results."""
     experiment, run = _experiment(request)
     federation = experiment.federation()
     measured = measure(federation, experiment.training)
@@ -99,7 +99,7 @@ def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
 
 
 def _experiment(request: Request) -> tuple[Experiment, Path | None]:
-    """Read the experiment that the data belong to, and return the run directory if it is one."""
+    """Return the experiment of the data, and the run directory if one was given."""
     path = Path(request.data)
     if (path / CONFIG).is_file():
         return experiment_from(
@@ -109,11 +109,11 @@ def _experiment(request: Request) -> tuple[Experiment, Path | None]:
         return experiment_from(read_yaml(path), str(path), request.overrides), None
     if path.is_dir():
         raise InputError(
-            f"{path} is a directory without a run; give a run directory, an experiment file or a "
+            f"{path} is a directory without a run; valid: a run directory, an experiment file or a "
             "source"
         )
     imports = [override for override in request.overrides if override.key == "imports"]
-    # The source before its settings, such as data.imbalance.
+    # The source is set before its settings, such as data.imbalance.
     others = [
         Override("data", request.data, "DATA"),
         *(o for o in request.overrides if o.key != "imports"),
@@ -129,7 +129,10 @@ def _has_batchnorm(experiment: Experiment, federation: Federation) -> bool:
 
 def _about(federation: Federation, measured: Measured) -> list[Any]:
     groups = f" in {measured.groups} groups" if measured.groups > 1 else ""
-    title = f"{federation.name}: {measured.clients} clients{groups}, {measured.samples:,} training samples"
+    title = (
+        f"{federation.name}: {measured.clients} clients{groups}, {measured.samples:,} training "
+        "samples"
+    )
     table = show._table(title, "what", "value", "in words", numbers=0)
     sizes = f"{measured.smallest:,} to {measured.largest:,}, median {measured.median:,.0f}"
     uneven = f"the largest is {measured.size_skew:.1f} times the median"
@@ -155,11 +158,11 @@ def _about(federation: Federation, measured: Measured) -> list[Any]:
 def _words(value: float | None, clear: float, strong: float) -> str:
     if value is None:
         return "not measured for this kind of data"
-    return "strong" if value >= strong else "clear" if value >= clear else "as by chance"
+    return "strong" if value >= strong else "clear" if value >= clear else "within chance"
 
 
 def _about_run(run: Path | None) -> list[str]:
-    """Say what the run has shown already."""
+    """Describe the results of the run."""
     if run is None or not (run / SUMMARY).exists():
         return []
     summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
@@ -167,13 +170,16 @@ def _about_run(run: Path | None) -> list[str]:
     part = next((part for part in parts if part), None)
     if part is None:
         return []
-    numbers = f"mean {part['mean']:.3f}, worst tenth {part['worst10']:.3f}, σ over clients {part['sigma_clients']:.3f}"
+    numbers = (
+        f"mean {part['mean']:.3f}, worst tenth {part['worst10']:.3f}, "
+        f"σ over clients {part['sigma_clients']:.3f}"
+    )
     worst = f"; group {part['worst_group_name']} is served worst ({part['worst_group']:.3f})"
     return [f"\nthe run, {summary['method']}: {numbers}{worst if len(part['groups']) > 1 else ''}"]
 
 
 def _seconds_a_round(run: Path | None) -> float | None:
-    """Read from a run how long its rounds took; None if it does not say so."""
+    """Return the seconds per round of a run; None if they are not recorded."""
     rows = list(Journal(run / "timings.jsonl").complete()) if run else []
     laps = [row.get("train", 0.0) + row.get("combine", 0.0) for row in rows]
     return sum(laps) / len(laps) if laps else None
@@ -220,9 +226,12 @@ def _judged(trial: Trial, verdict: Verdict) -> list[str]:
             f"has a better {trial.by} than {verdict.advised} {margin}."
         )
     alone = (
-        " Federating does not help here: clients are as well off alone."
+        " Federated training does not help here: local training is as good."
         if verdict.family == "alone"
         else ""
     )
-    short = " A short trial favours methods that learn fast; compare the best ones over all rounds before you decide."
+    short = (
+        " A short trial favours methods that learn fast; compare the best ones over all rounds "
+        "before you decide."
+    )
     return [f"\n{said}{alone}{short}", f"use: {verdict.pick}"]

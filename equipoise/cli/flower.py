@@ -1,4 +1,4 @@
-"""``equipoise flower``: the same methods across machines."""
+"""``equipoise flower``: runs across machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def run(context: typer.Context) -> None:
 
 @flower.command(context_settings=_PASSED_ON)
 def superlink(context: typer.Context) -> None:
-    """Start the server: Flower's `flower-superlink`, without telemetry, update check and installation of packages."""
+    """Start the server: Flower's `flower-superlink`.
+
+    It starts without telemetry, update check and installation of packages.
+    """
     _become("flower-superlink", *context.args)
 
 
@@ -81,12 +84,12 @@ def release(
 
 
 def _become(command: str, *arguments: str) -> NoReturn:
-    """Go on as one of Flower's own commands, so that signals and exit codes are its own."""
+    """Replace this process by a command of Flower, so that signals and exit codes are its own."""
     from equipoise.cli import _errors
     from equipoise.flower import QUIET, UNASKED
 
     with _errors(debug=False):
-        # Flower starts further commands by name, so they must be found where this one is.
+        # Flower starts further commands by name, so their directory must be in PATH.
         folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         found = shutil.which(command, path=folders)
         if found is None:

@@ -1,4 +1,4 @@
-"""Checks that a command can write its results, made before training starts."""
+"""Checks before training that a command can write its results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from equipoise.errors import InputError
 
 
 def check_directory(path: Path, instead: str) -> None:
-    """Refuse a directory that cannot be made or written to.
+    """Refuse a directory that cannot be created or written to.
 
     Parameters
     ----------
     path : Path
-        The directory; if it is not there yet, it is not there afterwards either.
+        The directory. It is not created.
     instead : str
-        What the error tells people to do.
+        What users can do instead, for the error.
 
     Examples
     --------
     >>> check_directory(Path("pyproject.toml/runs"), "choose another with --out")
     Traceback (most recent call last):
-    equipoise.errors.InputError: cannot make the directory pyproject.toml/runs: pyproject.toml is no directory; choose another with --out
+    equipoise.errors.InputError: cannot make the directory pyproject.toml/runs: pyproject.toml is
+    not a directory; choose another with --out
     """
     if obstacle := _obstacle(path):
         todo = "write to" if os.path.exists(path) else "make"
@@ -37,9 +38,9 @@ def check_file(path: Path, instead: str) -> None:
     Parameters
     ----------
     path : Path
-        The file; it is left as it is, there or not.
+        The file. It is neither created nor changed.
     instead : str
-        What the error tells people to do.
+        What users can do instead, for the error.
 
     Examples
     --------
@@ -50,7 +51,7 @@ def check_file(path: Path, instead: str) -> None:
     if os.path.isdir(path):
         obstacle: str | None = "it is a directory"
     elif os.path.exists(path):
-        obstacle = None if os.access(path, os.W_OK) else "it is there and may not be changed"
+        obstacle = None if os.access(path, os.W_OK) else "it exists and may not be changed"
     else:
         obstacle = _obstacle(path.parent)
     if obstacle:
@@ -58,7 +59,7 @@ def check_file(path: Path, instead: str) -> None:
 
 
 def _obstacle(directory: Path) -> str | None:
-    """Return why a directory cannot be written to, by trying to write a file."""
+    """Try to write a file to a directory, and return why this fails, if it does."""
     missing = [folder for folder in (directory, *directory.parents) if not os.path.exists(folder)]
     there = missing[-1].parent if missing else directory
     try:
@@ -69,7 +70,7 @@ def _obstacle(directory: Path) -> str | None:
         return (
             f"nothing can be made in {there} ({error.strerror})"
             if there.is_dir()
-            else f"{there} is no directory"
+            else f"{there} is not a directory"
         )
     finally:
         for folder in missing:

@@ -35,16 +35,16 @@ from equipoise.study import Job, Results
 from equipoise.study.significance import WORSE, Ranking
 from equipoise.text import LONGEST_MESSAGE, printable
 
-# Wider than any table, so that none is cut if the output is not a terminal.
+# Wider than any table, so that tables are not cut if the output is not a terminal.
 UNLIMITED = 10_000
 LEFT_BEHIND = "bold red"
 
 
 class _Console(Console):
-    """A console that writes out control characters: names of groups and clients may come from anywhere."""
+    """A console that escapes control characters, which names from files may contain."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Turn text into what is printed. New lines before it are our own."""
+        """Return text with control characters escaped, except newlines at the start."""
         begin = len(text) - len(text.lstrip("\n"))
         return super().render_str(
             text[:begin] + printable(text[begin:], LONGEST_MESSAGE), **options
@@ -52,7 +52,7 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = False) -> Console:
-    """Make a console that prints what it is given: names of methods, groups and clients may look like markup."""
+    """Return a console without markup, because names of groups and clients may look like it."""
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = UNLIMITED
@@ -60,7 +60,7 @@ def _console(*, stderr: bool = False) -> Console:
 
 
 def _bar(console: Console, *more: str) -> Bar:
-    """Make a progress bar, shown on terminals only, with further texts behind it."""
+    """Return a progress bar with further texts after it. It is shown only on terminals."""
     return Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -73,7 +73,7 @@ def _bar(console: Console, *more: str) -> Bar:
 
 
 def _table(title: str, *columns: str, numbers: int = 0, last: str | None = None) -> Table:
-    """Make a table, the last ``numbers`` columns of which hold numbers, and perhaps one of text after them."""
+    """Return a table. Its last ``numbers`` columns are numbers, before an optional text column."""
     table = Table(
         title=title,
         title_justify="left",
@@ -83,7 +83,7 @@ def _table(title: str, *columns: str, numbers: int = 0, last: str | None = None)
         pad_edge=False,
     )
     for position, column in enumerate(columns):
-        # Names are not truncated, because truncated names may look the same.
+        # Names are not truncated, because truncated names may be the same.
         table.add_column(
             column,
             justify="right" if position >= len(columns) - numbers else "left",
@@ -103,7 +103,7 @@ def _number(value: float | None) -> str:
 
 @contextmanager
 def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
-    """Show a run's rounds on the terminal, if there is one, and the scores of the latest evaluation."""
+    """Show the progress of a run and the scores of the latest evaluation on a terminal."""
     console = _console(stderr=True)
     with _bar(console, "{task.fields[scores]}") as bar:
         task = bar.add_task(name, total=None, scores="")
@@ -119,14 +119,17 @@ def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
 def _scores(progress: Progress) -> str:
     if progress.mean is None:
         return f"loss {_number(progress.train_loss)}"
-    return f"mean {_number(progress.mean)}  worst client {_number(progress.worst)}  σ {_number(progress.sigma)}"
+    return (
+        f"mean {_number(progress.mean)}  worst client {_number(progress.worst)}  "
+        f"σ {_number(progress.sigma)}"
+    )
 
 
 @contextmanager
 def runs(
     total: int, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Job, str], None]]:
-    """Say of each run of a study how it ended and how much time is left, as lines and on a terminal also as a bar."""
+    """Print how each run of a study ended and the time left, and show a bar on a terminal."""
     console = _console(stderr=True)
     columns = (
         TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[left]}")
@@ -160,12 +163,12 @@ def runs(
 
 
 def time_left(seconds: float, done: int, left: int) -> str:
-    """Say how long runs that are left will take, if they take as long as those that are done.
+    """Estimate the time of the remaining runs from that of the finished runs.
 
     Examples
     --------
-    >>> time_left(30.0, done=2, left=4), time_left(7200.0, done=2, left=3), time_left(1.0, done=0, left=3)
-    ('about 60 s left', 'about 3 h 0 min left', '')
+    >>> time_left(30.0, done=2, left=4), time_left(7200.0, done=2, left=3)
+    ('about 60 s left', 'about 3 h 0 min left')
     """
     if not done or not left:
         return ""
@@ -229,21 +232,25 @@ def run(run: Run) -> None:
 
 
 def _why_nothing(config: dict[str, Any]) -> str:
-    """Say why there are no results."""
+    """Return why there are no results."""
     if config["evaluation"]["every"] == 0:
         return "nothing was evaluated (evaluation.every is 0)"
-    return f"no results: no client has test or validation data (data.splits is {list(config['data']['splits'])})"
+    splits = list(config["data"]["splits"])
+    return f"no results: no client has test or validation data (data.splits is {splits})"
 
 
 def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the results by model and clients: on test data, and on validation data where seen clients have no others."""
+    """Return the results by model and clients, on test data or else on validation data.
+
+    Validation data are used for seen clients without test data.
+    """
     tested, validated = (
         {
             f"{model}, {who}": part
             for model, whose in summary.get(key, {}).items()
             for who, part in whose.items()
         }
-        for key in ("results", "validation")  # runs of earlier releases have the first only
+        for key in ("results", "validation")  # runs of earlier releases have only the first
     )
     if any(_of_seen(label) for label in tested):
         return tested
@@ -267,7 +274,7 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 
 def _further(summary: dict[str, Any]) -> Table:
-    """Show the metrics of ``evaluation.metrics``, a row for each and each model."""
+    """Show ``evaluation.metrics``, one row for each metric and model."""
     columns = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
     table = _table(
         "\nfurther metrics of each client",
@@ -289,7 +296,7 @@ def _further(summary: dict[str, Any]) -> Table:
 
 def _groups(run: Run) -> Table:
     parts, federation = _parts(run.summary), run.trainer.federation
-    # Clients end up with their personal models or the global one, not with local ones.
+    # Clients use their personal models or the global one in the end, not local ones.
     leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
     others = [part for part in parts if part != leading]
     table = _table(
@@ -316,7 +323,7 @@ def _groups(run: Run) -> Table:
 
 
 def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
-    """Show how the values of attributes of samples are treated: rates by value, then differences between values."""
+    """Show rates by value of attributes, and then differences between values."""
     parts = {
         label: part["attributes"] for label, part in _parts(summary).items() if "attributes" in part
     }
@@ -372,7 +379,7 @@ def _bytes(count: int) -> str:
 
 
 def report(path: Path, figures: Path | None = None) -> None:
-    """Say where a report is."""
+    """Print the path of a report."""
     console = _console()
     console.print(f"report: {path}", soft_wrap=True)
     if figures:
@@ -430,7 +437,10 @@ def methods() -> None:
 def draw(
     federation: Federation, path: Path, *, asked: bool, index: ClientIndex | None = None
 ) -> Path | None:
-    """Draw a federation or its index; only a picture that was asked for is missed when there is nothing to draw with."""
+    """Draw a federation or its index.
+
+    Without matplotlib, raise an error only if the picture was requested.
+    """
     try:
         return (
             draw_federation(federation, path)
@@ -448,7 +458,7 @@ def draw(
 
 
 def read_index(path: Path, federation: Federation) -> ClientIndex:
-    """Read a client index, and see that its clients are those of a federation."""
+    """Read a client index, and check that its clients are those of a federation."""
     index = ClientIndex.read(path)
     if strange := [client for client in index.ids.tolist() if not 0 <= client < federation.clients]:
         raise InputError(
@@ -461,7 +471,7 @@ def read_index(path: Path, federation: Federation) -> ClientIndex:
 def index_document(
     index: ClientIndex, federation: Federation, picture: Path | None
 ) -> dict[str, Any]:
-    """Return what ``equipoise data --index FILE --json`` prints; there is null where there are no pairs of clients."""
+    """Return what ``equipoise data --index FILE --json`` prints; null without pairs of clients."""
     groups = federation.groups[index.ids]
 
     def plain(value: Any) -> Any:
@@ -524,7 +534,7 @@ def federation_document(federation: Federation, picture: Path | None) -> dict[st
 
 
 def _group_total(federation: Federation, group: int) -> dict[str, Any]:
-    """Count the clients of a group, and the samples that they hold together."""
+    """Return the number of clients of a group, and of all their samples."""
     own = federation.groups == group
     splits = {name: federation.split(name) for name in SPLITS}
     held = {
@@ -572,7 +582,7 @@ def federation(federation: Federation, picture: Path | None) -> None:
 
 
 def _histogram(counts: list[int]) -> str:
-    """Draw counts as a row of blocks, the highest for the largest; a dot for none."""
+    """Return counts as a row of blocks of different heights; a dot for 0."""
     blocks, top = "▁▂▃▄▅▆▇█", max(counts, default=0)
     return "".join(
         "·" if not count else blocks[(count * len(blocks) - 1) // top] for count in counts
@@ -583,7 +593,7 @@ def _histogram(counts: list[int]) -> str:
 
 
 def results(results: Results, directory: Path) -> None:
-    """Show a study's tables, what failed, and where the runs are."""
+    """Show a study's tables, failed runs, and the directory of the runs."""
     console = _console()
     for setting in results.tables:
         console.print(_metrics(results, setting))
@@ -632,7 +642,7 @@ def _metrics(results: Results, setting: str) -> Table:
 
 
 def _ranked(cell: str, ranking: Ranking, label: str) -> Text:
-    """Mark a cell; without colours and styles only what is worse than the best beyond chance is marked."""
+    """Mark a cell. Without styles, mark only values that are significantly worse than the best."""
     style = "bold" if label in ranking.best else "underline" if label in ranking.second else ""
     return Text(f"{cell} {WORSE}" if label in ranking.worse else cell, style=style)
 
@@ -675,7 +685,10 @@ def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
 def _methods(
     results: Results, setting: str, metrics: Iterable[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the first columns' headers and cells: each method and, unless it is the global one, whose model is meant."""
+    """Return the headers and cells of the first columns: the method, and its model if needed.
+
+    The model is shown if it is not always the global one.
+    """
     if models := results.models(setting, metrics):
         return ["method", "model"], {
             label: [label, models[label]] for label in results.study.methods

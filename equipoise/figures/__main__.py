@@ -1,6 +1,6 @@
 """Figures from the command line: ``python -m equipoise.figures NAME RUN [RUN ...] --out FILE``.
 
-A run is a directory, or ``TITLE=DIRECTORY``; its title is that of its panel, by default the name of
+A run is a directory, or ``TITLE=DIRECTORY``. The title is that of its panel, by default the name of
 its method.
 """
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     surface.add_argument("--clients", type=int, nargs=3, help="the three clients")
     surface.add_argument("--steps", type=int, default=21, help="grid points along each axis")
     embedding = figures.add_parser("embedding", help="features of the global model by t-SNE")
-    embedding.add_argument("--by", choices=COLOURS, default=COLOURS[0], help="what colours say")
+    embedding.add_argument("--by", choices=COLOURS, default=COLOURS[0], help="what to colour by")
     embedding.add_argument("--samples", type=int, default=300, help="samples of each group")
     costs = figures.add_parser(
         "cost", help="messages, bytes and evaluations of a round, as a table"
@@ -113,7 +113,7 @@ def _titled(runs: Sequence[str]) -> dict[str, Path]:
     for run in runs:
         title, _, directory = run.rpartition("=")
         title = title or read_config(Path(directory))["method"]["name"]
-        # Two runs of one method are told apart by their directories.
+        # Two runs of one method have their directories as titles.
         titled[title if title not in titled else directory] = Path(directory)
     return titled
 

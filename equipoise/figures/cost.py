@@ -1,4 +1,4 @@
-"""What a round of a method costs: messages, bytes, evaluations and seconds (FFT-GP, section 3.5)."""
+"""The cost of a round: messages, bytes, evaluations and seconds (FFT-GP, section 3.5)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Cost:
     Attributes
     ----------
     rounds : int
-        How many rounds the run has.
+        The number of rounds of the run.
     messages : float
-        Messages to the client; each has one answer.
+        Messages to the client. Each has one answer.
     bytes_down, bytes_up : float
         Bytes of tensors and reports, to and from the client.
     evaluations : float
@@ -83,12 +83,12 @@ def cost(run: str | Path) -> Cost:
 
 
 def cost_table(costs: Mapping[str, Cost]) -> str:
-    """Write costs as a Markdown table, with bytes relative to the first row.
+    """Return costs as a Markdown table, with bytes relative to the first row.
 
     Parameters
     ----------
     costs : mapping
-        What :func:`cost` returned, by the name of the method.
+        Results of :func:`cost`, by the name of the method.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The look that all figures share."""
+"""The common style of all figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def panels(
 ) -> tuple[Any, list[Any]]:
     """Return a figure with one panel for each title, side by side."""
     if not titles:
-        raise InputError("there is nothing to draw: give at least one panel")
+        raise InputError("there is nothing to draw; at least one panel is needed")
     figure = new_figure(width * len(titles), height)
     axes = figure.subplots(1, len(titles), squeeze=False, **shared)[0]
     for panel, title in zip(axes, titles, strict=True):

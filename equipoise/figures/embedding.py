@@ -28,18 +28,18 @@ COLOURS = ("domain", "group", "label")
 
 @dataclass(frozen=True)
 class Embedding:
-    """Samples as points of the plane.
+    """Samples as points in the plane.
 
     Attributes
     ----------
     points : float array
         ``[samples, 2]``.
     features : float array
-        What the points were made from, ``[samples, z]``.
+        The features that were embedded, ``[samples, z]``.
     samples : int array
         Positions of the samples in the federation.
     groups, labels : int arrays
-        Group and label of each sample; the label is 0 where samples have no class.
+        Group and label of each sample. The label is 0 if samples have no class.
     unseen : bool array
         Whether the sample belongs to a client held out of training.
     group_names : tuple of str
@@ -66,7 +66,7 @@ def embed_features(
     device: str = "auto",
     trust: bool = False,
 ) -> Embedding:
-    """Compute the features that the global model gives to samples of all groups, and embed them by t-SNE.
+    """Compute the global model's features of samples of all groups, and embed them by t-SNE.
 
     Seen clients contribute training samples, and unseen clients test samples.
 
@@ -75,12 +75,12 @@ def embed_features(
     run : path
         The run directory.
     samples : int
-        At most so many samples of each group, drawn with ``seed``; seen and unseen clients of a
-        group are drawn apart.
+        The largest number of samples of each group, drawn with ``seed``. Samples of seen and unseen
+        clients of a group are drawn separately.
     perplexity : float
-        Of t-SNE; at most a third of the samples is used.
+        The perplexity of t-SNE, at most a third of the number of samples.
     seed : int
-        Of the draw and of t-SNE.
+        Seed of the draw and of t-SNE.
     federation, module, device, trust
         As in :func:`equipoise.figures.opened.open_run`.
 
@@ -124,7 +124,7 @@ def embed_features(
 def _drawn(
     federation: Federation, limit: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Draw samples of each group, and return their positions, their groups and whether they are of unseen clients."""
+    """Draw samples of each group. Return their positions, groups, and whether they are unseen."""
     positions, groups, unseen = [], [], []
     for group in range(len(federation.group_names)):
         for held_out, split in ((False, "train"), (True, "test")):
@@ -158,12 +158,12 @@ def draw_embeddings(
     Parameters
     ----------
     embeddings : mapping
-        What :func:`embed_features` returned, by the title of the panel.
+        Results of :func:`embed_features`, by the title of the panel.
     path : path
         Where to write the figure (.png, .svg or .pdf).
     by : {"domain", "group", "label"}
-        What colours say: training data of seen clients or test data of unseen ones, as in the
-        paper; the group; the label. In the last two, unseen samples are drawn as crosses.
+        What to colour by: ``domain``, training data of seen clients or test data of unseen ones, as
+        in the paper; the group; or the label. For the last two, unseen samples are crosses.
 
     Returns
     -------
@@ -198,7 +198,7 @@ def draw_embeddings(
 
 @dataclass(frozen=True)
 class _Kind:
-    """Points that look alike."""
+    """Points with the same style."""
 
     label: str
     hue: str
@@ -229,7 +229,7 @@ def _kinds(embedding: Embedding, by: str) -> list[_Kind]:
 
 
 def _hue(value: int, largest: int) -> str:
-    """Return a colour: of the usual ones if there are enough of them, else of a scale."""
+    """Return a colour, from the usual ones if there are enough, else from a colour map."""
     if largest < len(HUES):
         return HUES[value]
     from matplotlib import colormaps
@@ -241,7 +241,7 @@ def _hue(value: int, largest: int) -> str:
 
 
 def _frame(panel: Any) -> None:
-    """Leave a panel without numbers, which mean nothing in t-SNE, in a thin frame."""
+    """Remove the ticks of a panel, which have no meaning in t-SNE, and draw a thin frame."""
     panel.grid(visible=False)
     panel.set(xticks=[], yticks=[])
     panel.set_box_aspect(1)
@@ -259,7 +259,7 @@ def _legend(figure: Any, hues: Mapping[str, str], *, crossed: bool) -> None:
         handles.append(
             Line2D([], [], color=INK, label="unseen, test data", **{**dot, "marker": "x"})
         )
-    # As few rows as the labels need, in inches.
+    # The number of rows that the labels need, in inches.
     needed = sum(0.4 + 0.085 * len(str(handle.get_label())) for handle in handles)
     rows = math.ceil(needed / figure.get_figwidth())
     figure.legend(

@@ -21,7 +21,7 @@ from equipoise.run.files import Journal
 
 @dataclass(frozen=True)
 class GapChanges:
-    """Changes of a client's aggregation weight, and how its generalization gap changed with them.
+    """Changes of a client's aggregation weight, and of its generalization gap.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class GapChanges:
     name : str
         Its name.
     weight, gap : float arrays
-        Δa and ΔG, one pair a measurement.
+        Δa and ΔG, one pair per measurement.
     """
 
     client: int
@@ -40,14 +40,14 @@ class GapChanges:
 
     @property
     def slope(self) -> float:
-        """The slope of the least-squares line of ΔG on Δa, which is −1/K in FAA; NaN if Δa does not vary."""
+        """The least-squares slope of ΔG on Δa, −1/K in FAA; NaN if Δa does not vary."""
         if len(self.weight) < 2 or np.ptp(self.weight) == 0:
             return float("nan")
         return float(np.polyfit(self.weight, self.gap, 1)[0])
 
     @property
     def intercept(self) -> float:
-        """The value of that line at Δa = 0."""
+        """The value of the least-squares line at Δa = 0."""
         return float(self.gap.mean() - self.slope * self.weight.mean())
 
     @property
@@ -59,7 +59,9 @@ class GapChanges:
 
 
 def gap_changes(run: str | Path) -> list[GapChanges]:
-    """Read the changes that FAA measured while it trained: Δa = a′ − a and ΔG = G′ − G, one pair a client and round.
+    """Read the changes that FAA measured during training.
+
+    These are Δa = a′ − a and ΔG = G′ − G, one pair per client and round.
 
     Parameters
     ----------
@@ -69,7 +71,7 @@ def gap_changes(run: str | Path) -> list[GapChanges]:
     Returns
     -------
     list of GapChanges
-        One a client that took part and has validation data.
+        One per client that took part and has validation data.
 
     Examples
     --------
@@ -113,7 +115,7 @@ def sweep_gaps(
     device: str = "auto",
     trust: bool = False,
 ) -> list[GapChanges]:
-    """Change the weight of one client after the other, and measure its gap under the average of the local models.
+    """Change the weight of each client, and measure its gap under the average of local models.
 
     This is the measurement of the paper's figure 2. It starts from equal weights. The weight of the
     client is changed by Δa from −``reach`` to ``reach``, within [0, 1], and the other weights are
@@ -142,7 +144,8 @@ def sweep_gaps(
     >>> from equipoise import Evaluation, train
     >>> from equipoise.data import load
     >>> out = tempfile.mkdtemp() + "/run"
-    >>> _ = train(load("digits"), rounds=1, cohort=3, evaluation=Evaluation(keep_local=True), out=out)
+    >>> evaluation = Evaluation(keep_local=True)
+    >>> _ = train(load("digits"), rounds=1, cohort=3, evaluation=evaluation, out=out)
     >>> [len(changes.gap) for changes in sweep_gaps(out, steps=5)]
     [5, 5, 5]
     """
@@ -154,9 +157,7 @@ def sweep_gaps(
     clients = [c for c in opened.local.clients if opened.federation.split("val").sizes[c]]
     everyone = opened.local.clients
     if len(everyone) < 2 or not clients:
-        raise InputError(
-            f"{run}: weights can be changed only between two or more clients with validation data"
-        )
+        raise InputError(f"{run}: changing weights needs two or more clients with validation data")
     equal = 1 / len(everyone)
     changes = np.linspace(-min(reach, equal), min(reach, 1 - equal), steps)
 
@@ -178,12 +179,12 @@ def sweep_gaps(
 
 
 def draw_gap_changes(changes: Mapping[str, Sequence[GapChanges]], path: str | Path) -> Path:
-    """Draw ΔG against Δa, one panel a run, with a line, its slope and ρ for each client.
+    """Draw ΔG against Δa, one panel per run, with a line, its slope and ρ for each client.
 
     Parameters
     ----------
     changes : mapping
-        What :func:`gap_changes` or :func:`sweep_gaps` returned, by the title of the panel.
+        Results of :func:`gap_changes` or :func:`sweep_gaps`, by the title of the panel.
     path : path
         Where to write the figure (.png, .svg or .pdf).
 

@@ -1,4 +1,4 @@
-"""Run directories opened to evaluate their models again."""
+"""Loading run directories to evaluate their models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class OpenedRun:
     federation : Federation
         Its data.
     engine : StackedEngine
-        An engine on these data with the model of the run.
+        An engine with these data and the model of the run.
 
     Attributes
     ----------
     local : Models
-        The local models of the last round, which ``evaluation.keep_local`` has kept.
+        The local models of the last round, from a run with ``evaluation.keep_local``.
     shared : Tree
         The global model.
     """
@@ -83,8 +83,8 @@ class OpenedRun:
     def mixed(self, clients: Sequence[int], factors: NDArray[np.float64]) -> Tree:
         """Return Σ_k f_k w_k over the local models of some clients, for factors that sum to one.
 
-        Buffers, such as the variances of BatchNorm, are mixed with the factors clipped at 0 and
-        scaled, because a combination outside the convex hull of the models may make them negative.
+        For buffers, such as the variances of BatchNorm, factors are clipped at 0 and normalized,
+        because a combination outside the convex hull of the models may be negative.
         """
         rows = [self.local.clients.index(client) for client in clients]
         inside = np.clip(factors, 0, None)
@@ -113,20 +113,20 @@ def open_run(
     local: bool = False,
     trust: bool = False,
 ) -> OpenedRun:
-    """Open a run directory to evaluate its models.
+    """Load a run directory to evaluate its models.
 
     Parameters
     ----------
     run : path
         The run directory.
     federation : Federation, optional
-        Its data; by default those that its configuration names.
+        Its data; by default those of its configuration.
     module : nn.Module, optional
-        The model's architecture, needed only if the run was made with a module of its own.
+        The model's architecture. It is needed only if the run used a custom module.
     device : str
         ``auto``, ``cpu`` or ``cuda``.
     local : bool
-        Whether its local models are needed. Without them a run with a global model is enough.
+        Whether its local models are needed. Otherwise it needs a global model.
     trust : bool
         Whether to execute the code that the run imports; see :func:`equipoise.load`.
 
@@ -153,19 +153,19 @@ def open_run(
 
 
 def labels_of(run: str | Path, clients: Sequence[int]) -> list[str]:
-    """Return what a figure calls clients: their names, with their numbers where these are needed to tell them apart."""
+    """Return the labels of clients in figures: their names, with numbers if names are equal."""
     return distinct_labels(clients, read_names(Path(run)))
 
 
 def distinct_labels(clients: Sequence[int], names: Sequence[str] | None) -> list[str]:
-    """Return a label for each of some clients, all different.
+    """Return different labels for clients.
 
     Examples
     --------
-    >>> distinct_labels([0, 2], ["north", "south", "west"]), distinct_labels([0, 1], ["north", "north"])
-    (['north', 'west'], ['north (0)', 'north (1)'])
-    >>> distinct_labels([4], None)
-    ['client 4']
+    >>> distinct_labels([0, 2], ["north", "south", "west"]), distinct_labels([4], None)
+    (['north', 'west'], ['client 4'])
+    >>> distinct_labels([0, 1], ["north", "north"])
+    ['north (0)', 'north (1)']
     """
     called = [names[client] if names else str(client) for client in clients]
     labels = []
@@ -184,7 +184,7 @@ def _data_of(directory: Path, config: dict[str, Any]) -> Federation:
     described = config["data"]
     if described["name"] not in SOURCES:
         raise InputError(
-            f"the configuration of the run in {directory} does not say how its data were made; "
-            "pass them as federation="
+            f"the data of the run in {directory} are not in its configuration; pass them as "
+            "federation="
         )
     return load_data(**described)

@@ -32,7 +32,7 @@ class Surface:
     models : dict
         The coordinates of the local models, and those of the global model under ``global``.
     off_plane : float
-        The distance of the global model from the plane. Its place in the figure is its projection.
+        The distance of the global model from the plane. The figure shows its projection.
     """
 
     x: NDArray[np.float64]
@@ -56,9 +56,9 @@ def loss_surface(
     """Compute the loss of unseen clients over the plane through three local models.
 
     The plane is that of Garipov et al. (2018): its axes are w₂ − w₁, and the part of w₃ − w₁ that
-    is orthogonal to it. The global model of FedAvg, GA and FAA is an average of the local models.
-    So it lies in the plane if there are three of them. The loss is the mean over all test samples
-    of the unseen clients.
+    is orthogonal to it. The global model of FedAvg, GA and FAA is an average of the local models,
+    so with three clients it is in the plane. The loss is the mean over all test samples of the
+    unseen clients.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def loss_surface(
     steps : int
         Grid points along each axis.
     margin : float
-        How far the square grid extends beyond the models, as a part of their extent.
+        How far the square grid extends beyond the models, as a fraction of their extent.
     federation, module, device, trust
         As in :func:`equipoise.figures.opened.open_run`.
 
@@ -85,7 +85,8 @@ def loss_surface(
     >>> from equipoise.data import load
     >>> out = tempfile.mkdtemp() + "/run"
     >>> data = {"name": "digits", "leave_out": "textured"}
-    >>> _ = train(load(**data), data=data, rounds=1, cohort=3, evaluation=Evaluation(keep_local=True), out=out)
+    >>> evaluation = Evaluation(keep_local=True)
+    >>> _ = train(load(**data), data=data, rounds=1, cohort=3, evaluation=evaluation, out=out)
     >>> surface = loss_surface(out, steps=3)
     >>> surface.loss.shape, "global" in surface.models
     ((3, 3), True)
@@ -99,20 +100,20 @@ def loss_surface(
     unseen = np.flatnonzero(opened.federation.unseen & (opened.federation.split("test").sizes > 0))
     if not len(unseen):
         raise InputError(
-            f"{run}: no unseen client has test data; leave a group out (data.leave_out)"
+            f"{run}: no unseen client has test data; leave out a group (data.leave_out)"
         )
     plane = _Plane([_flat(opened, opened.mixed([client], np.ones(1))) for client in chosen])
     models = dict(zip(labels_of(run, chosen), plane.corners, strict=True))
     if opened.shared_round != opened.local.round:
         raise InputError(
-            f"{run}: the global model is of round {opened.shared_round} (evaluation.select), and "
-            f"the local models are of round {opened.local.round}; use evaluation.select: last"
+            f"{run}: the global model is from round {opened.shared_round} (evaluation.select), but "
+            f"the local models are from round {opened.local.round}; use evaluation.select: last"
         )
     *at, off_plane = plane.locate(_flat(opened, opened.shared))
     models["global"] = (at[0], at[1])
     corners = np.array(list(models.values()))
     low, high = corners.min(0), corners.max(0)
-    # A square, so that panels have the same shape whatever the triangle of the models.
+    # A square, so that all panels have the same shape.
     reach = (0.5 + margin) * (high - low).max()
     x, y = (np.linspace(middle - reach, middle + reach, steps) for middle in (low + high) / 2)
     sizes = opened.federation.split("test").sizes[unseen]
@@ -138,7 +139,7 @@ class _Plane:
         height = float(upright.norm())
         if height <= 1e-9 * float(other_edge.norm()) or not length:
             raise InputError(
-                "the three local models lie on a line, so they span no plane; choose other clients"
+                "the three local models are on a line and span no plane; choose other clients"
             )
         self._up = upright / height
         self.corners = [(0.0, 0.0), (length, 0.0), (along, height)]
@@ -150,7 +151,7 @@ class _Plane:
         return across, up, float((difference - across * self._across - up * self._up).norm())
 
     def factors(self, across: float, up: float) -> NDArray[np.float64]:
-        """Return the factors, summing to one, with which the three vectors give a point of the plane."""
+        """Return the factors of the three vectors for a point of the plane, which sum to one."""
         _, (length, _), (along, height) = self.corners
         third = up / height
         second = (across - third * along) / length
@@ -162,7 +163,7 @@ def _three(opened: OpenedRun, clients: Sequence[int] | None) -> list[int]:
     chosen = list(there if clients is None else clients)
     if len(set(chosen)) != 3 or not set(chosen) <= set(there):
         raise InputError(
-            f"a plane goes through the local models of three clients, got {chosen}; "
+            f"a plane needs the local models of three clients, got {chosen}; "
             f"valid: clients= three of {', '.join(map(str, there))}"
         )
     return chosen
@@ -175,18 +176,18 @@ def _flat(opened: OpenedRun, params: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def _said(name: str, surface: Surface) -> str:
-    """Say how far the global model is from the plane, if that can be seen at the scale of the figure."""
+    """Return a name with the distance from the plane, if it is visible in the figure."""
     far = surface.off_plane > 0.01 * float(np.ptp(surface.x))
     return f"{name}, {surface.off_plane:.2g} off the plane" if far else name
 
 
 def draw_surfaces(surfaces: Mapping[str, Surface], path: str | Path) -> Path:
-    """Draw surfaces side by side in one scale of colours, with the models marked.
+    """Draw surfaces side by side with a common colour scale and the models marked.
 
     Parameters
     ----------
     surfaces : mapping
-        What :func:`loss_surface` returned, by the title of the panel.
+        Results of :func:`loss_surface`, by the title of the panel.
     path : path
         Where to write the figure (.png, .svg or .pdf).
 
@@ -197,9 +198,9 @@ def draw_surfaces(surfaces: Mapping[str, Surface], path: str | Path) -> Path:
 
     Examples
     --------
-    >>> draw_surfaces({}, "figure5.jpeg")
+    >>> draw_surfaces({}, "loss.jpeg")
     Traceback (most recent call last):
-    equipoise.errors.InputError: cannot draw to 'figure5.jpeg'; its name must end in .png, .svg, .pdf
+    equipoise.errors.InputError: cannot draw to 'loss.jpeg'; its name must end in .png, .svg, .pdf
     """
     path = checked_path(path)
     figure, axes = panels(list(surfaces))

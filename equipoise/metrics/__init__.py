@@ -1,7 +1,7 @@
 """Metrics of one client: functions of all outputs and targets of one of its splits, by name.
 
-One file for each task in this directory, found automatically. :func:`register` adds metrics of
-one's own. The spread of a metric over clients is defined in :mod:`equipoise.fairness`.
+This directory has one file for each task. New files are found automatically. :func:`register` adds
+custom metrics. Spreads of a metric over clients are defined in :mod:`equipoise.fairness`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ COLUMNS = (
 )
 """The columns that every row of ``metrics.jsonl`` may have."""
 
-# Words that have a meaning in the names of a study's metrics, such as
-# ``val.global.unseen.auroc.mean``.
+# Reserved words of the names of a study's metrics, such as ``val.global.unseen.auroc.mean``.
 _WORDS = (
     "train",
     "val",
@@ -82,11 +81,11 @@ class Metric:
         first. Both are on the CPU; outputs are float64. It returns one number, or ``None`` or NaN
         if the metric is undefined for these samples.
     higher_is_better : bool
-        Whether a larger value is a better one.
+        Whether a larger value is better.
     name : str, optional
         By default that of the function.
     range : tuple of float
-        The smallest and the largest valid value. A value outside is left out, with a reason.
+        The smallest and the largest valid value. Other values are left out, with a reason.
     tasks : sequence of str, optional
         The tasks it is for; by default all.
 
@@ -94,7 +93,7 @@ class Metric:
     --------
     >>> def bias(output, y):
     ...     return (output.squeeze(1) - y).mean().abs()
-    >>> metric = Metric(function=bias, higher_is_better=False, range=(0, math.inf), tasks=["regression"])
+    >>> metric = Metric(function=bias, higher_is_better=False, range=(0, math.inf))
     >>> metric.name, metric.fault(-1.0)
     ('bias', '-1 is not in the range from 0 to inf')
     """
@@ -106,7 +105,7 @@ class Metric:
     tasks: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse names that have another meaning, and ranges without a value."""
+        """Refuse reserved names and empty ranges."""
         if not callable(self.function):
             raise InputError(
                 f"a metric must be a function of outputs and targets, got {self.function!r}"
@@ -134,11 +133,12 @@ class Metric:
             object.__setattr__(self, "tasks", listed)
 
     def fits(self, task: Task) -> bool:
-        """Say whether the metric is for a task, or for one that the task is derived from.
+        """Return whether the metric is for a task, or for one that the task is derived from.
 
         Examples
         --------
-        >>> build("auroc").fits(tasks.build("classification")), build("mae").fits(tasks.build("classification"))
+        >>> classification = tasks.build("classification")
+        >>> build("auroc").fits(classification), build("mae").fits(classification)
         (True, False)
         """
         return self.tasks is None or any(
@@ -146,7 +146,7 @@ class Metric:
         )
 
     def measured_by(self, task: Task) -> bool:
-        """Say whether the task measures it anyway, as its score.
+        """Return whether the metric is the task's score.
 
         Examples
         --------
@@ -160,7 +160,7 @@ class Metric:
         return not str(_place(self.function)[0]).startswith(f"{__name__}.")
 
     def __call__(self, output: Tensor, y: Tensor) -> float:
-        """Return the value of one client, NaN if it is undefined.
+        """Return the value of one client; NaN if it is undefined.
 
         Parameters
         ----------
@@ -170,7 +170,7 @@ class Metric:
         Returns
         -------
         float
-            The value, also if it is outside of ``range``.
+            The value, even if it is not in ``range``.
 
         Examples
         --------
@@ -183,7 +183,7 @@ class Metric:
             value = self.function(output, y.detach().cpu())
         except Exception as error:
             if not bool(torch.isfinite(output).all()):
-                # The model has diverged, which the loss shows.
+                # The model has diverged. The loss shows this.
                 return math.nan
             raise InputError(
                 f"metric {self.name!r} failed: {type(error).__name__}: {error}"
@@ -199,7 +199,7 @@ class Metric:
             ) from error
 
     def fault(self, value: float) -> str | None:
-        """Return the reason for which a value must be left out, if there is one.
+        """Return the reason why a value must be left out, if there is one.
 
         Examples
         --------
@@ -209,7 +209,7 @@ class Metric:
         if math.isnan(value):
             return "undefined"
         low, high = self.range
-        # Sums may leave the range by their rounding.
+        # Sums may be out of range because of rounding.
         slack = 1e-9 * max(1.0, *(abs(bound) for bound in self.range if math.isfinite(bound)), 0.0)
         if math.isfinite(value) and low - slack <= value <= high + slack:
             return None
@@ -223,7 +223,7 @@ def _range(given: Any, name: str) -> tuple[float, float]:
         low, high = math.nan, math.nan
     if not low < high:
         raise InputError(
-            f"range of metric {name!r} must be a smallest and a largest value, got {given!r}"
+            f"range of metric {name!r} must be the smallest and the largest value, got {given!r}"
         )
     return low, high
 
@@ -235,7 +235,7 @@ def register(
     range: tuple[float, float] = (-math.inf, math.inf),
     tasks: Sequence[str] | None = None,
 ) -> Callable[[F], F]:
-    """Register a function as a metric; a decorator.
+    """Register a function as a metric. Use it as a decorator.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def register(
     Raises
     ------
     InputError
-        If the name is taken or has another meaning.
+        If the name is taken or reserved.
 
     Examples
     --------
@@ -272,7 +272,7 @@ def register(
             tasks=tasks,
         )
         if metric._own:
-            # It must not take the name of a metric that has not been imported yet.
+            # The name must not be that of a metric that has not been imported yet.
             _discover()
         before = _METRICS.get(metric.name, metric).function
         if _place(before) != _place(function):
@@ -334,14 +334,14 @@ def build(name: str, *, where: str | None = None) -> Metric:
 
 
 def several_from(given: Any, where: str) -> tuple[Metric, ...]:
-    """Return metrics given by name or as they are, each once.
+    """Return a tuple of metrics, given by name or as objects. Duplicates are refused.
 
     Parameters
     ----------
     given : sequence of str or Metric
-        What a user asked for.
+        The metrics.
     where : str
-        What errors call it.
+        How errors name them.
 
     Returns
     -------
@@ -375,7 +375,7 @@ def _one(given: Any, where: str) -> Metric:
     if callable(given):
         called = getattr(given, "__name__", repr(given))
         raise InputError(
-            f"{where} has the function {called}, which does not say which way is better; write "
+            f"{where} has the function {called} without higher_is_better; write "
             f"Metric(function={called}, higher_is_better=...) or register it"
         )
     raise InputError(
@@ -385,22 +385,23 @@ def _one(given: Any, where: str) -> Metric:
 
 
 def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str] = ()) -> None:
-    """Refuse metrics that are not for a task, or that would replace what it measures.
+    """Refuse metrics that are for other tasks, or that have the name of one of the task's metrics.
 
     Parameters
     ----------
     metrics : iterable of Metric
-        What a user asked for.
+        The metrics.
     task : Task
         The task of the federation.
     measured : iterable of str
-        What the task is known to measure besides its score.
+        Known metrics of the task besides its score.
 
     Examples
     --------
     >>> check_metrics([build("mae")], tasks.build("classification"))
     Traceback (most recent call last):
-    equipoise.errors.InputError: evaluation.metrics: 'mae' is for regression, but the task is classification
+    equipoise.errors.InputError: evaluation.metrics: 'mae' is for regression, but the task is
+    classification
     """
     for metric in metrics:
         if not metric.fits(task):
@@ -410,8 +411,8 @@ def check_metrics(metrics: Iterable[Metric], task: Task, measured: Iterable[str]
             )
         if metric.name in (task.score, *measured) and not metric.measured_by(task):
             raise InputError(
-                f"evaluation.metrics: {metric.name!r} is what the task {task.name} measures "
-                "anyway; give the metric another name"
+                f"evaluation.metrics: {metric.name!r} is already a metric of the task {task.name}; "
+                "give the metric another name"
             )
 
 
@@ -420,7 +421,8 @@ def computed(metrics: Iterable[Metric], task: Task) -> tuple[Metric, ...]:
 
     Examples
     --------
-    >>> [metric.name for metric in computed([build("accuracy"), build("auroc")], tasks.build("classification"))]
+    >>> metrics = [build("accuracy"), build("auroc")]
+    >>> [metric.name for metric in computed(metrics, tasks.build("classification"))]
     ['auroc']
     """
     return tuple(metric for metric in metrics if not metric.measured_by(task))
@@ -432,7 +434,7 @@ def measure(metrics: Iterable[Metric], output: Tensor, y: Tensor, client: int) -
     Parameters
     ----------
     metrics : iterable of Metric
-        Which.
+        The metrics.
     output, y : Tensor
         The outputs and targets of all its samples.
     client : int
@@ -441,7 +443,7 @@ def measure(metrics: Iterable[Metric], output: Tensor, y: Tensor, client: int) -
     Returns
     -------
     dict of float
-        NaN where a metric is undefined.
+        NaN if a metric is undefined.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """Metrics of classification.
 
-Outputs are scores before the softmax; the largest one is the prediction.
+Outputs are scores before the softmax. The class with the highest score is the prediction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def accuracy(output: Tensor, y: Tensor) -> float:
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def balanced_accuracy(output: Tensor, y: Tensor) -> float:
-    """Return the mean over the classes of the targets of the share of samples that are recognized."""
+    """Return the mean recall over the classes in the targets."""
     return _of_labels("balanced_accuracy_score", output, y)
 
 
@@ -45,13 +45,19 @@ def f1_weighted(output: Tensor, y: Tensor) -> float:
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def precision_macro(output: Tensor, y: Tensor) -> float:
-    """Return the mean precision over the classes that are in the targets or predicted; 0 for one that is not predicted."""
+    """Return the mean precision over the classes that are in the targets or predicted.
+
+    It is 0 for a class that is not predicted.
+    """
     return _of_labels("precision_score", output, y, average="macro", zero_division=0.0)
 
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def recall_macro(output: Tensor, y: Tensor) -> float:
-    """Return the mean recall over the classes that are in the targets or predicted; 0 for one without a sample."""
+    """Return the mean recall over the classes that are in the targets or predicted.
+
+    It is 0 for a class without samples.
+    """
     return _of_labels("recall_score", output, y, average="macro", zero_division=0.0)
 
 
@@ -63,25 +69,28 @@ def mcc(output: Tensor, y: Tensor) -> float | None:
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def auroc(output: Tensor, y: Tensor) -> float | None:
-    """Return the area under the ROC curve: the mean over the classes of the targets, each against all others.
+    """Return the area under the ROC curve, one class against all others.
 
-    It is undefined for targets of one class.
+    It is averaged over the classes in the targets, and undefined for targets of one class.
     """
     return _one_against_all("roc_auc_score", output, y)
 
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def average_precision(output: Tensor, y: Tensor) -> float | None:
-    """Return the average precision: the mean over the classes of the targets, each against all others.
+    """Return the average precision, one class against all others.
 
-    It is undefined for targets of one class.
+    It is averaged over the classes in the targets, and undefined for targets of one class.
     """
     return _one_against_all("average_precision_score", output, y)
 
 
 @register(higher_is_better=False, range=(0, 2), tasks=_TASK)
 def brier(output: Tensor, y: Tensor) -> float:
-    """Return the Brier score: the squared error of the probabilities summed over classes, averaged over samples."""
+    """Return the Brier score.
+
+    It is the squared error of the probabilities, summed over classes and averaged over samples.
+    """
     probabilities = _probabilities(output)
     probabilities[np.arange(len(y)), y.numpy()] -= 1
     return float(np.square(probabilities).sum(1).mean())
@@ -91,8 +100,8 @@ def brier(output: Tensor, y: Tensor) -> float:
 def ece(output: Tensor, y: Tensor) -> float:
     """Return the expected calibration error with 15 bins of equal width.
 
-    A bin holds the samples whose highest probability lies in it, its upper end included. The error
-    is Σ_b n_b / n |share of right predictions in b − mean highest probability in b|.
+    A bin has the samples whose highest probability is in it, including its upper end. The error is
+    Σ_b n_b / n |accuracy in b − mean highest probability in b|.
     """
     probabilities = _probabilities(output)
     highest, right = probabilities.max(1), probabilities.argmax(1) == y.numpy()
@@ -106,15 +115,15 @@ def _probabilities(output: Tensor) -> NDArray[np.float64]:
 
 
 def _of_labels(name: str, output: Tensor, y: Tensor, **options: Any) -> float:
-    """Return a metric of scikit-learn of targets and predicted labels."""
+    """Return a metric of scikit-learn for targets and predicted labels."""
     with warnings.catch_warnings():
-        # A client may lack classes that the model predicts; what that means is documented above.
+        # scikit-learn warns of predicted classes without samples. Their values are documented.
         warnings.simplefilter("ignore")
         return float(_function(name)(y.numpy(), output.argmax(1).numpy(), **options))
 
 
 def _one_against_all(name: str, output: Tensor, y: Tensor) -> float | None:
-    """Return the mean of a metric of scikit-learn for two classes, over the classes of the targets."""
+    """Return the mean over the classes in the targets of a binary metric of scikit-learn."""
     present = y.unique().tolist()
     if len(present) < 2:
         return None
@@ -125,7 +134,7 @@ def _one_against_all(name: str, output: Tensor, y: Tensor) -> float | None:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    # Imported here, because scikit-learn takes long to import and most runs do not need it.
+    # Imported here, because scikit-learn is slow to import and most runs do not need it.
     from sklearn import metrics
 
     found: Callable[..., Any] = getattr(metrics, name)

@@ -1,4 +1,4 @@
-"""Metrics of regression; targets of a sample are averaged."""
+"""Metrics of regression, averaged over the targets of a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def rmse(output: Tensor, y: Tensor) -> float:
 
 @register(higher_is_better=True, range=(-float("inf"), 1), tasks=_TASK)
 def r2(output: Tensor, y: Tensor) -> float | None:
-    """Return the coefficient of determination R², averaged over targets; undefined if a target is the same for all samples."""
+    """Return the coefficient of determination R², averaged over targets.
+
+    It is undefined if a target is the same for all samples.
+    """
     from sklearn.metrics import r2_score
 
     wanted, found = _numbers(output, y)

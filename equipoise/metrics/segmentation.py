@@ -1,4 +1,4 @@
-"""Metrics of segmentation, of all pixels of a client's images together; class 0 is the background."""
+"""Metrics of segmentation over all pixels of a client's images. Class 0 is the background."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def pixel_accuracy(output: Tensor, y: Tensor) -> float:
 
 @register(higher_is_better=True, range=(0, 1), tasks=_TASK)
 def iou(output: Tensor, y: Tensor) -> float | None:
-    """Return the intersection over union of pixels, averaged over classes but the background.
+    """Return the intersection over union of pixels, averaged over classes without the background.
 
-    Classes that are neither in a mask nor predicted are left out; if all are, it is undefined.
+    Classes that are neither in a mask nor predicted are left out. If all are, it is undefined.
     """
     from sklearn.metrics import jaccard_score
 

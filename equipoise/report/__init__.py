@@ -1,4 +1,4 @@
-"""Reports: one HTML file about a run, several runs or a study, made from run directories alone.
+"""Reports: one HTML file about a run, several runs or a study, made only from run directories.
 
 Examples
 --------
@@ -47,16 +47,16 @@ def write_report(
     ----------
     paths : sequence of paths
         Run directories and directories of studies. Unfinished runs and those of earlier releases
-        can be reported too.
+        are valid, too.
     out : path, optional
-        Where to write the report. By default ``report.html`` in the directory, if one is given,
-        else in the current one.
+        Where to write the report. By default ``report.html`` in the directory if there is only one,
+        and otherwise in the current directory.
     figures : path, optional
         A directory for all figures as PNG, PDF and SVG. This needs Matplotlib
         (``pip install 'equipoise[report]'``).
     trust : bool
-        Whether to execute the code that runs import, where their tasks are not known without it;
-        see :func:`equipoise.load`.
+        Whether to execute the code that runs import, if their tasks are defined there; see
+        :func:`equipoise.load`.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def write_report(
     Raises
     ------
     InputError
-        If a path holds no run, or if a file cannot be written.
+        If a path has no run, or if a file cannot be written.
     RunError
         If the files of a run are damaged.
 
@@ -117,8 +117,10 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
         (record,) = records
         clients = len(record.groups)
         about = (
-            f"Seed {record.seed}. {plural(clients, 'evaluated client')} in {plural(len(record.group_names), 'group')}"
-            f"{f', {len(record.unseen)} of them unseen' if record.unseen else ''}. {one.at_round(record)}"
+            f"Seed {record.seed}. {plural(clients, 'evaluated client')} in "
+            f"{plural(len(record.group_names), 'group')}"
+            f"{f', {len(record.unseen)} of them unseen' if record.unseen else ''}. "
+            f"{one.at_round(record)}"
         )
         return f"{record.method} on {data}", about
     labels = dict.fromkeys(entry.label for entry in entries)

@@ -14,7 +14,7 @@ from equipoise.report.reading import Part, RunRecord
 if TYPE_CHECKING:
     from equipoise.report.several import Comparison
 
-_TITLE = "Attributes of samples: how their values are treated"
+_TITLE = "Attributes of samples: rates and parity by value"
 _HEADERS = {"selection_rate": "selection rate", "tpr": "TPR", "fpr": "FPR"}
 _OVER_ROUNDS = {
     "score_difference": "difference of the score",
@@ -88,7 +88,7 @@ def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
 
 
 def _withheld(found: Mapping[str, Any]) -> str:
-    """Say whose counts are missing."""
+    """Describe which counts are withheld."""
     said = [
         f"{name}: {plural(of['withheld'], 'sample')} of {plural(of['withheld_clients'], 'client')} "
         f"not counted, {of['without_targets']:,} more without score, TPR and FPR"
@@ -173,7 +173,7 @@ def _names(comparison: Comparison, who: str) -> list[str]:
 
 
 def _values(comparison: Comparison, label: str, who: str, name: str, figure: str) -> list[float]:
-    """Return a figure of the models that clients end up with, one value a seed."""
+    """Return a figure of the clients' final models, one value per seed."""
     found = []
     for record in comparison.runs[label]:
         part = record.leading(who)
@@ -184,7 +184,7 @@ def _values(comparison: Comparison, label: str, who: str, name: str, figure: str
 
 
 def _trade_off(comparison: Comparison, who: str, name: str) -> Chart | None:
-    """Return the mean over clients against the difference in demographic parity, a point for each method."""
+    """Return a chart of the mean over clients against the demographic parity difference."""
     figure = "demographic_parity_difference"
     points = {}
     for label in comparison.runs:
@@ -202,7 +202,10 @@ def _trade_off(comparison: Comparison, who: str, name: str) -> Chart | None:
         min(points, key=lambda label: points[label][0]),
         max(points, key=lambda label: points[label][1]),
     )
-    says = f"{least} has the smallest difference ({number(points[least][0])}), {best} the highest mean ({number(points[best][1])})."
+    says = (
+        f"{least} has the smallest difference ({number(points[least][0])}), {best} the highest "
+        f"mean ({number(points[best][1])})."
+    )
     score = comparison.first.score
     return Chart(
         f"attributes-{slug(name)}-{who}",

@@ -1,7 +1,7 @@
-"""Charts: what a figure shows, independent of how it is drawn.
+"""Charts: the content of figures, independent of how they are drawn.
 
-A chart is drawn twice: as SVG inside the report (:mod:`equipoise.report.svg`), whose colours follow
-those of the page, and with Matplotlib for papers (:mod:`equipoise.report.files`).
+A chart is drawn as SVG inside the report (:mod:`equipoise.report.svg`), with the colours of the
+page, and with Matplotlib for papers (:mod:`equipoise.report.files`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Series:
-    """Some points of a chart that look alike.
+    """Points of a chart with the same style.
 
     Attributes
     ----------
     label : str
-        What the legend says; empty for a series that it omits.
+        The label in the legend; empty for a series that is not in the legend.
     x, y : sequences of float
         The points.
     hue : int
-        Which colour.
+        The number of the colour.
     line : bool
         Whether the points are joined.
     dashed : bool
@@ -31,9 +31,9 @@ class Series:
     low, high : sequences of float
         A band around the line, such as its spread; empty without one.
     names : sequences of str
-        What each point is called.
+        The name of each point.
     named : bool
-        Whether names are written beside the points, and not in tooltips only.
+        Whether names are shown beside the points, and not only in tooltips.
     """
 
     label: str
@@ -59,15 +59,15 @@ class Chart:
     title : str
         What it shows, in a few words.
     says : str
-        What can be read from it, for people who do not see it.
+        A text alternative for screen readers.
     x_label, y_label : str
-        The axes.
+        The labels of the axes.
     series : list of Series
-        What is drawn.
+        The series.
     columns : sequence of str
         Names of the positions 0, 1, ... on the x axis, if they are not numbers.
     y_range : tuple of float, optional
-        What the y axis must include.
+        A range that the y axis must include.
     whole : bool
         Whether positions on the x axis are whole numbers, such as rounds.
     diagonal : bool
@@ -101,7 +101,7 @@ class Chart:
         if self.diagonal:
             both = _widened(np.concatenate([xs, y]), 0.04)
             return both, both
-        # The names of points need room.
+        # The names of points need space.
         named = any(series.named for series in self.series)
         return _widened(xs, 0.14 if named else 0.02), _widened(y, 0.14 if named else 0.06)
 
@@ -136,7 +136,7 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
 
 
 def tick_label(value: float) -> str:
-    """Write the label of a tick.
+    """Format the label of a tick.
 
     Examples
     --------

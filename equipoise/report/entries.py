@@ -1,4 +1,4 @@
-"""Which runs a report is about, and what each is called."""
+"""The runs of a report, and their labels."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Entry:
     Attributes
     ----------
     setting : str
-        The setting of its study; empty for runs that were given one by one.
+        The setting of its study; empty for runs that are not from a study.
     label : str
-        What its method is called. Runs with the same setting and label differ in their seeds.
+        The label of its method. Runs with the same setting and label differ in their seeds.
     record : RunRecord
         The run.
     """
@@ -55,7 +55,7 @@ def find_entries(
         Run directories, and directories of studies, whose runs are in
         ``<setting>/<method>/seed<k>``.
     trust : bool
-        Whether to execute the code that runs import, where their tasks are not known without it.
+        Whether to execute the code that runs import, if their tasks are defined there.
 
     Returns
     -------
@@ -68,17 +68,18 @@ def find_entries(
     Raises
     ------
     InputError
-        If a path is no such directory, or if it holds no run.
+        If a path is not such a directory, or if it has no run.
 
     Examples
     --------
     >>> find_entries(["no/such/run"])
     Traceback (most recent call last):
-    equipoise.errors.InputError: no/such/run does not exist; give a run directory or the directory of a study
+    equipoise.errors.InputError: no/such/run does not exist; valid: a run directory or the directory
+    of a study
     """
     if not paths:
         raise InputError(
-            "there is nothing to report; give a run directory or the directory of a study"
+            "there is nothing to report; valid: a run directory or the directory of a study"
         )
     single: list[RunRecord] = []
     entries: list[Entry] = []
@@ -86,10 +87,12 @@ def find_entries(
     for path in dict.fromkeys(Path(path) for path in paths):
         if not path.exists():
             raise InputError(
-                f"{path} does not exist; give a run directory or the directory of a study"
+                f"{path} does not exist; valid: a run directory or the directory of a study"
             )
         if not path.is_dir():
-            raise InputError(f"{path} is a file; give a run directory or the directory of a study")
+            raise InputError(
+                f"{path} is a file; valid: a run directory or the directory of a study"
+            )
         if is_run(path):
             single.append(read_run(path, trust=trust))
         else:
@@ -114,7 +117,7 @@ def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str
         try:
             record = read_run(run, trust=trust)
         except (InputError, RunError) as error:
-            # A study may be reported although some of its runs have just begun or are damaged.
+            # A study can be reported even if some of its runs have just started or are damaged.
             left_out[run] = str(error)
             continue
         entries.append(Entry(run.parent.parent.name, run.parent.name, record))
@@ -144,14 +147,14 @@ def _order(directory: Path) -> dict[tuple[str, str], int]:
 
 
 def _labelled(records: list[RunRecord]) -> list[Entry]:
-    """Call runs by their methods, and by what else tells them apart other than the seed."""
+    """Label runs by their methods, and by further settings if these differ."""
     compared = [_compared(record) for record in records]
     keys = dict.fromkeys(key for settings in compared for key in settings if key != "method.name")
     differing = [key for key in keys if len({repr(settings.get(key)) for settings in compared}) > 1]
     entries = []
     for record, settings in zip(records, compared, strict=True):
         mine = [other for other in compared if other["method.name"] == settings["method.name"]]
-        # Hyper-parameters tell runs of one method apart, other settings all runs.
+        # Hyper-parameters distinguish runs of one method, other settings all runs.
         told = [
             f"{key.removeprefix('method.')}={settings[key]}"
             for key in differing

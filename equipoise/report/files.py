@@ -24,9 +24,9 @@ def save_figures(charts: Iterable[Chart], directory: str | Path) -> list[Path]:
     Parameters
     ----------
     charts : iterable of Chart
-        What to draw.
+        The charts.
     directory : path
-        Where to write the files, which are called as the charts are.
+        Where to write the files. They are named after the charts.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def _drawn(chart: Chart) -> Any:
                     color=INK,
                 )
     if sum(bool(series.label) for series in chart.series) > 1:
-        # Inside the panel it might cover marks.
+        # Outside the panel, where it does not cover marks.
         figure.legend(
             loc="outside lower center",
             ncols=4,

@@ -50,7 +50,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table, with HTML and a class for its look."""
+    """A cell of a table: HTML, and a CSS class."""
 
     html: str
     look: str = ""
@@ -73,18 +73,18 @@ def table(
     Parameters
     ----------
     caption : str
-        What it shows.
+        The caption.
     header : sequence of str
         Headers of the columns.
     rows : iterable of sequences
         Plain text, or cells.
     texts : iterable of int
-        The columns other than the first that hold text rather than numbers.
+        The columns with text instead of numbers, besides the first.
 
     Returns
     -------
     str
-        HTML. A wide table scrolls on its own, also with the keyboard.
+        HTML. A wide table can be scrolled, also with the keyboard.
 
     Examples
     --------
@@ -93,7 +93,8 @@ def table(
     """
     textual = set(texts)
     head = "".join(
-        f'<th scope="col"{TEXT if position in textual or not position else ""}>{escape(name).replace("_", "_<wbr>")}</th>'
+        f'<th scope="col"{TEXT if position in textual or not position else ""}>'
+        f"{escape(name).replace('_', '_<wbr>')}</th>"
         for position, name in enumerate(header)
     )
     body = "".join(f"<tr>{_row(row, textual)}</tr>" for row in rows)
@@ -118,12 +119,12 @@ def _row(row: Sequence[str | Cell], textual: set[int]) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """Return something that is folded at first."""
+    """Return an element that is collapsed at first."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
 def number(value: float | None) -> str:
-    """Write a value of a metric.
+    """Format a value of a metric.
 
     Examples
     --------
@@ -136,7 +137,7 @@ def number(value: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """Write a number of bytes.
+    """Format a number of bytes.
 
     Examples
     --------
@@ -151,7 +152,7 @@ def size(count: float) -> str:
 
 
 def plural(count: int, what: str) -> str:
-    """Write a number of things.
+    """Format a number with a noun.
 
     Examples
     --------
@@ -162,7 +163,7 @@ def plural(count: int, what: str) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Write mean ± sample standard deviation.
+    """Format mean ± sample standard deviation.
 
     Examples
     --------
@@ -176,7 +177,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def slug(text: str) -> str:
-    """Write a label as an anchor and a file name.
+    """Convert a label to an anchor or a file name.
 
     Examples
     --------

@@ -52,7 +52,7 @@ def sections(record: RunRecord) -> list[Section]:
 
 
 def headline(record: RunRecord) -> Section:
-    """Return the results in numbers, with what they are."""
+    """Return the main results, with an explanation."""
     lead = record.leading("seen") or record.leading("unseen")
     if lead is None:
         every = record.config.get("evaluation", {}).get("every")
@@ -68,14 +68,14 @@ def headline(record: RunRecord) -> Section:
         for name, label in TILES.items()
         if part.get(name) is not None
     )
-    worst = [f"Served worst: group {part['worst_group_name']} ({number(part['worst_group'])})"]
+    worst = [f"Worst: group {part['worst_group_name']} ({number(part['worst_group'])})"]
     worst.append(f"client {worst_client(record, part)} ({number(part['worst_client'])}).")
     body = f'<dl class="tiles">{tiles}</dl>{paragraph(" and ".join(worst))}{which(record, lead)}'
     return Section("headline", "Results", body + metrics_table(record))
 
 
 def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
-    """Name the client that is served worst."""
+    """Return the name of the worst client."""
     return str(
         part.get(
             "worst_client_name", record.client_name(part["worst_client_id"]).removeprefix("client ")
@@ -84,7 +84,7 @@ def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
 
 
 def which(record: RunRecord, part: Part) -> str:
-    """Say which accuracy it is: the four questions of ``docs/metrics.md``, answered."""
+    """Return the answers to the four questions of ``docs/metrics.md``."""
     answers = {
         "Which model?": MODELS[part.model],
         "On whose data?": WHOSE[part.who].format(
@@ -114,7 +114,7 @@ WHOSE = {
 
 
 def at_round(record: RunRecord) -> str:
-    """Say at which round a run is judged."""
+    """Describe the reported round of a run."""
     summary = record.summary
     planned = record.config.get("training", {}).get("rounds", summary["rounds"])
     if "tail" in summary:
@@ -126,7 +126,10 @@ def at_round(record: RunRecord) -> str:
         )
         return f"{over} of {planned}: the mean of each client, then summarised.{unfinished}"
     if not record.finished:
-        return f"Round {summary['round']}, the last evaluated one; the run is unfinished ({summary['rounds']} of {planned} rounds)."
+        return (
+            f"Round {summary['round']}, the last evaluated one; the run is unfinished "
+            f"({summary['rounds']} of {planned} rounds)."
+        )
     chosen = (
         "the last" if summary.get("select", "last") == "last" else "the best on validation data"
     )
@@ -156,7 +159,7 @@ def metrics_table(record: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of groups; beyond the number of colours, the best groups share one."""
+    """The colours of groups. If there are too few colours, the best groups share one."""
 
     hues: Mapping[str, int]
     labels: Mapping[int, str]
@@ -190,9 +193,7 @@ def clients(record: RunRecord) -> Section:
     title = f"Who is left behind: {record.score} of each client"
     values = {part: record.values(part) for part in record.parts}
     if not any(values.values()):
-        return Section(
-            "clients", title, missing="The journal has no rows of the round that counts."
-        )
+        return Section("clients", title, missing="The journal has no rows of the reported round.")
     every = [value for of_part in values.values() for value in of_part.values()]
     colours = palette(record)
     charts = [
@@ -209,7 +210,7 @@ def clients(record: RunRecord) -> Section:
         if a in values and b in values
     ]
     intro = (
-        "Each mark is one client, from the worst served to the best. Colour and shape show its "
+        "Each mark is one client, from the worst to the best. Colour and shape show its "
         "group. All panels have the same scale, except for that of personal against global models."
     )
     return Section(
@@ -238,7 +239,7 @@ def strip(
     )
     axis = "clients, worst first"
     if len(order) > MOST_IN_A_LINE and len(colours.labels) > 1:
-        # So many marks would cover those of other groups.
+        # With many clients, marks would cover those of other groups.
         means = {
             hue: fmean(values[c] for c in members)
             for hue, members in colours.split(order, record.groups).items()
@@ -271,7 +272,7 @@ def ranked(
 def gained(
     record: RunRecord, shared: Mapping[int, float], personal: Mapping[int, float], colours: Palette
 ) -> Chart:
-    """Return the personal model of each client against the global one."""
+    """Return a chart of each client's personal model against the global one."""
     both = [client for client in shared if client in personal]
     series = [
         Series(
@@ -509,7 +510,7 @@ def by_group(
 def correlations(
     record: RunRecord, shares: Mapping[int, Mapping[int, float]], before: str
 ) -> list[Chart]:
-    """Return the correlation of weights and losses over rounds, as far as both vary."""
+    """Return the correlation of weights and losses over rounds in which both vary."""
     found = {}
     for weighed in record.weighed:
         both = [client for client in shares[weighed.round] if client in weighed.losses]
@@ -537,7 +538,7 @@ def sampling(record: RunRecord) -> Section:
     """Return how often each client took part."""
     title = "Who took part how often"
     if record.sampled is None:
-        why = "The run does not say which clients took part: its rounds name no cohorts."
+        why = "The run did not record which clients took part."
         return Section("sampling", title, missing=why)
     rounds = len(record.rounds)
     counts = {client: count for client, count in record.sampled.items() if client in record.groups}
@@ -575,7 +576,7 @@ def sampling(record: RunRecord) -> Section:
 
 
 def clusters(record: RunRecord) -> Section:
-    """Return the clusters that a method found against the true groups."""
+    """Return a table of the clusters that a method found against the true groups."""
     title = "Clusters against groups"
     known = [client for client in record.clusters if client in record.groups]
     if not known:
@@ -651,9 +652,9 @@ def costs(record: RunRecord) -> Section:
             for name in ("messages", "evaluations")
         )
         after += paragraph(
-            f"A client of a cohort gets {messages:.1f} messages a round and evaluates a model on "
-            f"one of its splits {evaluations:.1f} times for the method. Evaluation for this report "
-            "is not included."
+            f"A client of a cohort gets {messages:.1f} messages per round, and evaluates models on "
+            f"its splits {evaluations:.1f} times per round for the method. Evaluation for this "
+            "report is not included."
         )
     else:
         after += paragraph("The run was made by a release that did not count messages.")
@@ -664,7 +665,8 @@ def costs(record: RunRecord) -> Section:
     ]
     if not series:
         return Section("costs", title, after + paragraph("The run has no timings."))
-    says = f"{sum(map(sum, laps.values())):.1f} s in total, on {record.config['resolved'].get('device', 'an unknown device')}."
+    device = record.config["resolved"].get("device", "an unknown device")
+    says = f"{sum(map(sum, laps.values())):.1f} s in total, on {device}."
     chart = Chart(
         "seconds", "Seconds of each round", says, "round", "seconds", series, y_range=(0.0, 0.0)
     )
@@ -672,7 +674,7 @@ def costs(record: RunRecord) -> Section:
 
 
 def reproduce(records: Sequence[RunRecord]) -> Section:
-    """Return configurations, and how to make the runs again."""
+    """Return configurations, and how to reproduce the runs."""
     body = ""
     for record in records[:1]:
         resolved = record.config["resolved"]
@@ -689,8 +691,9 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
             how = f"<pre><code>{escape(command)}</code></pre>"
         else:
             how = paragraph(
-                "The run was started from Python with data of its own, so it needs the same data: "
-                f"their fingerprint is {record.config['resolved'].get('fingerprint', 'unknown')}."
+                "The run was started from Python with custom data. To reproduce it, use the same "
+                f"data: their fingerprint is "
+                f"{record.config['resolved'].get('fingerprint', 'unknown')}."
             )
         written = yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True)
         body += how + details(
@@ -700,12 +703,12 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
 
 
 def capital(text: str) -> str:
-    """Begin with a capital letter.
+    """Capitalize the first letter.
 
     Examples
     --------
     >>> capital("global model"), capital("σ over clients")
     ('Global model', 'σ over clients')
     """
-    # Symbols mean something else as capitals.
+    # Symbols such as σ have another meaning as capital letters.
     return text[:1].upper() + text[1:] if text[:1].isascii() else text

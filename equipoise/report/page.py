@@ -1,4 +1,4 @@
-"""The page around the sections of a report: one HTML file that needs nothing else."""
+"""The page around the sections of a report: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from equipoise.report.html import Section
 from equipoise.report.svg import DEFINITIONS
 
-# The colours of Okabe and Ito, darker or lighter where they would be hard to see on the background.
+# The colours of Okabe and Ito, made darker or lighter if their contrast to the background is low.
 _LIGHT = ("#0072b2", "#c04e00", "#00855f", "#b3568d", "#a87000", "#2a8cc7", "#7a5195", "#7a5f2a")
 _DARK = ("#56a8e0", "#ff8a3c", "#35c79b", "#e79cc6", "#f0b429", "#8fd0f5", "#b79ad1", "#c9ad74")
 _SCHEMES = {
@@ -34,6 +34,9 @@ def _variables(scheme: str, hues: Sequence[str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in named.items())
 
 
+_HEAT = "".join(
+    f".heat{n}{{background:color-mix(in srgb,var(--h0) {n * 15}%,transparent)}}" for n in range(5)
+)
 STYLE = f"""
 :root{{color-scheme:light dark;{_variables("light", _LIGHT)}--warn:#9c3c00}}
 @media (prefers-color-scheme:dark){{:root{{{_variables("dark", _DARK)}--warn:#ffb482}}}}
@@ -43,25 +46,32 @@ font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",Arial,
 header,main,footer,nav{{max-width:1240px;margin:0 auto;padding:0 20px}}
 header{{padding-top:28px}}
 h1{{font-size:1.75rem;line-height:1.2;margin:0 0 .3rem}}
-h2{{font-size:1.3rem;line-height:1.3;margin:0 0 .6rem;padding-top:1.4rem;border-top:1px solid var(--grid)}}
+h2{{font-size:1.3rem;line-height:1.3;margin:0 0 .6rem;padding-top:1.4rem;
+border-top:1px solid var(--grid)}}
 h3{{font-size:1.02rem;margin:1.2rem 0 .4rem}}
 h4{{font-size:.95rem;margin:0}}
 p{{margin:.4rem 0;max-width:72ch}}
 .soft,header p,figcaption p,.missing{{color:var(--soft)}}
 a{{color:var(--h0)}}
 :focus-visible{{outline:2px solid var(--h0);outline-offset:2px}}
-.skip{{position:absolute;left:-9999px}}.skip:focus{{left:20px;top:4px;background:var(--paper);padding:4px 8px}}
-nav ul{{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;padding:0;margin:.9rem 0 1.2rem;font-size:.92rem}}
+.skip{{position:absolute;left:-9999px}}.skip:focus{{left:20px;top:4px;background:var(--paper);
+padding:4px 8px}}
+nav ul{{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;padding:0;
+margin:.9rem 0 1.2rem;font-size:.92rem}}
 section{{margin:0 0 1.8rem}}
 .tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;margin:.4rem 0 .8rem}}
 .tiles div{{background:var(--panel);border-radius:8px;padding:10px 14px;display:flex;flex-direction:column-reverse;
 justify-content:flex-end}}
 .tiles dt{{color:var(--soft);font-size:.84rem}}
-.tiles dd{{margin:0;font-size:1.6rem;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.25}}
-.which{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,230px),1fr));gap:8px 24px;margin:.3rem 0 1rem}}
+.tiles dd{{margin:0;font-size:1.6rem;font-weight:600;font-variant-numeric:tabular-nums;
+line-height:1.25}}
+.which{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,230px),1fr));
+gap:8px 24px;margin:.3rem 0 1rem}}
 .which dt{{font-weight:600;font-size:.9rem}}.which dd{{margin:0;font-size:.9rem;color:var(--soft)}}
-.figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,355px),1fr));column-gap:22px;margin:.8rem 0}}
-figure{{margin:0;min-width:0;max-width:620px;display:grid;grid-row:span 3;grid-template-rows:subgrid;gap:0}}
+.figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,355px),1fr));
+column-gap:22px;margin:.8rem 0}}
+figure{{margin:0;min-width:0;max-width:620px;display:grid;grid-row:span 3;
+grid-template-rows:subgrid;gap:0}}
 figcaption p{{font-size:.86rem;margin:.1rem 0 .35rem}}
 figure>svg{{width:100%;height:auto;background:var(--panel);border-radius:8px}}
 svg text{{font-size:11px;fill:var(--soft)}}svg text.axis{{fill:var(--ink)}}
@@ -93,7 +103,8 @@ pre{{background:var(--panel);border-radius:8px;padding:10px 14px;overflow-x:auto
 .caution{{border-left:4px solid var(--warn);padding:.1rem 0 .1rem 14px;margin:1rem 0}}.caution h3{{margin-top:.2rem}}
 footer{{padding-top:1rem;padding-bottom:2.5rem;font-size:.86rem;color:var(--soft)}}
 @media (max-width:600px){{header,main,footer,nav{{padding-left:14px;padding-right:14px}}
-h1{{font-size:1.45rem}}.tiles{{grid-template-columns:1fr 1fr}}.figures{{grid-template-columns:minmax(0,1fr)}}}}
+h1{{font-size:1.45rem}}.tiles{{grid-template-columns:1fr 1fr}}
+.figures{{grid-template-columns:minmax(0,1fr)}}}}
 @media print{{:root{{color-scheme:light;{_variables("light", _LIGHT)}--warn:#9c3c00}}
 body{{font-size:10.5pt}}nav,.skip{{display:none}}header,main,footer{{max-width:none;padding-left:0;padding-right:0}}
 figure,tr,.tiles{{break-inside:avoid}}h2,h3,h4,caption{{break-after:avoid}}
@@ -112,7 +123,7 @@ def page(title: str, about: str, sections: Sequence[Section], *, made: str) -> s
     about : str
         One line about the runs.
     sections : sequence of Section
-        In their order. Those with nothing to show are listed at the end, with the reason.
+        The sections in order. Empty ones are listed at the end with the reason.
     made : str
         How to make the report again.
 
@@ -134,7 +145,10 @@ def page(title: str, about: str, sections: Sequence[Section], *, made: str) -> s
             for section in left_out
         )
         heading = '<h2 id="left-out-title">Not in this report</h2>'
-        body += f'<section id="left-out" aria-labelledby="left-out-title">{heading}<ul class="missing">{items}</ul></section>'
+        body += (
+            f'<section id="left-out" aria-labelledby="left-out-title">{heading}'
+            f'<ul class="missing">{items}</ul></section>'
+        )
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title><link '

@@ -1,4 +1,4 @@
-"""Run directories, read for a report: results, history, cohorts, notes and costs."""
+"""Reading run directories for a report: results, history, cohorts, notes and costs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, tas
 from equipoise.task import Task
 
 WHO = ("seen", "unseen")
-# Clients end up with their personal models or, without them, with the global one.
+# The final models of clients are their personal models or, without them, the global one.
 LEADING = ("personal", "global", "local")
 
 
 class Part(NamedTuple):
-    """What a group of numbers is about: a model, on the data of some clients.
+    """What results are about: a model, on the data of some clients.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighed:
-    """The weights that the server gave to the clients of a round, with their losses where they were evaluated.
+    """The weights of the clients of a round, and their losses if they were evaluated.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a report says about one run.
+    """Everything that a report shows about one run.
 
     Attributes
     ----------
@@ -78,24 +78,24 @@ class RunRecord:
     config : dict
         Its configuration.
     summary : dict
-        The content of ``summary.json``. For an unfinished run, the same computed from its journals.
+        The content of ``summary.json``. For an unfinished run, it is computed from its journals.
     finished : bool
         Whether the run has a summary.
     history : dict
-        For each part the summary of every evaluated round, by round.
+        The summary of every evaluated round, by part and round.
     rows : list of dict
         The rows of ``metrics.jsonl`` of the selected round; with ``evaluation.last``, those of the
         last rounds, averaged for each client.
     losses : dict
-        Mean loss of the clients of each group, by round; of the data that :attr:`loss_part` names.
+        Mean loss of the clients of each group, by round, on the data of :attr:`loss_part`.
     loss_part : Part or None
-        On what ``losses`` were measured.
+        The model and data of ``losses``.
     weighed : list of Weighed
         The rounds whose notes contain weights.
     clusters : dict
         The cluster of each client in the last round in which it has one.
     sampled : dict or None
-        How often each client took part; None if the run does not say so.
+        How often each client took part; None if this is not recorded.
     groups : dict
         The group of each evaluated client.
     rounds, timings : list of dict
@@ -132,12 +132,12 @@ class RunRecord:
 
     @property
     def score(self) -> str:
-        """The metric that results are about, such as ``accuracy``."""
+        """The main metric, such as ``accuracy``."""
         return self.task.score
 
     @cached_property
     def parts(self) -> dict[Part, dict[str, Any]]:
-        """Results by part: of test data, and of validation data where those clients have no others."""
+        """Results by part, on test data, or on validation data if clients have no test data."""
         found: dict[Part, dict[str, Any]] = {}
         for who in WHO:
             for split, key in (("test", "results"), ("val", "validation")):
@@ -153,7 +153,7 @@ class RunRecord:
         return found
 
     def leading(self, who: str) -> Part | None:
-        """Return the part that clients of a kind end up with."""
+        """Return the part of the final models of seen or unseen clients."""
         mine = [part for part in self.parts if part.who == who]
         return min(mine, key=lambda part: LEADING.index(part.model), default=None)
 
@@ -167,7 +167,7 @@ class RunRecord:
         }
 
     def client_name(self, client: int) -> str:
-        """Return what a client is called."""
+        """Return the name of a client."""
         return self.names[client] if self.names and client < len(self.names) else f"client {client}"
 
     @property
@@ -177,13 +177,13 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of all rounds, evaluation included; None if the run does not say so."""
+        """Seconds of all rounds, including evaluation; None if they are not recorded."""
         laps = [value for row in self.timings for name, value in row.items() if name != "round"]
         return sum(laps) if laps else None
 
 
 def is_run(directory: Path) -> bool:
-    """Say whether a directory holds a run.
+    """Return whether a directory holds a run.
 
     Examples
     --------
@@ -201,17 +201,17 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
     run : path
         The run directory.
     trust : bool
-        Whether to execute the code that the run imports, where its task is not known without it.
+        Whether to execute the code that the run imports, if its task is defined there.
 
     Returns
     -------
     RunRecord
-        All that a report says about it.
+        Everything that a report shows about it.
 
     Raises
     ------
     InputError
-        If it holds no run, or one without an evaluated round.
+        If there is no run, or one without an evaluated round.
     RunError
         If one of its files cannot be read.
 
@@ -222,7 +222,8 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
     >>> from equipoise.data import load
     >>> out = tempfile.mkdtemp() + "/run"
     >>> run = train(load("digits"), rounds=2, out=out)
-    >>> read_run(out).parts[Part("global", "seen", "test")]["mean"] == run.summary["results"]["global"]["seen"]["mean"]
+    >>> seen = run.summary["results"]["global"]["seen"]
+    >>> read_run(out).parts[Part("global", "seen", "test")]["mean"] == seen["mean"]
     True
     """
     directory = Path(run)
@@ -259,7 +260,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
             )
         summary |= made.so_far()
     elif "validation" not in summary:
-        # Written by a release whose summaries are of test data only.
+        # Written by a release whose summaries have only test data.
         summary["validation"] = summarize_rows(made.rows, task, split="val")
     return RunRecord(
         directory=directory,
@@ -283,7 +284,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
 
 
 def _begun(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the configuration of an unfinished run says about its summary."""
+    """Return the parts of a summary that the configuration of an unfinished run contains."""
     return {
         "method": config["method"]["name"],
         "data": config["data"]["name"],
@@ -298,7 +299,7 @@ def _task_of(
 ) -> Task:
     imports = config.get("imports", [])
     if "task" not in summary and "rounds" not in summary:
-        # An unfinished run: its task is found by the metrics in its rows.
+        # The task of an unfinished run is found by the metrics in its rows.
         first = next(Journal(directory / "metrics.jsonl").complete(), {})
         named = _task_with(first)
         if named is None:
@@ -313,7 +314,7 @@ def _task_of(
 
 
 def _task_with(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the task whose score is in a row, unless that is the loss."""
+    """Return the name of the task whose score is in a row, unless the score is the loss."""
     scores = {
         tasks.build(name).score: name for name in tasks.names() if tasks.build(name).score != "loss"
     }
@@ -321,7 +322,7 @@ def _task_with(row: Mapping[str, Any]) -> str | None:
 
 
 class _Journals:
-    """Reads the journals of a run row by row, because those of large runs do not fit into memory."""
+    """Read the journals of a run row by row, because large ones do not fit into memory."""
 
     def __init__(self, directory: Path, task: Task, selected: int | None, last: int | None) -> None:
         self._directory, self._task, self._selected, self._last = directory, task, selected, last
@@ -360,7 +361,7 @@ class _Journals:
         return self
 
     def _note_summaries(self, number: int, rows: list[Row]) -> None:
-        """Summarise a round on test data, and on validation data if seen or unseen clients have no others."""
+        """Summarise a round on test data, and on validation data for clients without test data."""
         tested = {row["unseen"] for row in rows if row["split"] == "test"}
         # Generalization gaps belong to all splits.
         of_split = {
@@ -390,13 +391,13 @@ class _Journals:
             if len(of_round := _by_client(clients, notes.get("weights"))):
                 weights[int(row["round"])] = of_round
             for client, cluster in _by_client(clients, notes.get("clusters")).items():
-                # A negative number means that the client is in no cluster yet.
+                # A negative number means that the client has no cluster yet.
                 if cluster >= 0:
                     self.clusters[client] = int(cluster)
         return weights
 
     def _note_losses(self, number: int, rows: list[Row]) -> dict[int, float]:
-        """Note the mean loss of each group of seen clients, and return the losses of clients."""
+        """Record the mean loss of each group of seen clients, and return the losses of clients."""
         if self.loss_part is None:
             there = {(row["model"], row["split"]) for row in rows if not row["unseen"]}
             wanted = (
@@ -421,7 +422,7 @@ class _Journals:
     def sampled(self, clients: int) -> dict[int, int] | None:
         """Return how often each client that trains took part."""
         trained = {client for client in self.groups if client not in self.unseen}
-        # A cohort of all clients is not written down. Earlier releases wrote down none without
+        # A cohort of all clients is not recorded. Earlier releases recorded cohorts only with
         # notes.
         if not self.rounds or any(size != clients - len(self.unseen) for size in self._unlisted):
             return None
@@ -460,7 +461,7 @@ class _Journals:
 
 
 def _by_client(clients: list[int], noted: Any) -> dict[int, float]:
-    """Return a note by client, if it has one number for each of them."""
+    """Return a note by client, if it has one number per client."""
     if not isinstance(noted, list) or len(noted) != len(clients):
         return {}
     numbers = (isinstance(value, (int, float)) for value in noted)

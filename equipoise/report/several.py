@@ -41,13 +41,13 @@ COLUMNS = (
     "sigma_groups",
 )
 CRITERIA = ("mean", "worst10", "sigma_clients")
-# More marks than this make a chart slow and unreadable; then it shows one seed.
+# A chart with more marks than this is slow and unreadable, so it shows only one seed.
 MOST_MARKS = 6000
 # Bands of more methods than this hide each other.
 MOST_BANDS = 6
 # With more methods than this, only those of the Pareto set are named in charts.
 MOST_NAMES = 8
-# Charts of weights are drawn for so many methods.
+# Charts of weights are drawn for at most this number of methods.
 MOST_WEIGHTS = 6
 
 
@@ -58,9 +58,9 @@ class Comparison:
     Attributes
     ----------
     setting : str
-        Its label; empty for runs that are not of a study.
+        Its label; empty for runs that are not from a study.
     runs : dict
-        The runs of each method, one a seed.
+        The runs of each method, one per seed.
     """
 
     setting: str
@@ -68,12 +68,12 @@ class Comparison:
 
     @property
     def first(self) -> RunRecord:
-        """One of the runs, for what they have in common."""
+        """One of the runs, for what all runs have in common."""
         return next(iter(self.runs.values()))[0]
 
     @property
     def suffix(self) -> str:
-        """What makes anchors and names of charts unique."""
+        """A suffix that makes anchors and names of charts unique."""
         return f"-{slug(self.setting)}" if self.setting else ""
 
     def title(self, text: str) -> str:
@@ -81,7 +81,7 @@ class Comparison:
         return f"{text}: {self.setting}" if self.setting else text
 
     def by_seed(self, label: str, who: str, metric: str) -> dict[int, float]:
-        """Return a metric of the models that clients end up with, by seed."""
+        """Return a metric of the clients' final models, by seed."""
         found = {}
         for record in self.runs[label]:
             part = record.leading(who)
@@ -91,7 +91,7 @@ class Comparison:
         return found
 
     def values(self, label: str, who: str, metric: str) -> list[float]:
-        """Return a metric of the models that clients end up with, one value a seed."""
+        """Return a metric of the clients' final models, one value per seed."""
         return list(self.by_seed(label, who, metric).values())
 
     def mean(self, label: str, who: str, metric: str) -> float | None:
@@ -100,7 +100,7 @@ class Comparison:
         return statistics.fmean(values) if values else None
 
     def ranking(self, who: str, metric: str) -> Ranking:
-        """Say which methods are best and second, and test the others against the best over seeds."""
+        """Rank the methods, and test the others against the best over seeds."""
         found = {label: self.by_seed(label, who, metric) for label in self.runs}
         return rank_methods(found, higher_is_better=self.should_be_high(metric))
 
@@ -122,15 +122,15 @@ class Comparison:
         )
 
     def cell(self, label: str, who: str, metric: str) -> str:
-        """Write mean ± sample standard deviation over seeds."""
+        """Return mean ± sample standard deviation over seeds as text."""
         return spread(self.values(label, who, metric))
 
     def should_be_high(self, metric: str) -> bool:
-        """Say which way is better."""
+        """Return whether high values are better."""
         return should_be_high(metric, higher_is_better=self.first.task.higher_is_better)
 
     def pareto(self, who: str) -> list[str]:
-        """Return the methods that no other method beats in mean, worst tenth and σ together."""
+        """Return the Pareto set of methods by mean, worst tenth and σ."""
         points = {}
         for label in self.runs:
             values = [self.mean(label, who, metric) for metric in CRITERIA]
@@ -152,7 +152,7 @@ class Comparison:
         ]
 
     def part(self, label: str, who: str) -> Part | None:
-        """Return the part that numbers of a method are of."""
+        """Return the model, clients and data of a method's results."""
         return next((part for record in self.runs[label] if (part := record.leading(who))), None)
 
 
@@ -177,16 +177,16 @@ def pareto_set(points: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def comparisons(entries: Iterable[Entry]) -> list[Comparison]:
-    """Arrange runs by setting and method."""
+    """Return the runs by setting and method."""
     found: dict[str, dict[str, list[RunRecord]]] = {}
     for entry in entries:
         found.setdefault(entry.setting, {}).setdefault(entry.label, []).append(entry.record)
-    # The label of the only setting says nothing.
+    # The label of a single setting is not needed.
     return [Comparison(setting if len(found) > 1 else "", runs) for setting, runs in found.items()]
 
 
 def sections(compared: Sequence[Comparison]) -> list[Section]:
-    """Return the sections of a comparison, setting by setting."""
+    """Return the sections of a comparison for all settings."""
     made = []
     for comparison in compared:
         own = [
@@ -217,7 +217,7 @@ def _placed(section: Section, comparison: Comparison) -> Section:
 
 
 def results(comparison: Comparison) -> Section:
-    """Return methods by metrics, and the Pareto set."""
+    """Return tables of methods and metrics, and the Pareto set."""
     if not comparison.whose:
         return Section("results", "Results", missing="No client has test or validation data.")
     body, charts, after = "", [], ""
@@ -241,15 +241,15 @@ def results(comparison: Comparison) -> Section:
 
 
 def about_marks(comparison: Comparison) -> str:
-    """Explain the marks of the table, and what is claimed."""
+    """Explain the marks of the table and the test."""
     ranked = "Best values are bold, second ones underlined."
     if max(map(len, comparison.runs.values())) < LEAST_SEEDS:
-        return f"{ranked} Nothing is claimed about chance: that takes {LEAST_SEEDS} seeds."
+        return f"{ranked} Differences are not tested: that needs {LEAST_SEEDS} seeds."
     return f"{ranked} {WORSE} marks values that are worse than the best: p < {LEVEL}, {TEST}."
 
 
 def which(comparison: Comparison) -> str:
-    """Say which accuracy the numbers are."""
+    """Return an explanation of the numbers."""
     record = comparison.first
     counts = {len(runs) for runs in comparison.runs.values()}
     over = plural(max(counts), "seed") if len(counts) == 1 else "the seeds of each method"
@@ -259,14 +259,17 @@ def which(comparison: Comparison) -> str:
     ends = {one.at_round(run) for runs in comparison.runs.values() for run in runs}
     answers = {
         "Which model?": (
-            "The one that clients end up with: their personal model if the method gives them one, "
-            "else the global model. The column “model” says which."
+            "The clients' final model: their personal model if the method has one, and otherwise "
+            "the global model. It is in the column “model”."
         ),
         "On whose data?": (
-            "On each client's own test data, or validation data where that is said: of clients "
-            "that were part of training (seen), and of others (unseen)."
+            "Each client's own test data, or validation data if this is stated, of clients that "
+            "were part of training (seen) and of other clients (unseen)."
         ),
-        "Averaged how?": f"Each client has one value, the mean {record.score} over its own samples. Cells: {counted}.",
+        "Averaged how?": (
+            f"Each client has one value, the mean {record.score} over its own samples. Cells: "
+            f"{counted}."
+        ),
         "At which round?": " ".join(sorted(ends))
         if len(ends) <= 3
         else "At rounds that differ; see the table of runs.",
@@ -323,7 +326,7 @@ def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
 
 
 def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> str:
-    """Return bootstrap intervals over clients, folded; nothing if there are too few clients."""
+    """Return bootstrap intervals over clients, collapsed; empty if there are too few clients."""
     rows, some = [], False
     for label, records in comparison.runs.items():
         cells = []
@@ -336,15 +339,15 @@ def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> 
         return ""
     caption = comparison.title(f"{CONFIDENCE:.0%} bootstrap intervals over clients, {who} clients")
     explained = paragraph(
-        "How far metrics would vary with other clients of the same kind: clients drawn with "
-        f"replacement {RESAMPLES:,} times (BCa), each with its values of all seeds; within groups "
-        "for metrics of groups."
+        "How much metrics vary with the choice of clients. Clients are drawn with replacement "
+        f"{RESAMPLES:,} times (BCa), each with its values of all seeds, and within groups for "
+        "metrics of groups."
     )
     return details("Intervals over clients", explained + table(caption, ["method", *metrics], rows))
 
 
 def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Chart]:
-    """Return the mean against the worst tenth, and against σ."""
+    """Return charts of the mean against the worst tenth and against σ."""
     charts = []
     for metric in ("worst10", "sigma_clients"):
         series = []
@@ -378,7 +381,7 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
 
 
 def cautions(comparison: Comparison) -> str:
-    """Say in what runs differ that makes numbers incomparable."""
+    """Return warnings about runs whose numbers are not comparable."""
     records = [record for runs in comparison.runs.values() for record in runs]
     said = []
     if len({record.score for record in records}) > 1:
@@ -398,14 +401,12 @@ def cautions(comparison: Comparison) -> str:
         said.append("Methods have different seeds.")
     unfinished = [str(record.directory) for record in records if not record.finished]
     if unfinished:
-        said.append(
-            f"Unfinished, so judged at their last evaluated round: {', '.join(unfinished)}."
-        )
+        said.append(f"Unfinished runs, at their last evaluated round: {', '.join(unfinished)}.")
     for who in comparison.whose:
         parts = [part for label in comparison.runs if (part := comparison.part(label, who))]
         if len({part.split for part in parts}) > 1:
             said.append(
-                f"Numbers of {who} clients are partly of test and partly of validation data."
+                f"Numbers of {who} clients are partly on test and partly on validation data."
             )
     items = "".join(f"<li>{escape(text)}</li>" for text in said)
     return f'<div class="caution"><h3>Compare with care</h3><ul>{items}</ul></div>' if said else ""
@@ -415,7 +416,7 @@ def cautions(comparison: Comparison) -> str:
 
 
 def clients(comparison: Comparison) -> Section:
-    """Return the clients of each method, side by side."""
+    """Return the section on the clients of each method, side by side."""
     title = f"Who is left behind: {comparison.first.score} of each client"
     charts = [chart for who in comparison.whose if (chart := columns(comparison, who))]
     if not charts:
@@ -432,7 +433,7 @@ def clients(comparison: Comparison) -> Section:
 
 
 def columns(comparison: Comparison, who: str) -> Chart | None:
-    """Return the clients of each method in a column of its own, coloured by group."""
+    """Return a chart with a column of clients for each method, coloured by group."""
     runs = {
         label: [(r, part) for r in records if (part := r.leading(who))]
         for label, records in comparison.runs.items()
@@ -452,7 +453,7 @@ def columns(comparison: Comparison, who: str) -> Chart | None:
                 sorted(record.values(part).items(), key=lambda item: item[1])
             ):
                 group = record.groups[client]
-                # Spread by the golden ratio, so that neighbours do not cover each other.
+                # Offsets by the golden ratio, so that neighbours do not cover each other.
                 aside = 0.56 * ((rank * 0.618034) % 1 - 0.5)
                 said = f"{record.client_name(client)}, {group}, seed {record.seed}"
                 marks.setdefault(names.index(group) if coloured else 0, []).append(
@@ -467,13 +468,16 @@ def columns(comparison: Comparison, who: str) -> Chart | None:
             Series(names[hue] if coloured else "", x, y, hue=hue, line=False, names=called)
         )
     seeds = {record.seed for pairs in runs.values() for record, _ in pairs}
-    says = f"{one.capital(who)} clients of {plural(len(runs), 'method')}, {plural(len(seeds), 'seed')}."
+    says = (
+        f"{one.capital(who)} clients of {plural(len(runs), 'method')}, "
+        f"{plural(len(seeds), 'seed')}."
+    )
     name, axis = f"clients-{who}", comparison.first.score
     return Chart(name, f"Clients of each method, {who}", says, "", axis, series, columns=list(runs))
 
 
 def group_tables(comparison: Comparison) -> str:
-    """Return the mean of each group for all methods, the worst one marked."""
+    """Return tables of the mean of each group for all methods, with the worst one marked."""
     pieces = ""
     for who in comparison.whose:
         found = {label: _group_means(comparison, label, who) for label in comparison.runs}
@@ -590,7 +594,7 @@ def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Ch
 
 
 def weights(comparison: Comparison) -> Section:
-    """Return the weights of the methods that note them, for their first seed."""
+    """Return the section on the weights of methods, for their first seed."""
     title = "Weights against losses"
     noted = {
         label: next((r for r in runs if r.weighed), None) for label, runs in comparison.runs.items()
@@ -608,7 +612,7 @@ def weights(comparison: Comparison) -> Section:
             for chart in own
         ]
     shown = list(there)[:MOST_WEIGHTS]
-    body = paragraph(f"Of one run of each method that notes weights: {', '.join(shown)}.")
+    body = paragraph(f"One run of each method that records weights: {', '.join(shown)}.")
     if len(there) > len(shown):
         body += paragraph(
             f"Not drawn: {', '.join(list(there)[MOST_WEIGHTS:])}. A report on one of their runs "
@@ -635,7 +639,7 @@ def sampling(comparison: Comparison) -> Section:
                     [label, f"{record.seed}", f"{len(record.rounds)}", f"{len(counts)}", *numbers]
                 )
     if not rows:
-        return Section("sampling", title, missing="The runs do not say which clients took part.")
+        return Section("sampling", title, missing="The runs did not record who took part.")
     header = [
         "method",
         "seed",
@@ -693,8 +697,6 @@ def costs(comparison: Comparison) -> Section:
         taken = f"{statistics.fmean(seconds):.2f}" if seconds else "–"
         each = f"{statistics.fmean(seconds) / rounds:.3f}" if seconds and rounds else "–"
         rows.append([label, f"{rounds:g}", *map(size, moved), taken, each])
-    header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds a round"]
-    body = paragraph(
-        "Means over seeds. Bytes are without evaluation for this report, seconds with it."
-    )
+    header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds per round"]
+    body = paragraph("Means over seeds. Seconds include evaluation for this report, bytes do not.")
     return Section("costs", title, body + table(comparison.title("Cost of a run"), header, rows))

@@ -16,7 +16,7 @@ HUES = 8
 LONGEST = 18
 # With more points than this, markers on a line hide it.
 MARKED = 25
-# Shapes as well as colours tell series apart.
+# Series differ in shape and colour.
 MARKERS = (
     '<circle r="3.2"/>',
     '<path d="M-2.9-2.9h5.8v5.8h-5.8z"/>',
@@ -32,7 +32,7 @@ DEFINITIONS = (
     + "".join(f'<g id="marker{number}">{shape}</g>' for number, shape in enumerate(MARKERS))
     + "</defs></svg>"
 )
-"""The shapes that all charts of a page use; they must be in the page once."""
+"""The shapes of all charts of a page. The page must contain them once."""
 
 Scale = Callable[[float], float]
 
@@ -42,7 +42,8 @@ def figure(chart: Chart) -> str:
 
     Examples
     --------
-    >>> chart = Chart("progress", "Mean", "rises to 0.5", "round", "mean", [Series("mean", [1, 2], [0.2, 0.5])])
+    >>> series = Series("mean", [1, 2], [0.2, 0.5])
+    >>> chart = Chart("progress", "Mean", "rises to 0.5", "round", "mean", [series])
     >>> 'role="img"' in figure(chart), "rises to 0.5" in figure(chart)
     (True, True)
     """
@@ -59,7 +60,7 @@ def _height(chart: Chart) -> float:
 
 
 def _room(chart: Chart) -> float:
-    """Return the room below the panel, which names of columns may need more of."""
+    """Return the space below the panel, which depends on the names of columns."""
     if _slanted(chart):
         return 24 + 5.4 * min(LONGEST, max(map(len, chart.columns)))
     return BOTTOM if chart.x_label else 26.0

@@ -1,1 +1,1 @@
-"""Runs: one training with one seed, and the directory it leaves behind."""
+"""Runs: one training with one seed, and its directory."""

@@ -81,8 +81,8 @@ class Run:
         Parameters
         ----------
         client : int or str, optional
-            Whose personal model, by number or name: the one it was evaluated with. The global model
-            by default.
+            The client, by number or name. Its personal model is the one that was evaluated. The
+            global model by default.
 
         Returns
         -------
@@ -96,13 +96,13 @@ class Run:
         return _undivided(module, self.config)
 
     def local_model(self, client: int | str) -> nn.Module:
-        """Return a client's local model: as it was after its training in the last round, before aggregation.
+        """Return a client's local model: after its training in the last round, before aggregation.
 
         Parameters
         ----------
         client : int or str
-            Whose, by number or name. It must have taken part in the last round, and the run must
-            have been made with ``evaluation.keep_local``.
+            The client, by number or name. It must have taken part in the last round, and the run
+            must have used ``evaluation.keep_local``.
 
         Returns
         -------
@@ -115,7 +115,7 @@ class Run:
 
 
 def _names_arguments(function: F) -> F:
-    """Call settings in errors what the caller calls them: ``rounds`` instead of ``training.rounds``."""
+    """Name settings in errors like the arguments: ``rounds`` instead of ``training.rounds``."""
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
@@ -164,10 +164,10 @@ def train(
     federation : Federation
         The clients and their data.
     method : str, mapping or Method
-        What is federated: a name, a mapping with ``name`` and hyper-parameters, or a method.
+        A name, a mapping with ``name`` and hyper-parameters, or a method.
     model : str, mapping or nn.Module, optional
-        A name, a mapping with ``name`` and options, or any module; by default ``mlp``, or what the
-        method asks for.
+        A name, a mapping with ``name`` and options, or any module; by default the usual model of
+        the method, for most methods ``mlp``.
     head : str, optional
         The dotted name of the layer that is the head of a module, such as ``"classifier"``, for
         methods that treat features and head differently. Modules with the submodules ``features``
@@ -175,35 +175,35 @@ def train(
     training : Training, optional
         How clients train.
     machine : Machine, optional
-        Where, and in which arithmetic.
+        Device and precision.
     evaluation : Evaluation, optional
-        When clients are evaluated, and which round counts.
+        When clients are evaluated, and which round is reported.
     seed : int
-        Of the initial model and of all random numbers.
+        Seed of the initial model and of all random numbers.
     out : path, optional
-        The run directory; without one nothing is written.
+        The run directory. Without it nothing is written.
     resume : bool
-        Whether to resume the run in the directory; a directory without one starts a new run. If
-        ``rounds`` is larger than it was, the run is made longer. The results are those of a run
-        that was that long from the start. If these would differ, because the schedule or the method
-        depends on the number of rounds, an error is raised.
+        Whether to resume the run in the directory. If there is none, a new run starts. If
+        ``rounds`` is larger than before, the run is made longer. The results are those of a run
+        that had this length from the start. An error is raised if they would differ, because the
+        schedule or the method depends on the number of rounds.
     checkpoint_every : int
         Rounds between checkpoints.
     start : path, mapping or Start, optional
-        The model to begin with: the directory of another run, a safetensors file, or a mapping with
-        ``path`` and the ``parts`` to take; see :class:`equipoise.run.start.Start`.
+        The initial model: the directory of another run, a safetensors file, or a mapping with
+        ``path`` and the ``parts`` to load; see :class:`equipoise.run.start.Start`.
     data : mapping, optional
         How the federation was made, for the run's configuration.
     sections : mapping, optional
-        Whatever else the run depends on, for its configuration.
+        Further sections of the run's configuration.
     attached : mapping of bytes, optional
-        Files that the configuration refers to, by name, to be copied to the run directory.
+        Files that the configuration refers to, by name. They are copied to the run directory.
     engine : callable
         Makes the engine; by default the one that runs in this process.
     on_round : callable, optional
         Called with the :class:`~equipoise.run.trainer.Progress` after every round.
     callbacks : sequence of Callback
-        Objects that follow the run, see its models and may stop it; see
+        Objects that are called during the run, get its models and may stop it; see
         :class:`equipoise.Callback`. They are not called if the run in the directory is finished.
     **settings
         Shortcuts for the fields of ``Training``, such as ``rounds=20`` or ``optimizer={"name":
@@ -223,10 +223,10 @@ def train(
     ['blurred', 'inverted', 'plain', 'rotated', 'textured']
     """
     if resume and out is None:
-        raise InputError("resume=True needs out=, the directory of the run to go on with")
+        raise InputError("resume=True needs out=, the directory of the run to resume")
     if isinstance(federation, str):
         raise InputError(
-            f"train() takes a federation, not the name of one: equipoise.data.load({federation!r})"
+            f"train() takes a federation, not a name; use equipoise.data.load({federation!r})"
         )
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
@@ -234,7 +234,7 @@ def train(
     callbacks = checked(callbacks)
     made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
     if isinstance(model, nn.Module):
-        # Copied, because the method's parts may be added to it.
+        # Copied, because the method may add parts to it.
         module, model_config = (
             _divided(copy.deepcopy(model), head),
             {"name": f"custom:{type(model).__name__}"},
@@ -244,7 +244,8 @@ def train(
     else:
         if head is not None:
             raise InputError(
-                f"head={head!r} belongs to a module, but the model is {model!r}; leave it out"
+                f"head={head!r} is valid only with a module, but the model is {model!r}; leave it "
+                "out"
             )
         model_config = models.with_class_names(
             _named(model or made.usual_model, "model"), federation.class_names
@@ -308,7 +309,7 @@ def train(
         if resume:
             trainer.restore_checkpoint(finished=finished)
         if longer:
-            # The callback that stopped it spoke of the shorter run.
+            # The callback stopped the shorter run.
             trainer.stopped = None
         trainer.begin()
         if chosen is None:
@@ -317,8 +318,8 @@ def train(
             config["resolved"]["chunk"] = measured
             if directory:
                 if not there:
-                    # The directory is created after all checks, so that invalid settings leave none
-                    # behind.
+                    # The directory is created after all checks, so that invalid settings create no
+                    # directory.
                     directory.mkdir(parents=True, exist_ok=True)
                     until_done.enter_context(sole_writer(directory))
                     # Another run may have used the directory in the meantime.
@@ -340,7 +341,7 @@ def train(
 def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
     """Write the first files of a run.
 
-    The configuration comes last: a directory with this file holds a run.
+    The configuration is written last: a directory with this file contains a run.
     """
     for name, content in attached.items():
         write_atomically(directory / name, content)
@@ -354,8 +355,8 @@ def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> Non
 def _lengthen(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
     """Write the configuration of a longer run.
 
-    In this order: with a summary the run would be taken for complete, and with checksums the
-    configuration for damaged.
+    The order matters: a run with a summary is complete, and a configuration that differs from its
+    checksum is damaged.
     """
     (directory / SUMMARY).unlink(missing_ok=True)
     had_sums = read_sums(directory) is not None
@@ -391,8 +392,7 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
         if trainer.method.local.makes_index:
             trainer.client_index().write(directory / INDEX)
         content = json.dumps(summary, indent=2).encode() + b"\n"
-        # Without checksums from the beginning, as in a run that an older version has begun, there
-        # are none at the end.
+        # A run that an older version started has no checksums, and gets none at the end.
         if (sums := read_sums(directory)) is not None:
             journals = {
                 journal.path.name: journal.digest
@@ -419,28 +419,28 @@ def load(
 ) -> nn.Module:
     """Return a trained model from a run directory.
 
-    Methods whose clients keep parts of the shared model for themselves, such as FedPer's head,
-    leave no global model behind unless ``evaluation.average_kept`` has made one.
+    If clients keep parts of the shared model, such as FedPer's head, there is no global model
+    unless the run used ``evaluation.average_kept``.
 
     Parameters
     ----------
     run : path
         The run directory.
     client : int or str, optional
-        Whose personal model, by number or, where clients have names, by name: the one it was
-        evaluated with, which clients held out of training have made of the global one. The global
+        The client whose personal model is returned, by number, or by name if clients have names. It
+        is the model that was evaluated; unseen clients have adapted the global one. The global
         model by default.
     local : bool
-        Whether to return the client's local model instead: as it was after its training in the last
-        round, before aggregation, the parts it keeps included. The run must have been made with
+        Whether to return the client's local model instead: after its training in the last round,
+        before aggregation, with the parts that it keeps. The run must have used
         ``evaluation.keep_local``.
     module : nn.Module, optional
-        The model's architecture, needed only if the run was made with a module of its own and not a
-        named model. It is divided where it was divided in training.
+        The model's architecture. It is needed only if the run used a custom module and not a named
+        model. It is divided into features and head as in training.
     trust : bool
-        Whether to execute the code that the run imports, if it does and this process has not
-        imported it already. Anybody may have put it into the directory, so without ``trust`` such a
-        run is refused with the names of the files.
+        Whether to execute the code that the run imports, unless this process has imported it
+        already. Anyone may have put code into the directory, so without ``trust`` such a run is
+        refused, and the error names the files.
 
     Returns
     -------
@@ -477,7 +477,7 @@ def load(
         raise InputError(
             f"cannot build the model that {directory / CONFIG} describes ({said})"
         ) from error
-    # Runs of older versions hold their frozen tensors themselves.
+    # Runs of older versions contain their frozen tensors.
     recorded = config["resolved"].get("frozen")
     if recorded is not None and (here := frozen_digest(module)) != recorded:
         raise InputError(
@@ -500,12 +500,12 @@ def load(
 
 
 def _divided(module: nn.Module, head: str | None) -> nn.Module:
-    """Divide a module where its head begins, if that is named."""
+    """Divide a module into features and head, if the head is named."""
     return module if head is None else with_head(module, head)
 
 
 def _undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Return a module that was divided by the argument ``head`` in one piece, as it was given."""
+    """Return the original module, if it was divided by the argument ``head``."""
     return (
         module.whole().eval()
         if isinstance(module, Headed) and "head" in config["model"]
@@ -514,13 +514,13 @@ def _undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | None) -> nn.Module:
-    """Build the model that a configuration describes, with the parts that its method brings."""
+    """Build the model that a configuration describes, with the parts that its method adds."""
     resolved = config["resolved"]
     if module is None:
         name = config["model"]["name"]
         if name.startswith("custom:"):
             raise InputError(
-                f"the run in {directory} used a model of its own ({name[7:]}); pass it as module="
+                f"the run in {directory} used a custom model ({name[7:]}); pass it as module="
             )
         module = models.build(
             shape=resolved["shape"],
@@ -550,12 +550,12 @@ def read_names(directory: Path) -> list[str] | None:
         verify(directory, NAMES)
     names = read_json(directory / NAMES)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RunError(f"{directory / NAMES} must hold a list of names")
+        raise RunError(f"{directory / NAMES} must contain a list of names")
     return names
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a run's configuration; a directory that holds none, or a changed one, is refused."""
+    """Read a run's configuration. A missing or a changed one is refused."""
     path = directory / CONFIG
     if path.exists():
         verify(directory, CONFIG)
@@ -570,19 +570,19 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _number(client: int | str | None, names: Sequence[str] | None) -> int | None:
-    """Return a client's number by its name, and refuse a number that could be mistaken for a name."""
+    """Return the number of a client by name, and refuse a number that could also be a name."""
     if client is None:
         return None
     if not isinstance(client, str):
         if isinstance(client, bool) or not hasattr(client, "__index__"):
             raise InputError(
-                f"client {client!r} is no client; give its number, a whole one, or its name"
+                f"client {client!r} is not a client; pass its number, a whole number, or its name"
             )
         number, own, names = int(client), str(int(client)), names or ()
         called = names[number] if 0 <= number < len(names) else None
         numeric = called is not None and all(name.removeprefix("-").isdecimal() for name in names)
         agrees = called == own or (numeric and int(called or 0) == number)
-        # Where two clients share a name, only the number tells them apart.
+        # If two clients have the same name, only the number identifies them.
         if agrees or names.count(called) > 1 or not (numeric or own in names):
             return number
         here = (
@@ -596,15 +596,15 @@ def _number(client: int | str | None, names: Sequence[str] | None) -> int | None
             else f"no client is called {own!r}"
         )
         valid = " or ".join(f"client={name!r}" for name in (own, called) if name in names)
-        raise InputError(f"client {number} is ambiguous: {here}, and {there}; give {valid}")
+        raise InputError(f"client {number} is ambiguous: {here}, and {there}; pass {valid}")
     if not names:
-        raise InputError(f"client {client!r}: clients of this run have no names; give a number")
+        raise InputError(f"client {client!r}: clients of this run have no names; pass a number")
     numbers = [number for number, name in enumerate(names) if name == client]
     if not numbers:
         raise unknown("client", client, names)
     if len(numbers) > 1:
         raise InputError(
-            f"client {client!r}: clients {', '.join(map(str, numbers))} are called so; give a "
+            f"client {client!r}: clients {', '.join(map(str, numbers))} have this name; pass a "
             "number"
         )
     return numbers[0]
@@ -629,7 +629,7 @@ def _local(models: Models, client: int | None) -> Tree:
 def _module(
     module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool
 ) -> nn.Module:
-    """Fill a module with the global model, or with a client's own if ``client`` is given.
+    """Fill a module with the global model, or with a client's model if ``client`` is given.
 
     If clients keep parts of the shared model, there is no complete global model, and only clients
     that have taken part have a model.
@@ -644,14 +644,14 @@ def _module(
             else f"client {client} has never taken part"
         )
         raise InputError(
-            f"{asked}, and clients of this method keep parts of the model for themselves; "
+            f"{asked}, and clients of this method keep parts of the model; "
             f"valid: client= one of {', '.join(map(str, chosen.clients))}"
         )
     if client is not None:
         if not chosen.own:
             raise InputError(
-                f"client {client} has no personal model; the method gives all clients the global "
-                "model"
+                f"client {client} has no personal model; with this method all clients use the "
+                "global model"
             )
         if not 0 <= client < registered:
             raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
@@ -665,10 +665,10 @@ def _module(
 
 
 def _filled(module: nn.Module, tensors: Tree) -> nn.Module:
-    """Copy tensors into a module, which must have the same ones."""
+    """Copy tensors into a module, which must have tensors of the same names and shapes."""
     # A model without trained tensors keeps its type.
     dtype = next((tensor.dtype for tensor in tensors.values()), None)
-    # Runs of older versions hold frozen tensors too.
+    # Runs of older versions contain frozen tensors, too.
     slots = [
         s
         for s in slots_of(module.to(dtype=dtype, device="cpu"))
@@ -695,7 +695,10 @@ def _open(
     resume: bool,
     attached: Mapping[str, bytes],
 ) -> tuple[dict[str, Any], bool, bool]:
-    """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
+    """Complete the configuration and check the directory.
+
+    Return whether the run in it is finished, and whether it is made longer.
+    """
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -720,21 +723,22 @@ def _open(
             _refuse_a_run_in(directory)
         found = read_config(directory)
         chunk = found["resolved"].pop("chunk", None)
-        # The number of clients may change on Flower; elsewhere the fingerprint contains it.
+        # The number of clients may change on Flower. In one process the fingerprint contains it.
         found["resolved"]["clients"] = resolved["clients"]
-        # Runs of older versions do not record their module; their checkpoints are refused by
-        # version.
+        # Runs of older versions do not record their module. Their checkpoints are refused because
+        # of their version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
         longer = found["training"]["rounds"] < config["training"]["rounds"]
         if longer:
             found["training"]["rounds"] = config["training"]["rounds"]
-        # Another tracker does not make another experiment.
+        # Trackers are not part of the experiment.
         there, here = (
             {**given, "tracking": None} for given in (found, json.loads(json.dumps(config)))
         )
         if difference := first_difference(there, here):
-            # An older version differs in settings it did not have, which say less than its number.
+            # Runs of older versions differ in settings that did not exist. The error about the
+            # version is clearer.
             refuse_another_version(directory)
             same = (
                 "pass the module the run began with or "
@@ -760,32 +764,35 @@ def _open(
     if directory.exists() and (
         not directory.is_dir() or not all(_left_over(p, attached) for p in directory.iterdir())
     ):
-        raise InputError(f"{directory} exists and is no run directory; choose another")
+        raise InputError(f"{directory} exists and is not a run directory; choose another")
     return config, False, False
 
 
 def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:
-    """Refuse to make a run longer if its rounds so far would have been different in the longer run.
+    """Refuse to make a run longer if its rounds so far would differ in the longer run.
 
-    ``best``: whether memories of the best round are on the disks of clients, which have then
-    replaced earlier ones.
+    ``best``: whether clients keep memories of the best round on disk, which have replaced earlier
+    ones.
     """
     note = read_note(directory)
     reason = training.schedule.needs_total
     if reason is None and note.get("total_was_read"):
         reason = f"its method {method.name!r} has used the number of rounds"
     if best and IF_LONGER in note and note[IF_LONGER]["best_round"] != note["best_round"]:
-        reason = "clients have kept their memories of its last round, which was evaluated only because it was the last"
+        reason = (
+            "clients have kept their memories of its last round, which was evaluated only "
+            "because it was the last"
+        )
     if reason:
         raise InputError(
             f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ "
-            f"from those of a run with training.rounds of {training.rounds}; begin it anew in "
+            f"from those of a run with training.rounds of {training.rounds}; start again in "
             "another directory"
         )
 
 
 def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
-    """Refuse to go on with other code than the run began with."""
+    """Refuse to resume a run with other code than that with which it started."""
     for name, content in attached.items():
         path = directory / name
         if not path.exists():
@@ -795,13 +802,13 @@ def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
         if path.read_bytes() != content:
             raise InputError(
                 f"{directory} holds another experiment: {name} differs from the copy there, with "
-                f"which the run began; go on with that copy (equipoise run {directory / CONFIG} "
+                f"which the run started; resume with that copy (equipoise run {directory / CONFIG} "
                 "--resume --trust) or choose another directory"
             )
 
 
 def _left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
-    """Say whether a process that was killed before its run began may have left a file behind."""
+    """Return whether a file may be from a process that was killed before its run began."""
     first = (*attached, SUMS, CONFIG)
     if path.name == SUMS or path.name in {f"{name}.tmp" for name in first}:
         return True
@@ -809,7 +816,7 @@ def _left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
 
 
 def _identity(config: Mapping[str, Any]) -> str:
-    """Hash the settings of a run that stay the same when it is made longer or followed by another tracker."""
+    """Return a hash of a run's settings without its number of rounds and its trackers."""
     resolved = {
         name: value
         for name, value in config["resolved"].items()
@@ -825,7 +832,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _architecture(module: nn.Module) -> str:
-    """Hash the architecture of a module: its layers as printed, and the names, shapes and types of its tensors."""
+    """Return a hash of a module's printed layers, and of its tensors' names, shapes and types."""
     # Functions are printed with their address, which differs between processes.
     layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
     named = [*module.named_parameters(), *module.named_buffers()]

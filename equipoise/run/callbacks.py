@@ -1,4 +1,4 @@
-"""Callbacks: code that follows a run, sees its models and its rows, and may stop it."""
+"""Callbacks: code that is called during a run, gets its models and rows, and may stop it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Callback", "Snapshot"]
 
 
 class Snapshot:
-    """A run as callbacks see it.
+    """The current state of a run, for callbacks.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Snapshot:
     summary : dict or None
         The content of ``summary.json``, at the end of a run.
     error : BaseException or None
-        At the end of a run that has failed, the reason.
+        The reason, at the end of a run that has failed.
     """
 
     def __init__(self, trainer: Trainer, config: dict[str, Any], directory: Path | None) -> None:
@@ -47,12 +47,12 @@ class Snapshot:
 
     @property
     def round(self) -> int:
-        """How many rounds are finished."""
+        """The number of finished rounds."""
         return self._trainer.state.round
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run has at most."""
+        """The largest number of rounds of the run."""
         return self._trainer.training.rounds
 
     @property
@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def global_model(self) -> Tree | None:
-        """A copy of the global model as it is evaluated, by the names of its tensors; None if there is none."""
+        """A copy of the tensors of the evaluated global model by name; None if there is none."""
         if not self._trainer.has_global:
             return None
         return {
@@ -70,11 +70,11 @@ class Snapshot:
         }
 
     def model(self) -> nn.Module | None:
-        """Return the global model as a module in evaluation mode, on the CPU; None if there is none."""
+        """Return the global model as a module in evaluation mode on the CPU, or None."""
         tensors = self.global_model
         if tensors is None:
             return None
-        # The module there imports this one.
+        # Imported here, because api.py imports this module.
         from equipoise.run.api import _filled
 
         return _filled(self._trainer.engine.network.blank(), tensors)
@@ -85,7 +85,7 @@ class Snapshot:
         Parameters
         ----------
         split : {"test", "val"}
-            Of which data.
+            The split.
 
         Returns
         -------
@@ -102,7 +102,7 @@ class Snapshot:
         Parameters
         ----------
         split : {"test", "val"}
-            Of which data.
+            The split.
 
         Returns
         -------
@@ -124,22 +124,21 @@ class Snapshot:
         Parameters
         ----------
         reason : str
-            Why, in a few words.
+            The reason, in a few words.
         """
         if not isinstance(reason, str) or not reason:
             raise InputError(f"stop() needs a reason in words, got {reason!r}")
-        # The first reason is the one that ended the run.
+        # If several callbacks stop the run, the first reason is kept.
         self._trainer.stopped = self._trainer.stopped or reason
 
 
 class Callback:
-    """Follows a run. A callback of one's own overrides what it needs.
+    """Base class of callbacks. Override the methods that you need.
 
-    The methods are called in the order of the run: ``begin`` once, then for each round
-    ``evaluated``, if the round is evaluated, and ``round``; ``end`` once. A run that is resumed
-    begins again at the round of its checkpoint, and rounds after it are repeated. A callback must
-    not change models or rows, and does not change results: they are the same with and without it,
-    unless it stops the run.
+    The methods are called in this order: ``begin`` once, then for each round ``evaluated``, if the
+    round is evaluated, and ``round``, and ``end`` once. A resumed run continues at the round of its
+    checkpoint, so callbacks may get later rounds a second time. A callback must not change models
+    or rows. Results are the same with and without it, unless it stops the run.
 
     Examples
     --------
@@ -148,23 +147,23 @@ class Callback:
     >>> class StopWhenGood(equipoise.Callback):
     ...     def evaluated(self, run):
     ...         if run.results("val")["global"]["seen"]["mean"] > 0.2:
-    ...             run.stop("every client is served well enough on average")
+    ...             run.stop("the mean accuracy is above 0.2")
     >>> run = equipoise.train(load("digits"), rounds=20, callbacks=[StopWhenGood()])
     >>> run.summary["rounds"] < 20, run.summary["stopped"]
-    (True, 'every client is served well enough on average')
+    (True, 'the mean accuracy is above 0.2')
     """
 
     def begin(self, run: Snapshot) -> None:
-        """Take note that a run begins, or is resumed: ``run.round`` rounds are finished."""
+        """Handle the start of a run, which may be resumed; ``run.round`` rounds are finished."""
 
     def evaluated(self, run: Snapshot) -> None:
-        """Take note that the models of a round have been evaluated; ``run.rows`` has the values."""
+        """Handle the evaluation of the models of a round; ``run.rows`` has the values."""
 
     def round(self, run: Snapshot) -> None:
-        """Take note that a round is over; ``run.record`` has what happened in it."""
+        """Handle the end of a round; ``run.record`` describes it."""
 
     def end(self, run: Snapshot) -> None:
-        """Take note that the run has ended, also if it has failed; see ``run.summary`` and ``run.error``."""
+        """Handle the end of the run, also if it failed; see ``run.summary`` and ``run.error``."""
 
 
 class Listeners:
@@ -173,7 +172,7 @@ class Listeners:
     Parameters
     ----------
     callbacks : iterable of Callback
-        Called in their order.
+        The callbacks, which are called in this order.
     config : dict
         Everything that the run depends on.
     directory : Path, optional
@@ -194,21 +193,21 @@ class Listeners:
         return bool(self._callbacks)
 
     def begin(self, trainer: Trainer) -> None:
-        """Tell callbacks that a run begins."""
+        """Call ``begin`` of all callbacks."""
         self._seen = Snapshot(trainer, self._config, self._directory)
         for callback in self._callbacks:
             callback.begin(self._seen)
-            # A callback that could not begin has nothing to end.
+            # A callback whose begin has failed is not ended.
             self._begun.append(callback)
 
     def evaluated(self, rows: list[Row]) -> None:
-        """Tell callbacks that models have been evaluated."""
+        """Call ``evaluated`` of all callbacks."""
         if self._seen:
             self._seen.rows = rows
             self._tell("evaluated")
 
     def round(self, record: Row, *, evaluated: bool) -> None:
-        """Tell callbacks that a round is over."""
+        """Call ``round`` of all callbacks."""
         if self._seen:
             self._seen.record = record
             self._seen.rows = self._seen.rows if evaluated else []
@@ -217,7 +216,7 @@ class Listeners:
     def end(
         self, summary: dict[str, Any] | None = None, error: BaseException | None = None
     ) -> None:
-        """Tell callbacks that have begun that the run has ended."""
+        """Call ``end`` of all callbacks that have begun."""
         if self._seen:
             self._seen.summary, self._seen.error = summary, error
             self._tell("end")
@@ -228,13 +227,13 @@ class Listeners:
 
 
 def checked(callbacks: Any) -> Sequence[Callback]:
-    """Return callbacks as a list, and refuse what is none.
+    """Return callbacks as a list. Other objects are refused.
 
     Examples
     --------
     >>> checked([Callback])
     Traceback (most recent call last):
-    equipoise.errors.InputError: callbacks has the class Callback; make an object of it: Callback()
+    equipoise.errors.InputError: callbacks has the class Callback; pass an object: Callback()
     """
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         raise InputError(f"callbacks must be a list of callbacks, got {callbacks!r}")
@@ -242,7 +241,7 @@ def checked(callbacks: Any) -> Sequence[Callback]:
     for callback in listed:
         if isinstance(callback, type):
             raise InputError(
-                f"callbacks has the class {callback.__name__}; make an object of it: "
+                f"callbacks has the class {callback.__name__}; pass an object: "
                 f"{callback.__name__}()"
             )
         if not isinstance(callback, Callback):

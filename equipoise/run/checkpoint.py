@@ -17,15 +17,15 @@ from equipoise.tree import Tree, tree_map
 
 CHECKPOINT = "checkpoint.safetensors"
 BEST, LOCAL = "best.safetensors", "local.safetensors"
-# Raised whenever an older checkpoint would be misread.
+# Increased whenever older checkpoints cannot be read correctly.
 VERSION = 2
-# In the note of a checkpoint: what the last round would have left if the run had lasted longer.
+# In the note of a checkpoint: what differs after the last round if the run is made longer.
 IF_LONGER = "if_longer"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run goes on from.
+    """Everything from which a run is resumed.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Checkpoint:
     memory : Tree
         What the engine exports.
     note : mapping
-        Plain values: byte counts, the best round, how long the journals were.
+        Plain values: byte counts, the best round, the lengths of the journals.
     """
 
     state: State
@@ -42,7 +42,7 @@ class Checkpoint:
     note: Mapping[str, Any]
 
     def save(self, directory: Path) -> None:
-        """Write the checkpoint, so that a crash leaves the old one or the new one."""
+        """Write the checkpoint atomically: after a crash the old or the new one is there."""
         tensors = {f"model/{name}": tensor for name, tensor in self.state.model.items()}
         for tree, values in self.state.server.items():
             tensors |= {f"server/{tree}/{name}": tensor for name, tensor in values.items()}
@@ -59,14 +59,14 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
     directory : Path
         The run directory.
     like : State
-        A state of the same run, whose model has the tensors in their order.
+        A state of the same run, for the order of tensors.
     device : torch.device
-        Where the model belongs.
+        The device of the model.
 
     Raises
     ------
     RunError
-        If the file is damaged, of another model, or was written by another version.
+        If the file is damaged, belongs to another model, or was written by another version.
     """
     path = directory / CHECKPOINT
     if not path.exists():
@@ -84,8 +84,7 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
             server.setdefault(tree, {})[leaf] = tensor
         else:
             memory[rest] = tensor
-    # Numbers of clients stay on the CPU, where the server computes, whatever device the model is
-    # on.
+    # Values of clients stay on the CPU, where the server uses them, on any device.
     for tree, values in server.items():
         server[tree] = (
             values if "ids" in values else tree_map(lambda tensor: tensor.to(device), values)
@@ -102,13 +101,13 @@ def read_checkpoint(directory: Path, like: State, device: torch.device) -> Check
             f"{differing[0] if differing else 'its round'} differs; restore the file that belongs "
             "to this run"
         )
-    # The tensors of a file come sorted by name; the model's own order is what later sums follow.
+    # Tensors in a file are sorted by name. Sums over tensors use the order of the model.
     ordered = {name: model[name] for name in like.model}
     return Checkpoint(State(note["round"], ordered, server), memory, note)
 
 
 def refuse_another_version(directory: Path) -> None:
-    """Refuse a run directory whose checkpoint another version has written; one without a checkpoint passes.
+    """Refuse a run directory with a checkpoint of another version.
 
     Raises
     ------
@@ -146,8 +145,8 @@ def _of_this_version(path: Path) -> tuple[Tree, dict[str, Any]]:
     tensors, note = load_tensors(path)
     if (version := note.get("version", 1)) != VERSION:
         raise RunError(
-            f"{path} is a checkpoint of version {version}, and this release of Equipoise resumes "
-            f"version {VERSION}; finish the run with the release that began it, or begin it anew "
+            f"{path} is a checkpoint of version {version}, but this release of Equipoise resumes "
+            f"version {VERSION}; finish the run with the release that started it, or start again "
             "in another directory"
         )
     return tensors, note
@@ -160,7 +159,8 @@ def save_models(path: Path, models: Models) -> None:
     --------
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / LOCAL
-    >>> save_models(path, Models(3, {"head.bias": torch.zeros(2)}, [5], {"head.weight": torch.ones(1, 2)}))
+    >>> own = {"head.weight": torch.ones(1, 2)}
+    >>> save_models(path, Models(3, {"head.bias": torch.zeros(2)}, [5], own))
     >>> read_models(path).clients
     [5]
     """
@@ -171,7 +171,7 @@ def save_models(path: Path, models: Models) -> None:
 
 
 def read_local(directory: Path) -> Models:
-    """Read the local models that a run with ``evaluation.keep_local`` has left in its directory."""
+    """Read the local models that a run with ``evaluation.keep_local`` has written."""
     path = directory / LOCAL
     if not path.exists():
         raise InputError(
@@ -182,12 +182,10 @@ def read_local(directory: Path) -> Models:
 
 
 def read_models(path: Path) -> Models:
-    """Read what :func:`save_models` wrote."""
+    """Read a file that :func:`save_models` wrote."""
     tensors, note = load_tensors(path)
     shared = {n.removeprefix("global/"): t for n, t in tensors.items() if n.startswith("global/")}
     own = {n.removeprefix("own/"): t for n, t in tensors.items() if n.startswith("own/")}
     if not isinstance(note.get("round"), int) or not isinstance(note.get("clients"), list):
-        raise RunError(
-            f"{path} is not a file of models: it does not name its round and its clients"
-        )
+        raise RunError(f"{path} is not a file of models: it has no round and clients")
     return Models(note["round"], shared, note["clients"], own)

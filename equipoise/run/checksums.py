@@ -1,10 +1,11 @@
 """Checksums of the text files of a run directory, in the format of ``sha256sum``.
 
-Files of tensors carry their own (:func:`equipoise.run.files.save_tensors`). ``SHA256SUMS`` is
-written before the files it lists: when a run begins, with its configuration and the code that it
-imports, and when it ends, with its journals and its summary too. Until then the checkpoint holds
-the checksums of the journals. Runs of older versions have no such file; nothing about them can be
-checked. ``sha256sum -c SHA256SUMS`` checks a finished run without Equipoise.
+Files of tensors contain their own checksums (:func:`equipoise.run.files.save_tensors`).
+``SHA256SUMS`` is written before the files that it lists. When a run begins, it lists the
+configuration and the code that the run imports, and when the run ends, also the journals and the
+summary. Until then the checkpoint contains the checksums of the journals. Runs of older versions
+have no such file and cannot be checked. ``sha256sum -c SHA256SUMS`` checks a finished run without
+Equipoise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
 
 
 def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
-    """Write the checksums of some files, in place of those that were there.
+    """Write the checksums of some files. They replace earlier ones.
 
     Parameters
     ----------
@@ -66,9 +67,7 @@ def read_sums(directory: Path) -> dict[str, str] | None:
         raise RunError(f"cannot read {path}: {error}") from error
     found = [_LINE.fullmatch(line) for line in lines]
     if not lines or not all(found):
-        raise RunError(
-            f"{path} is damaged: it must hold a SHA-256 and the name of a file in each line"
-        )
+        raise RunError(f"{path} is damaged: each line must have a SHA-256 and the name of a file")
     return {match[2]: match[1] for match in found if match}
 
 
@@ -80,13 +79,13 @@ def verify(directory: Path, *names: str) -> None:
     directory : Path
         The run directory.
     *names : str
-        Which files; by default all that have a checksum.
+        The files; by default all that have a checksum.
 
     Raises
     ------
     RunError
-        If a file is not what the run wrote, is missing, or has no checksum although others have
-        one.
+        If a file differs from what the run wrote, is missing, or has no checksum although others
+        have one.
 
     Examples
     --------
@@ -96,7 +95,7 @@ def verify(directory: Path, *names: str) -> None:
     >>> _ = (folder / "config.yaml").write_text("seed: 4")
     >>> verify(folder)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.RunError: .../config.yaml is not what the run wrote: ...
+    equipoise.errors.RunError: .../config.yaml differs from what the run wrote: ...
     """
     sums = read_sums(directory)
     if sums is None:
@@ -114,6 +113,6 @@ def verify(directory: Path, *names: str) -> None:
             raise RunError(f"cannot read {path}, which {SUMS} lists: {error.strerror}") from error
         if found != sums[name]:
             raise RunError(
-                f"{path} is not what the run wrote: its SHA-256 differs from that in {SUMS}; "
-                f"restore the file, or remove {SUMS} if the change is meant"
+                f"{path} differs from what the run wrote: its SHA-256 is not that in {SUMS}; "
+                f"restore the file, or remove {SUMS} if the change is intended"
             )

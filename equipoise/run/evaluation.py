@@ -1,4 +1,4 @@
-"""When clients are evaluated, what is measured, and which round counts."""
+"""When clients are evaluated, what is measured, and which round is reported."""
 
 from __future__ import annotations
 
@@ -25,58 +25,60 @@ from equipoise.tree import PERSONAL, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """When clients are evaluated, and which round counts.
+    """When clients are evaluated, and which round is reported.
 
     Parameters
     ----------
     every : int
-        Evaluate after every so many rounds, and after the last; 0 never.
+        Number of rounds between evaluations. The last round is evaluated, too. With 0, models are
+        never evaluated.
     select : {"last", "best"}
         Report and keep the models of the last round, or of the round with the lowest mean
-        validation loss over seen clients. Test data never decides.
+        validation loss over seen clients. Test data are never used to choose.
     select_by : str, optional
-        What decides in place of the validation loss, for ``select`` and ``patience``: the task's
+        What to use instead of the validation loss, for ``select`` and ``patience``: the task's
         score, or one of ``metrics``. It is averaged over the seen clients that have a value.
     select_on : {"clients", "server"}
-        Whose validation data decide, for ``select`` and ``patience``: those of the seen clients, or
-        those that the server holds (``data.server_val``, ``Federation.server``).
+        Which validation data to use for ``select`` and ``patience``: those of the seen clients, or
+        those of the server (``data.server_val``, ``Federation.server``).
     last : int, optional
-        Report means over so many of the last evaluated rounds, or over all if there are fewer:
-        those of each client, which are then summarised. ``select`` still says which round's models
-        are kept.
+        Report means over this number of evaluated rounds at the end, or over all if there are
+        fewer. Values are averaged for each client, and then summarised. ``select`` still determines
+        which models are kept.
     patience : int, optional
-        Stop when the validation loss, or ``select_by``, has not improved for so many evaluations.
+        Stop if the validation loss, or ``select_by``, has not improved for this number of
+        evaluations.
     metrics : sequence of str or Metric
-        What to measure besides the loss and the task's score: names of
-        :func:`equipoise.metrics.names`, or metrics of one's own
-        (:class:`equipoise.metrics.Metric`).
+        Metrics in addition to the loss and the task's score: names from
+        :func:`equipoise.metrics.names`, or custom metrics (:class:`equipoise.metrics.Metric`).
     fine_tune : FineTune, optional
-        Local steps every client makes from its model, or its personal model, before its personal
-        model is evaluated.
+        Local steps that every client makes before its personal model is evaluated, starting from
+        the global or its personal model.
     local : bool
-        Whether to evaluate the clients' local models too: the model of each client of the round's
-        cohort after its training, before aggregation. This costs a pass over the cohort's
-        validation and test data, and no message.
+        Whether to evaluate the local models as well: the model of each client of the round's cohort
+        after its training, before aggregation. This takes a pass over the cohort's validation and
+        test data, and no message.
     keep_local : bool
         Whether to keep the local models of the last round; see :func:`equipoise.load`.
     average_kept : bool
-        For a method whose clients keep parts of the shared model for themselves: whether to
-        evaluate a global model in which those parts are the mean of the clients' own. Without it
-        there is no global model to evaluate.
+        For methods whose clients keep parts of the shared model: whether to evaluate a global model
+        in which these parts are the mean of the clients' parts. Without it there is no global model
+        to evaluate.
     positive : int or str, optional
         For data with attributes: the class, by number or name, that counts as a positive prediction
-        in selection rates, TPR and FPR. By default class 1 if there are two classes; with more
-        there are no rates.
+        in selection rates, TPR and FPR. By default class 1 if there are two classes. With more
+        classes there are no rates by default.
     min_cell : int
-        For data with attributes: the smallest number of samples of a client that is counted by
-        itself. Counts of smaller cells do not leave the client; see
-        :class:`equipoise.attributes.Counting`. With 1 nothing is withheld.
+        For data with attributes: the smallest number of samples for which a client reports counts.
+        Counts of smaller cells do not leave the client; see
+        :class:`equipoise.attributes.Counting`. With 1, nothing is withheld.
 
     Examples
     --------
     >>> Evaluation(every=5, select="best", patience=3).due(10, last=False)
     True
-    >>> [metric.name for metric in Evaluation(metrics=["auroc", "ece"], select="best", select_by="auroc").metrics]
+    >>> evaluation = Evaluation(metrics=["auroc", "ece"], select="best", select_by="auroc")
+    >>> [metric.name for metric in evaluation.metrics]
     ['auroc', 'ece']
     """
 
@@ -95,7 +97,7 @@ class Evaluation:
     last: int | None = field(default=None, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
-        """Look metrics up by name, and refuse settings that contradict each other."""
+        """Look up metrics by name, and refuse settings that contradict each other."""
         object.__setattr__(self, "metrics", several_from(self.metrics, "evaluation.metrics"))
         count(self.every, "evaluation.every", least=0)
         count(self.min_cell, "evaluation.min_cell")
@@ -124,13 +126,13 @@ class Evaluation:
             )
 
     def due(self, round_: int, *, last: bool) -> bool:
-        """Say whether to evaluate after a round (counted from 1)."""
+        """Return whether to evaluate after a round (counted from 1)."""
         return self.every > 0 and (last or round_ % self.every == 0)
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models of one round: what all clients share, and the own parts of every client that has some, stacked."""
+    """The models of one round: the shared model, and the clients' own parts, stacked."""
 
     round: int
     shared: Tree
@@ -140,16 +142,16 @@ class Models:
 
 @dataclass
 class Standing:
-    """How a run stands by its validation loss, or by what ``evaluation.select_by`` names.
+    """The best round so far, by validation loss or ``evaluation.select_by``.
 
     Attributes
     ----------
     best_round : int or None
         The round with the lowest mean validation loss so far.
     best_loss : float
-        That loss. Of a metric that should be high, its negative.
+        Its loss. For metrics that should be high, the negative value.
     stale : int
-        How many evaluations there have been since.
+        The number of evaluations since.
     """
 
     best_round: int | None = None
@@ -157,7 +159,7 @@ class Standing:
     stale: int = 0
 
     def improves(self, round_: int, loss: float) -> bool:
-        """Take note of an evaluation, and say whether it is the best so far.
+        """Record an evaluation, and return whether it is the best so far.
 
         Examples
         --------
@@ -173,25 +175,25 @@ class Standing:
 
 
 class Evaluator:
-    """Evaluates the models of a run after a round.
+    """Evaluate the models of a run after a round.
 
     Parameters
     ----------
     federation : Federation
-        The clients; evaluation is always on these, whatever the view that is trained on.
+        The clients. They are always evaluated on their own data, with any view.
     method : Method
-        What is federated.
+        The method.
     engine : Engine
-        What carries it out.
+        The engine that runs it.
     training : Training
-        How clients train, which fine-tuning follows.
+        The training settings, which fine-tuning also uses.
     evaluation : Evaluation
         What to evaluate.
 
     Attributes
     ----------
     has_global : bool
-        Whether there is a global model as a whole: where clients keep parts of it, nobody has it.
+        Whether there is a complete global model. If clients keep parts of it, there is none.
     latest : dict
         The scores of the latest evaluation.
     """
@@ -216,15 +218,15 @@ class Evaluator:
         layout = Layout(method.local, initial)
         keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
         self._averages_kept = keeps_shared and evaluation.average_kept
-        # A model without trained tensors is the same for all.
+        # A model without trained tensors is the same for all clients.
         self.has_global = not initial or (
             bool(layout.shared) and (not keeps_shared or evaluation.average_kept)
         )
         self._fine_tune = (
             (evaluation.fine_tune.phase(training.optimizer),) if evaluation.fine_tune else ()
         )
-        # Laid out now, so that a part that does not exist is refused before training and not at the
-        # first evaluation.
+        # Made here, so that a missing part is refused before training and not at the first
+        # evaluation.
         adaptations = [
             rule for rule in (Adapting(method.local), FineTuning(self._fine_tune)) if rule.phases()
         ]
@@ -238,7 +240,7 @@ class Evaluator:
         )
         check_metrics(self.metrics, task, engine.network.measures)
         engine.metrics = computed(self.metrics, task)
-        # On Flower clients have the attributes, and count by themselves.
+        # On Flower, clients have the attributes and make the counts.
         if federation.attributes:
             engine.counting = counting_of(
                 federation.attributes,
@@ -258,7 +260,10 @@ class Evaluator:
     def evaluate(
         self, state: State, updates: Updates | None, cohort: RoundCohort | None
     ) -> list[Row]:
-        """Return a row for each client, model and split; before round 1 there are no updates and no cohort."""
+        """Return a row for each client, model and split.
+
+        Before round 1 there are no updates and no cohort.
+        """
         rows: list[Row] = []
         everyone = np.arange(self.federation.clients)
 
@@ -291,14 +296,13 @@ class Evaluator:
         if self.engine.absent:
             rows = [row for row in rows if row["client"] not in self.engine.absent]
         if cohort is not None:
-            # Clients report on their local models with their updates, so all of the cohort have
-            # done so.
+            # Clients send these values with their updates, so the whole cohort has sent them.
             for split in cohort.local_metrics:
                 add(cohort.ids, cohort.local_metrics, "local", split)
         return rows
 
     def evaluate_server(self, state: State) -> list[Row]:
-        """Return a row for each split that the server holds; none if it holds nothing, or there is no global model."""
+        """Return a row for each split of the server; none without data or a global model."""
         if not self.has_global:
             return []
         rows: list[Row] = []
@@ -316,20 +320,20 @@ class Evaluator:
 
     @property
     def _with_personal_models(self) -> NDArray[np.int64]:
-        """All seen clients, and those held out of training that can adapt the global model."""
+        """Return all seen clients, and the unseen clients that can adapt the global model."""
         if not self._adapts:
             return self.federation.seen
         return np.flatnonzero(~self.federation.unseen | (self.federation.split("train").sizes > 0))
 
     def follow(self, round_: int, rows: list[Row], server: Sequence[Row] = ()) -> bool:
-        """Take note of the latest scores, and say whether the round is the best so far and its models are to be kept."""
+        """Record the latest scores, and return whether to keep the models as the best so far."""
         shown = "personal" if self.has_personal else "global"
         followed = [row for row in rows if row["model"] == shown and not row["unseen"]]
         of_split = (
             summarize_rows(followed, self.engine.network.task, split=split)
             for split in ("test", "val")
         )
-        # Seen clients may have validation data only.
+        # Seen clients may have only validation data.
         if summary := next(
             filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None
         ):
@@ -343,7 +347,7 @@ class Evaluator:
         if not values:
             if self.evaluation.select == "best" or self.evaluation.patience is not None:
                 what = f"a value of {self._by}" if judged else "any"
-                who = "the server does not hold" if on_server else "no seen client holds"
+                who = "the server does not have" if on_server else "no seen client has"
                 raise InputError(f"choosing a round needs validation data, but {who} {what}")
             return False
         return (
@@ -353,39 +357,39 @@ class Evaluator:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the validation loss, or ``evaluation.select_by``, has not improved for too long."""
+        """Whether ``evaluation.patience`` evaluations have brought no improvement."""
         return (
             self.evaluation.patience is not None and self.standing.stale >= self.evaluation.patience
         )
 
     def selected_round(self, latest: int) -> int:
-        """Return the round that counts."""
+        """Return the round that is reported."""
         best = self.standing.best_round if self.evaluation.select == "best" else None
         return latest if best is None else best
 
     # ---- models ----------------------------------------------------------------------------------
 
     def _handed_out(self, state: State) -> Tree:
-        """Return the global model as clients get it, less what each of them keeps."""
+        """Return the global model that clients get, without the parts that they keep."""
         return self.method.aggregation.evaluated(state)
 
     def global_model(self, state: State) -> Tree:
-        """Return the global model as it is evaluated and handed out."""
+        """Return the global model that is evaluated and saved."""
         model = self._handed_out(state)
         if self._averages_kept:
             model = {**model, **self.engine.averaged_kept(self.method, model)}
         return model
 
     def personal_models(self, state: State, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return the shared tensors of personal models, and the others stacked over ``clients``."""
         return self.engine.personal_models(self._handed_out(state), self._personal(state), clients)
 
     def models(self, state: State) -> Models:
         """Return the models of a round."""
         clients: list[int] = []
         if self.has_personal:
-            # A client that cannot adapt has a model of its own only once it has taken part; one
-            # that can needs data to.
+            # Without adaptation only clients that have taken part have their own models. To adapt,
+            # a client needs data.
             able = np.flatnonzero(self.federation.split("train").sizes)
             clients = able.tolist() if self._adapts else self.engine.remembering
         own = self.personal_models(state, np.array(clients))[1] if clients else {}
@@ -394,7 +398,7 @@ class Evaluator:
     def local_models(
         self, sent: Tree, updates: Updates, cohort: RoundCohort, round_: int
     ) -> Models:
-        """Return the models that clients have trained in a round, with the parts that they keep."""
+        """Return the models that clients trained in a round, with the parts that they keep."""
         kept = self.engine.kept_parts(self.method, sent, cohort.ids)
         own = {**updates.params, **updates.buffers, **kept}
         still = {name: tensor for name, tensor in sent.items() if name not in own}
@@ -407,7 +411,7 @@ class Evaluator:
 def diverged(
     number: int, what: str, client: int, federation: Federation, saved_round: int
 ) -> RunError:
-    """Return the error that says whose numbers are not finite, and which checkpoint is intact."""
+    """Return the error that names the client with non-finite numbers and the last checkpoint."""
     intact = f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
     return RunError(
         f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not "

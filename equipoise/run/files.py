@@ -28,14 +28,14 @@ _KEY = "equipoise"
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Lock a directory while the block runs; the lock is released if the process is killed.
+    """Lock a directory while the block runs. The lock is released if the process is killed.
 
-    On file systems without locks nothing is locked.
+    On file systems without locks this has no effect.
 
     Raises
     ------
     RunError
-        If another run holds the lock.
+        If another run has locked the directory.
 
     Examples
     --------
@@ -63,12 +63,12 @@ def sole_writer(directory: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically: a crash at any moment leaves the old or the new content.
+    """Write a file atomically: after a crash it has the old or the new content.
 
     Raises
     ------
     RunError
-        If it cannot be written, such as on a full disk; the old content is intact.
+        If it cannot be written, such as on a full disk. The old content is intact.
 
     Examples
     --------
@@ -91,16 +91,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        # Half a file helps nobody, least of all where the disk is full.
+        # An incomplete file is useless and may fill the disk.
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = None) -> None:
-    """Write tensors and a small JSON note into one safetensors file, atomically; the same content gives the same bytes.
+    """Write tensors and a small JSON note to a safetensors file, atomically.
 
-    The file carries a checksum of all its tensors and of the note.
+    The file contains a checksum of its tensors and of the note. The same content gives the same
+    bytes.
 
     Examples
     --------
@@ -112,15 +113,15 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     text = json.dumps(note or {}, sort_keys=True)
-    # A single entry, because the format does not keep the order of entries. The checksum follows
-    # the note, so that no single damaged bit makes the file look like one of an older version,
-    # which has none.
+    # A single entry, because the format does not preserve the order of entries. The checksum
+    # follows the note, so that no single damaged bit makes the file look like one of an older
+    # version, which has no checksum.
     metadata = {_KEY: f"{text} sha256={_checksum(plain, text)}"}
     write_atomically(path, save(plain, metadata))
 
 
 def _checksum(tensors: Tree, note: str) -> str:
-    """Return the SHA-256 of a note and of the names, types, shapes and values of tensors, in the order of their names."""
+    """Return the SHA-256 of a note and of the names, types, shapes and values of tensors."""
     digest = hashlib.sha256(note.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
@@ -130,7 +131,9 @@ def _checksum(tensors: Tree, note: str) -> str:
 
 
 def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
-    """Read what :func:`save_tensors` wrote, and compare it with its checksum; files of older versions have none.
+    """Read a file that :func:`save_tensors` wrote, and check its checksum.
+
+    Files of older versions have no checksum.
 
     Raises
     ------
@@ -140,13 +143,12 @@ def load_tensors(path: Path) -> tuple[Tree, dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
             entry = (file.metadata() or {})[_KEY]
-            # Copied, because tensors in the file are not aligned. Kernels round differently for
-            # other alignments, and new memory is aligned like that of the tensors before they were
-            # written.
+            # Copied, because tensors in the file are not aligned, and kernels may round differently
+            # for other alignments. New memory is aligned like that of the original tensors.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         note, end = json.JSONDecoder().raw_decode(entry)
         if not isinstance(note, dict):
-            raise ValueError("its note is no mapping")
+            raise ValueError("its note is not a mapping")
     except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise RunError(
             f"cannot read {path}: {error}; the file is missing, truncated or not written by "
@@ -172,7 +174,7 @@ def _digest_of(path: Path, length: int) -> hashlib._Hash:
 
 
 class Journal:
-    """A file of JSON lines that is appended to; without a path the rows are in memory only.
+    """A file of JSON lines to which rows are appended. Without a path they are kept in memory.
 
     ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
     ``digest`` tells whether the rows before it are still what was written. Rows may also be written
@@ -245,14 +247,14 @@ class Journal:
         return self._digest.hexdigest()
 
     def check(self, mark: int, digest: str | None = None) -> None:
-        """Compare the file up to a mark with what was written; the file is left as it is.
+        """Compare the file up to a mark with what was written. The file is not changed.
 
         Parameters
         ----------
         mark : int
-            Its length then.
+            Its length at the mark.
         digest : str, optional
-            Its digest then.
+            Its digest at the mark.
 
         Raises
         ------
@@ -272,7 +274,7 @@ class Journal:
         if digest not in (None, self.digest):
             raise RunError(
                 f"{self.path} was changed since the checkpoint was written (SHA-256); the run "
-                "cannot be resumed. Restore the file, or begin anew in another directory"
+                "cannot be resumed. Restore the file, or start again in another directory"
             )
 
     def truncate(self, mark: int) -> None:
@@ -284,7 +286,7 @@ class Journal:
             os.truncate(self.path, mark)
 
     def rewind(self, mark: int) -> None:
-        """Go back to a mark."""
+        """Return to a mark: check the rows before it, and drop those after it."""
         self.check(mark)
         self.truncate(mark)
 
@@ -297,7 +299,7 @@ class Journal:
                 yield from map(json.loads, file)
 
     def complete(self) -> Iterator[dict[str, Any]]:
-        r"""Yield all rows but a last one that an interrupted write has left incomplete.
+        r"""Yield all rows except an incomplete last one, which an interrupted write may leave.
 
         Examples
         --------
@@ -313,6 +315,6 @@ class Journal:
         elif self.path.exists():
             with self.path.open(encoding="utf-8") as file:
                 whole = (line for line in file if line.endswith("\n"))
-                # Many lines are read as one list, which takes half the time.
+                # Many lines are parsed as one list, which takes half the time.
                 while lines := list(islice(whole, 1000)):
                     yield from json.loads(f"[{','.join(lines)}]")

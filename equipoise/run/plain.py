@@ -20,8 +20,8 @@ def to_plain(settings: Any) -> Any:
 
     Examples
     --------
-    >>> to_plain(Schedule(kind="exponential", decay=0.9))["kind"], to_plain((Sgd(lr=0.5),))[0]["name"]
-    ('exponential', 'sgd')
+    >>> to_plain((Sgd(lr=0.5),))[0]["name"], to_plain(Schedule(decay=0.9))["decay"]
+    ('sgd', 0.9)
     """
     if isinstance(settings, (list, tuple)):
         return [to_plain(item) for item in settings]

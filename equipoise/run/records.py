@@ -32,30 +32,30 @@ def client_rows(
     metrics: Sequence[Metric] = (),
     task: Task | None = None,
 ) -> list[Row]:
-    """Make the rows of ``metrics.jsonl``: one a client with samples in the split.
+    """Return the rows of ``metrics.jsonl``, one per client with samples in the split.
 
     Parameters
     ----------
     federation : Federation
-        Whose clients.
+        The federation.
     clients : int array
-        Which of them were evaluated.
+        The clients that were evaluated.
     measured : dict of arrays
-        Loss and metrics, one value a client.
+        Loss and metrics, one value per client.
     round_ : int
-        Rounds finished.
+        The number of finished rounds.
     model : {"global", "personal", "local"}
-        Which model was evaluated.
+        The model that was evaluated.
     split : str
-        On which of the clients' splits.
+        The split.
     gaps : mapping, optional
         Generalization gaps of the clients that have just trained.
     metrics : sequence of Metric
-        Which of the values are of these metrics. One that is undefined or outside of its range is
-        not in the row; ``left_out`` gives the reason by the metric's name.
+        The metrics among the values. A value that is undefined or out of range is not in the row,
+        and ``left_out`` has the reason by the metric's name.
     task : Task, optional
-        Says what the score is, for rows with counts by attributes; by default that of the
-        federation.
+        The task, which defines the score for rows with counts by attributes; by default that of
+        the federation.
 
     Returns
     -------
@@ -122,12 +122,12 @@ def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
     rows : iterable of dict
         Rows of ``metrics.jsonl``, in their order.
     count : int
-        How many rounds; if there are fewer, all of them.
+        The number of rounds. If there are fewer, all of them.
 
     Returns
     -------
     dict
-        In the order of rounds. No more than these are in memory at a time.
+        In the order of rounds. Only these rows are kept in memory.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
 
 
 def averaged_over(rounds: Sequence[int]) -> str:
-    """Say over which rounds results are averaged.
+    """Describe over which rounds results are averaged.
 
     Examples
     --------
@@ -156,7 +156,7 @@ def averaged_over(rounds: Sequence[int]) -> str:
 
 
 def average_rows(rows: Iterable[Row]) -> list[Row]:
-    """Average the rows of several rounds, client by client.
+    """Average the rows of several rounds for each client.
 
     Parameters
     ----------
@@ -167,15 +167,15 @@ def average_rows(rows: Iterable[Row]) -> list[Row]:
     -------
     list of dict
         One row for each client, model and split that has a row. Losses, scores, metrics and
-        generalization gaps are means over the rounds in which the client has a value; everything
-        else is that of the last of these rounds. ``left_out`` names metrics without any value.
+        generalization gaps are means over the rounds in which the client has a value. Everything
+        else is from the last of these rounds. ``left_out`` names metrics without any value.
 
     Examples
     --------
-    >>> same = {"model": "global", "split": "test", "client": 3, "group": "a", "unseen": False, "n": 10}
-    >>> rows = [{"round": 1, **same, "loss": 1.0, "accuracy": 0.5}, {"round": 2, **same, "loss": 0.5, "accuracy": 0.7}]
-    >>> average_rows(rows)[0]["loss"], average_rows(rows)[0]["accuracy"], average_rows(rows)[0]["round"]
-    (0.75, 0.6, 2)
+    >>> same = {"model": "global", "split": "test", "client": 3, "group": "a", "unseen": False}
+    >>> rows = [{"round": 1, **same, "loss": 1.0}, {"round": 2, **same, "loss": 0.5}]
+    >>> average_rows(rows)[0]["loss"], average_rows(rows)[0]["round"]
+    (0.75, 2)
     """
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -203,12 +203,12 @@ _NOT_AVERAGED = ("round", "model", "split", "client", "group", "unseen", "n", "a
 
 
 def task_of(summary: Mapping[str, Any]) -> Task:
-    """Return the task of a run from its summary; summaries of older versions name its score only.
+    """Return the task of a run from its summary. Summaries of older versions have only its score.
 
     Examples
     --------
-    >>> task_of({"score": "accuracy"}).name, task_of({"score": "dice", "task": "segmentation"}).higher_is_better
-    ('classification', True)
+    >>> task_of({"score": "accuracy"}).name, task_of({"score": "dice", "task": "segmentation"}).name
+    ('classification', 'segmentation')
     """
     older = "regression" if summary["score"] == "loss" else "classification"
     return tasks.build(summary.get("task", older))
@@ -222,32 +222,32 @@ def summarize_rows(
     metrics: Sequence[Metric] = (),
     federation: Federation | None = None,
 ) -> dict[str, Any]:
-    """Summarise one round's rows, separately for each model and for seen and unseen clients.
+    """Summarise the rows of one round for each model, and for seen and unseen clients.
 
     Parameters
     ----------
     rows : iterable of dict
         Rows of one round.
     task : Task
-        Says which metric is the score.
+        The task, which defines the score.
     split : str
-        Which split's rows to summarise.
+        The split to summarise.
     metrics : sequence of Metric
-        The metrics besides the score to summarise.
+        The metrics to summarise in addition to the score.
     federation : Federation, optional
-        Whose clients the rows are of. Clients without samples in the split have no row; with the
-        federation they are counted in ``left_out``, and their groups are in ``groups``.
+        The federation. Clients without samples in the split have no row. With the federation they
+        are counted in ``left_out``, and their groups are in ``groups``.
 
     Returns
     -------
     dict
-        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, holding
-        only what was evaluated. Each inner dictionary has every metric of
+        ``{"global": {"seen": {...}, "unseen": {...}}, "personal": ..., "local": ...}``, with only
+        what was evaluated. Each inner dictionary has every metric of
         :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of every group,
         ``None`` if none of its clients has samples), ``loss`` (the mean loss over clients), and the
         names of the worst client and group. ``metrics`` has the same for each of ``metrics``, and
         in ``left_out_clients`` the reason for each client without a value. For data with
-        attributes, ``attributes`` has what :func:`equipoise.parity.pooled` returns.
+        attributes, ``attributes`` is the result of :func:`equipoise.parity.pooled`.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
@@ -275,22 +275,23 @@ def summarize_rows(
 
 
 def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average the summaries of several rounds: every metric of each round, then the mean over rounds.
+    """Average the summaries of several rounds: the mean over rounds of every metric.
 
     Parameters
     ----------
     summaries : sequence of mappings
-        What :func:`summarize_rows` returns, of one split.
+        Results of :func:`summarize_rows` for one split.
 
     Returns
     -------
     dict
-        The same, with means over the rounds that have a value. Names, ids and counts are left out.
+        A summary with means over the rounds that have a value, without names, ids and counts.
 
     Examples
     --------
-    >>> rounds = [{"global": {"seen": {"mean": mean, "groups": {"a": mean}, "clients": 3}}} for mean in (0.5, 0.75)]
-    >>> average_summaries(rounds)
+    >>> def summary(mean):
+    ...     return {"global": {"seen": {"mean": mean, "groups": {"a": mean}, "clients": 3}}}
+    >>> average_summaries([summary(0.5), summary(0.75)])
     {'global': {'seen': {'mean': 0.625, 'groups': {'a': 0.625}}}}
     """
     averaged: dict[str, Any] = {}
@@ -330,7 +331,10 @@ def _average_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _without_samples(
     rows: list[Row], federation: Federation | None, model: str, split: str, unseen: bool
 ) -> dict[int, str]:
-    """Return the groups of clients that have no samples in the split; of local models, of those that took part."""
+    """Return the groups of clients without samples in the split.
+
+    For local models, only clients that took part are considered.
+    """
     if federation is None:
         return {}
     clients = np.flatnonzero(
@@ -356,7 +360,7 @@ def _metric_summary(rows: list[Row], metric: Metric, without: Mapping[int, str])
     part: dict[str, Any] = {"clients": 0}
     if having:
         part = _summary(having, name, names, higher_is_better=metric.higher_is_better)
-        # These are of losses and not of the metric.
+        # These describe losses and not the metric.
         for other in ("loss", "gap_variance", "gap_pair_sum"):
             del part[other]
     return {**part, "left_out": len(left_out), "left_out_clients": left_out}
@@ -375,8 +379,8 @@ def _summary(
     higher_is_better: bool,
     gaps: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
-    """Summarise a column of rows of which all have a value; ``names`` are those of the groups."""
-    # There may be as many groups as clients.
+    """Summarise a column of rows, which all have a value; ``names`` are the groups."""
+    # A dictionary, because every client may be its own group.
     position_of = {name: position for position, name in enumerate(names)}
     groups = np.array([position_of[row["group"]] for row in rows])
     values = np.array([row[column] for row in rows])

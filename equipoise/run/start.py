@@ -24,11 +24,10 @@ class Start:
     Parameters
     ----------
     path : str
-        The directory of a finished run, whose global model is meant, or a safetensors file with the
+        The directory of a finished run, whose global model is used, or a safetensors file with the
         names of a state dictionary.
     parts : str or tuple of str
-        The parts to take from there, such as ``features``. The others are drawn from the seed, as
-        without a start.
+        The parts to load, such as ``features``. The others are drawn from the seed.
 
     Examples
     --------
@@ -62,15 +61,14 @@ class Start:
             ):
                 raise InputError(
                     f"start: {name} in {self.path} is frozen in the model and has other values "
-                    "there; "
-                    "valid: a file of the same frozen tensors, or parts of it, such as start: "
-                    "{path: ..., parts: head}"
+                    "there; valid: a file with the same frozen tensors, or parts of it, such as "
+                    "start: {path: ..., parts: head}"
                 )
         names = select(trained, self.parts)
         if self.parts == "all" and (strays := [name for name in found if name not in slots]):
             raise InputError(
-                f"start: {self.path} holds {strays[0]}, which the model does not have; "
-                "name the parts to take, such as start: {path: ..., parts: features}"
+                f"start: {self.path} has {strays[0]}, which the model does not have; "
+                "name the parts to load, such as start: {path: ..., parts: features}"
             )
         for name in names:
             shape = tuple(trained[name].shape)
@@ -78,14 +76,13 @@ class Start:
             if there != shape:
                 has = f"of shape {there}" if there is not None else "missing"
                 raise InputError(
-                    f"start: {name} is {has} in {self.path}, and the model's is of shape {shape}; "
-                    "name the parts to take, "
-                    "such as start: {path: ..., parts: features}"
+                    f"start: {name} is {has} in {self.path}, but of shape {shape} in the model; "
+                    "name the parts to load, such as start: {path: ..., parts: features}"
                 )
         return {name: found[name].to(trained[name].dtype) for name in names}
 
     def _read(self, module: nn.Module) -> Tree:
-        # Read by api.py, which reads this module.
+        # Imported here, because api.py imports this module.
         from equipoise.run.api import GLOBAL, read_config
 
         path = Path(self.path)
@@ -100,15 +97,14 @@ class Start:
                     f"those of the model {here}"
                 )
         try:
-            # Copied, because tensors in the file are not aligned, and kernels may round differently
-            # for that.
+            # Copied, because tensors in the file are not aligned, so kernels may round differently.
             return {name: tensor.clone() for name, tensor in load_file(file).items()}
         except (OSError, SafetensorError) as error:
             raise InputError(f"start: cannot read {file} as a safetensors file: {error}") from error
 
 
 def start_from(given: str | Path | Mapping[str, Any] | Start | None) -> Start | None:
-    """Make a start from its plain form: a path, or a mapping with ``path`` and ``parts``.
+    """Return a start from its plain form: a path, or a mapping with ``path`` and ``parts``.
 
     Examples
     --------

@@ -58,8 +58,7 @@ from equipoise.tree import Tree, digest, flat_rows
 
 log = logging.getLogger("equipoise")
 
-# Where the state keeps the numbers of clients that wait, and the rounds until everyone is asked
-# again because of them.
+# The key of waiting clients in the state, and the number of rounds until all are asked again.
 _WAITING, _ASK_AGAIN = "waiting", 10
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
@@ -69,7 +68,7 @@ MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run says of itself after a round; the scores are of the latest evaluation, if there was one."""
+    """The progress of a run after a round, with the scores of the latest evaluation, if any."""
 
     round: int
     rounds: int
@@ -81,12 +80,12 @@ class Progress:
 
 @dataclass
 class Registered:
-    """The clients a sampler chooses from; see :class:`equipoise.method.Candidates`.
+    """The clients from which a sampler chooses; see :class:`equipoise.method.Candidates`.
 
     Attributes
     ----------
     asked : list of RoundCohort
-        The cohorts the sampler has gathered to ask them; what they moved counts in the round.
+        The cohorts that the sampler has asked. Their bytes count in the round.
     """
 
     ids: NDArray[np.int64]
@@ -103,12 +102,12 @@ class Registered:
         return groups
 
     def cohort(self, ids: NDArray[np.int64]) -> RoundCohort:
-        """Gather some of them, to be asked before the choice is made."""
+        """Return a cohort of some clients, to ask them before the choice."""
         self.asked.append(self.gather(np.asarray(ids)))
         return self.asked[-1]
 
     def without(self, lost: Iterable[int]) -> Registered:
-        """Return the clients less those that did not answer."""
+        """Return the clients without those that did not answer."""
         there = ~np.isin(self.ids, list(lost))
         return replace(self, ids=self.ids[there], sizes=self.sizes[there])
 
@@ -121,21 +120,21 @@ class Trainer:
     federation : Federation
         The clients.
     method : Method
-        What is federated.
+        The method.
     model : nn.Module
-        With ``features`` and ``head``, and the parts that the method brings.
+        The model, with the parts that the method adds.
     training, machine, evaluation
         The settings.
     seed : int
         Of all random numbers.
     directory : Path, optional
-        Where journals and checkpoints go; without one nothing is written.
+        Where journals and checkpoints are written. Without it nothing is written.
     checkpoint_every : int
         Rounds between checkpoints.
     engine : callable
-        Makes the engine that carries the method out.
+        Makes the engine that runs the method.
     start : Tree, optional
-        Tensors of the model to begin with, in place of the module's own.
+        Tensors that replace those of the initial model.
 
     Attributes
     ----------
@@ -169,7 +168,7 @@ class Trainer:
         self.engine = engine(
             federation, model, training, machine.carrying_out(method), seed, self.view
         )
-        # Where the server trains alone, it does so with another engine, on what it has gathered.
+        # If only the server trains, it uses another engine with the gathered samples.
         self._trains: Engine = self.engine
         pools = self.view is not federation or method.view.gathers
         for setting in ("fine_tune", "keep_local"):
@@ -186,7 +185,7 @@ class Trainer:
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
-        # A mask may hold −∞ from the start; only what training has made so is a fault.
+        # A mask may contain −∞ from the start. Only tensors that were finite are checked.
         self._begun_finite = {
             name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())
         }
@@ -198,7 +197,7 @@ class Trainer:
         self.bytes = dict.fromkeys(BYTES, 0)
         self.stopped: str | None = None
         self._listeners = Listeners()
-        # A hash of the run's configuration, by which its checkpoints are known.
+        # A hash of the run's configuration, which its checkpoints contain.
         self.identity = ""
         self._saved_round = 0
         self._best_models: Models | None = None
@@ -206,8 +205,7 @@ class Trainer:
         self._if_longer: dict[str, Any] | None = None
 
     def _register(self) -> None:
-        # Asked for once: among a million clients, counting who is seen would take longer than
-        # drawing the cohort.
+        # Computed once. With a million clients, this takes longer than drawing the cohort.
         registered = self.view.seen
         if len(self._waiting):
             registered = np.setdiff1d(registered, self._waiting)
@@ -232,7 +230,7 @@ class Trainer:
         guard = self.method.guard
         if guard is not None and self.training.rounds and self._cohort_size < guard.least_clients():
             raise InputError(
-                f"the guard {guard.name!r} needs {guard.least_clients()} clients a round, but a "
+                f"the guard {guard.name!r} needs {guard.least_clients()} clients per round, but a "
                 f"cohort has {self._cohort_size}; choose a larger training.cohort or other options "
                 "of method.guard"
             )
@@ -242,7 +240,7 @@ class Trainer:
     def run(
         self, on_round: Callable[[Progress], None] | None = None, listeners: Listeners | None = None
     ) -> None:
-        """Train until the last round, or until validation or a callback says to stop.
+        """Train until the last round, or until ``patience`` or a callback stops the run.
 
         With 0 rounds, evaluate the initial model.
         """
@@ -273,7 +271,7 @@ class Trainer:
         return [part for part in parts if part.needs_everyone]
 
     def begin(self) -> None:
-        """Let the server set up what it keeps, once; everyone is gathered only if a part needs that."""
+        """Call ``begin`` of the parts. Ask all clients only if a part needs it."""
         if (
             self.method.view.gathers
             and self.view is self.federation
@@ -292,15 +290,15 @@ class Trainer:
 
     @property
     def _waiting(self) -> NDArray[np.int64]:
-        """Clients that take no part because they did not answer what everyone was asked when they joined."""
+        """Clients that do not take part because they did not answer when they joined."""
         waiting = self.state.server.get(_WAITING)
         return np.empty(0, np.int64) if waiting is None else waiting["ids"].numpy()
 
     def _ask_everyone(self, what: str, candidates: NDArray[np.int64]) -> RoundCohort:
-        """Have the parts that need everyone begin, or admit candidates; candidates that do not answer must wait.
+        """Call ``begin`` or ``admit`` of the parts that need everyone.
 
-        If one of the other clients does not answer, all candidates wait, so that nothing of it is
-        lost.
+        Candidates that do not answer wait. If one of the other clients does not answer, all
+        candidates wait, so that the values of that client are kept.
         """
         begins = what == "begin"
         members = candidates if begins else np.union1d(self._registered, candidates)
@@ -335,7 +333,7 @@ class Trainer:
         return everyone
 
     def _gather(self) -> None:
-        """Ask everyone for samples, and let the server train on them; a resumed run asks again."""
+        """Ask all clients for samples for the server to train on. A resumed run asks again."""
         federation, everyone = self.federation, self.engine.cohort(self.method, self._registered, 0)
         while True:
             try:
@@ -358,7 +356,7 @@ class Trainer:
         self._register()
 
     def _admit(self) -> list[RoundCohort]:
-        """Admit clients that have registered since the last round, and return the cohorts asked for that."""
+        """Admit clients that have registered since the last round. Return the cohorts asked."""
         newcomers = self.engine.newcomers()
         again = len(self._waiting) and self.state.round % _ASK_AGAIN == 0
         if not (newcomers or again) or self.method.view.gathers:
@@ -381,7 +379,7 @@ class Trainer:
         reports_gaps = due and self.view is self.federation and self.evaluator.has_global
         if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
-        # Where the data are pooled, there are no clients that train.
+        # With pooled data, clients do not train.
         cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
         prepared, cohort = self._prepare(cohort)
         report_bytes = 0
@@ -398,7 +396,7 @@ class Trainer:
         updates, cohort = self._aggregate(prepared, updates, cohort, number)
         clock.lap("combine")
         self._trains.commit(cohort)
-        # What everyone was asked before round 1 is moved once, and counted there.
+        # The bytes of questions before round 1 are counted in round 1.
         cohorts = [
             *admitting,
             *asked,
@@ -447,19 +445,19 @@ class Trainer:
         self.timings.append([{"round": number, **clock.laps}])
         ends = last or self._ends_early
         if ends and self.evaluation.keep_local:
-            # As trained, and not as a guard has changed them.
+            # The trained models, not those that a guard has changed.
             own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
             self._local_models = self.evaluator.local_models(sent, own, cohort, number)
             if self.directory:
-                # Before the checkpoint: a run that is resumed after its last round cannot make them
-                # again.
+                # Before the checkpoint, because a run that is resumed after its last round cannot
+                # compute them again.
                 save_models(self.directory / LOCAL, self._local_models)
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
         return Progress(number, self.training.rounds, losses["train_loss"], **self.evaluator.latest)
 
     def _absent(self) -> Row:
-        """Return the clients that did not answer when models were evaluated, for the row of a round."""
+        """Return the clients that did not answer in evaluation, for the row of the round."""
         absent = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
         return {"not_evaluated": absent} if absent else {}
 
@@ -475,7 +473,7 @@ class Trainer:
         self.save_checkpoint()
 
     def _select(self) -> tuple[RoundCohort, list[RoundCohort]]:
-        """Gather the cohort of the next round, and return the cohorts that the sampler asked before it chose."""
+        """Return the cohort of the next round, and the cohorts that the sampler asked before."""
         round_ = self.state.round
 
         def gather(ids: NDArray[np.int64]) -> RoundCohort:
@@ -496,7 +494,7 @@ class Trainer:
         return cohort, candidates.asked
 
     def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
-        """Have the sampler choose, and check what it returns."""
+        """Return the choice of the sampler, checked."""
         sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
         answer = sampler.select(self.state, candidates, count)
         chosen: NDArray[np.int64] = np.asarray(answer)
@@ -514,7 +512,7 @@ class Trainer:
         return chosen
 
     def _prepare(self, cohort: RoundCohort) -> tuple[State, RoundCohort]:
-        """Return the state the round begins with; clients lost on the way are left out."""
+        """Return the state with which the round begins. Lost clients are left out."""
         aggregation = self.method.aggregation
         while True:
             begun = replace(self.state, notes={})
@@ -543,12 +541,12 @@ class Trainer:
         cohort: RoundCohort,
         number: int,
     ) -> tuple[State, Updates, RoundCohort]:
-        """Have the guard look at all updates that have arrived; dropped clients are left out of the round."""
+        """Apply the guard to all updates. Clients that it drops are left out of the round."""
         if len(cohort.ids) < guard.least_clients():
             raise RunError(
                 f"round {number}: the guard {guard.name!r} needs the updates of "
-                f"{guard.least_clients()} clients, but {len(cohort.ids)} sent one that can be "
-                f"used{self._intact}"
+                f"{guard.least_clients()} clients, but only {len(cohort.ids)} sent a usable "
+                f"one{self._intact}"
             )
         screened = guard.screen(sent, updates, cohort)
         prepared = prepared.with_notes(
@@ -574,7 +572,7 @@ class Trainer:
     def _aggregate(
         self, prepared: State, updates: Updates, cohort: RoundCohort, number: int
     ) -> tuple[Updates, RoundCohort]:
-        """Make the next state; clients lost on the way are left out, and everything is computed again without them."""
+        """Return the next state. If clients are lost, everything is repeated without them."""
         while True:
             try:
                 state = combine_checked(self.method.aggregation, prepared, updates, cohort)
@@ -593,9 +591,7 @@ class Trainer:
                 if name in self._begun_finite:
                     finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
             self._refuse_non_finite(finite, cohort, number, "model")
-            raise RunError(
-                f"round {number}: the global model became non-finite when updates were combined"
-            )
+            raise RunError(f"round {number}: the global model is not finite after aggregation")
         self.state = replace(self.method.sampler.learn(state, cohort), round=number)
         return updates, cohort
 
@@ -634,28 +630,28 @@ class Trainer:
         if self.evaluator.follow(self.state.round, rows, of_server):
             self._best_models = self.evaluator.models(self.state)
             self.engine.keep()
-            # The models of the last round are made from the checkpoint. The file then still holds
-            # those of the best round before, which a longer run may need.
+            # The models of the last round can be made from the checkpoint. So the file keeps those
+            # of the best round before, which a longer run may need.
             if self.directory and not only_as_last:
                 save_models(self.directory / BEST, self._best_models)
         self._listeners.evaluated(rows)
 
     @property
     def has_global(self) -> bool:
-        """Whether there is a global model as a whole."""
+        """Whether there is a complete global model."""
         return self.evaluator.has_global
 
     @property
     def global_model(self) -> Tree:
-        """The global model as it is evaluated and handed out."""
+        """The global model that is evaluated and saved."""
         return self.evaluator.global_model(self.state)
 
     def personal_models(self, clients: NDArray[np.int64]) -> tuple[Tree, Tree]:
-        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return the shared tensors of personal models, and the others stacked over ``clients``."""
         return self.evaluator.personal_models(self.state, clients)
 
     def selected(self) -> Models:
-        """Return the models of the round that counts."""
+        """Return the models of the reported round."""
         if self.evaluator.selected_round(self.state.round) == self.state.round:
             return self.evaluator.models(self.state)
         if self._best_models is None and self.directory:
@@ -663,7 +659,7 @@ class Trainer:
         return self._best_models or self.evaluator.models(self.state)
 
     def local_models(self) -> Models:
-        """Return the local models of the last round, which ``evaluation.keep_local`` has kept."""
+        """Return the local models of the last round, if ``evaluation.keep_local`` is set."""
         if self._local_models is None:
             if self.directory is None:
                 raise InputError(
@@ -673,17 +669,16 @@ class Trainer:
         return self._local_models
 
     def client_index(self) -> ClientIndex:
-        """Ask all clients with training samples for the index that the selected model makes.
+        """Return the client index that the selected model makes, of all clients with training data.
 
-        Clients held out of training are among them, and on Flower those that have joined since. The
-        bytes are not counted, like those of evaluation.
+        Unseen clients are included, and on Flower those that have joined since. The bytes are not
+        counted, as in evaluation.
         """
         rule, model = self.method.local, self.selected().shared
         if not rule.makes_index:
             raise InputError(
                 f"method {self.method.name!r} makes no client index; valid: the local rule dsaign, "
-                "as in "
-                "method: {name: fedavg, local: dsaign}"
+                "as in method: {name: fedavg, local: dsaign}"
             )
         clients = np.flatnonzero(self.federation.split("train").sizes)
         cohort = self.engine.cohort(self.method, clients, self.state.round)
@@ -698,7 +693,7 @@ class Trainer:
         return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the round that counts, or the last rounds that do."""
+        """Summarise the reported round, or the last rounds if they are averaged."""
         number = self.evaluator.selected_round(self.state.round)
         task, metrics = self.engine.network.task, self.evaluator.metrics
         of_server = {row["split"]: row for row in self.server if row["round"] == number}
@@ -770,7 +765,7 @@ class Trainer:
             ]
             for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
                 if "worst_client_id" in measured:
-                    # A number says nothing to those who do not hold the data.
+                    # Readers without the data do not know the numbers of clients.
                     measured["worst_client_name"] = self.federation.client_name(
                         measured["worst_client_id"]
                     )
@@ -789,7 +784,7 @@ class Trainer:
         }
 
     def save_checkpoint(self) -> None:
-        """Write all that the next round depends on into one file, after the journals are durable."""
+        """Write everything that the next round depends on, after the journals are on disk."""
         if self.directory is None:
             return
         standing = self.evaluator.standing
@@ -810,7 +805,7 @@ class Trainer:
         self._saved_round = self.state.round
 
     def restore_checkpoint(self, *, finished: bool = False) -> None:
-        """Go on from the last checkpoint of the directory, or from the start if none has been written yet.
+        """Resume from the last checkpoint of the directory, or start if there is none yet.
 
         Parameters
         ----------
@@ -820,8 +815,8 @@ class Trainer:
         Raises
         ------
         RunError
-            If the journals show that there was a checkpoint which is gone: going on would empty
-            them. Or if the checkpoint is of another run, or a journal was changed since.
+            If the journals have rounds, but there is no checkpoint. Or if the checkpoint belongs to
+            another run, or a journal was changed since.
         """
         if self.directory is None:
             return
@@ -832,7 +827,7 @@ class Trainer:
                 raise RunError(
                     f"{self.directory} has journals of past rounds but no checkpoint, so the run "
                     "cannot be resumed; nothing was changed. Restore checkpoint.safetensors, or "
-                    "begin anew in another directory"
+                    "start again in another directory"
                 )
         else:
             if found.note.get("run", self.identity) != self.identity:
@@ -847,10 +842,10 @@ class Trainer:
                     f"{self.directory / CHECKPOINT} does not fit this run ({error!r})"
                 ) from error
             if self.evaluator.standing.best_round and (self.directory / BEST).exists():
-                # Now and not after the last round, which may be days away.
+                # Check the file now and not after the last round, which may be days later.
                 read_models(self.directory / BEST)
         marks, digests = (note.get(key, {}) for key in ("marks", "sha256"))
-        # All are checked before one is changed.
+        # All journals are checked before any of them is changed.
         for name, journal in self.journals.items():
             journal.check(marks.get(name, 0), digests.get(name))
         if finished:
@@ -861,7 +856,7 @@ class Trainer:
             self.rounds.append([json.loads(note["row"])])
 
     def _go_on_from(self, found: Checkpoint) -> dict[str, Any]:
-        """Take over what a checkpoint holds, and return its note, for a run that may have become longer."""
+        """Restore a checkpoint, and return its note, changed if the run is made longer."""
         self.state = found.state
         self.engine.restore(found.memory)
         note = dict(found.note)
@@ -882,10 +877,10 @@ class Trainer:
         return self.engine.total_was_read or self._trains.total_was_read
 
     def _remember_for_longer(self, row: Row | None = None, report_bytes: int = 0) -> None:
-        """Remember how the run stands before an evaluation that takes place only because the round is the last.
+        """Record the state of the run before an evaluation that only the last round has.
 
-        If the run is made longer, its journals are rewound to here, ``row`` takes the place of the
-        round's row, and the bytes of the report for that evaluation do not count.
+        If the run is made longer, its journals are rewound to here, ``row`` replaces the round's
+        row, and the bytes of the report for that evaluation are not counted.
         """
         standing = self.evaluator.standing
         rewound = {"metrics": self.metrics, "rounds": self.rounds, "server": self.server}
@@ -896,19 +891,19 @@ class Trainer:
             "best_round": standing.best_round,
             "best_loss": standing.best_loss if standing.best_round else None,
             "stale": standing.stale,
-            # As text, because the keys of a note are sorted.
+            # As text, because notes sort their keys.
             "row": json.dumps(row) if row else None,
         }
 
     def _longer(self, note: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what differs in the note of a checkpoint if its round was the last and no longer is."""
+        """Return what differs in a checkpoint's note if its round is no longer the last one."""
         if IF_LONGER not in note:
             return {}
         before = note[IF_LONGER]
         return {**before, **{key: {**note[key], **before[key]} for key in ("marks", "sha256")}}
 
     def measure_chunk(self) -> int:
-        """Choose the chunk size by timing the first cohort; nothing of what it trains is kept."""
+        """Choose the chunk size by timing the first cohort. The trained models are dropped."""
         engine = self.engine
         cohort_size = self._cohort_size
         if engine.network.unstackable:
@@ -937,18 +932,18 @@ def _values(row: Row) -> Row:
 
 
 def _declared(metric: Metric) -> dict[str, Any]:
-    """Return what a metric declares, with null for a bound that does not exist: JSON has no infinity."""
+    """Return the declaration of a metric, with null for infinite bounds, as JSON requires."""
     bounds = [bound if math.isfinite(bound) else None for bound in metric.range]
     return {"higher_is_better": metric.higher_is_better, "range": bounds}
 
 
 def _counted(moved: dict[str, int]) -> dict[str, int]:
-    """Return the bytes to report; in one process there is no overhead."""
+    """Return the bytes to report. In one process there is no overhead."""
     return {name: count for name, count in moved.items() if count or name != "bytes_overhead"}
 
 
 def _written(state: State, cohort: RoundCohort, *, everyone: bool) -> Row:
-    """Return the cohort, unless it is everyone, and the server's notes, which are in the order of the cohort."""
+    """Return the cohort, unless all clients take part, and the server's notes."""
     notes = (
         {"notes": {name: _plain(value) for name, value in state.notes.items()}}
         if state.notes
@@ -958,7 +953,7 @@ def _written(state: State, cohort: RoundCohort, *, everyone: bool) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """Return a note as JSON has it, which knows no NaN."""
+    """Return a note for JSON, which has no NaN."""
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, list):
@@ -967,7 +962,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Clock:
-    """Seconds between laps, waiting for the device to finish."""
+    """Measure seconds between laps, after the device has finished."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

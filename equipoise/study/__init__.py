@@ -1,22 +1,23 @@
-"""Studies: methods by settings by seeds, run as far as they are missing, and their tables.
+"""Studies: all combinations of methods, settings and seeds, and their tables.
 
-A study file holds ``base`` (an experiment without method and seed), ``methods``, ``settings``
-(labels with what they change), ``seeds``, ``metrics`` and the ``split`` they are of. Its runs are
-in ``OUT/<setting>/<method>/seed<k>``, and run seed by seed; starting a study again runs what is
-missing and resumes what was interrupted. If one of these directories holds another experiment, as
-after changes to the study, nothing runs.
+A study file has ``base`` (an experiment without method and seed), ``methods``, ``settings`` (labels
+and what they change), ``seeds``, ``metrics`` and ``split``, on which metrics are computed. The
+directories of the runs are ``OUT/<setting>/<method>/seed<k>``. Runs are ordered by seed. Starting a
+study again runs what is missing and resumes interrupted runs. If one of these directories holds
+another experiment, such as after changes to the study, nothing runs.
 
 If ``data.leave_out`` is a list of groups, each of them is left out once. These settings are called
-folds. Tables of the mean over folds and of the differences from a ``baseline`` method, paired over
-folds and seeds, are added.
+folds. There are additional tables of the mean over folds and of the differences from a ``baseline``
+method, paired over folds and seeds.
 
-A method may have ``set`` beside its hyper-parameters: other settings that are different for it,
-such as the number of epochs.
+A method may have ``set`` beside its hyper-parameters: other settings that are different for this
+method, such as the number of epochs.
 
 A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. It is used
-only for tuning. Then every combination is a separate method, runs with the seed of ``tuning``, and
-is evaluated on validation data, together with the study's first method; see :class:`Tuning`. What
-was chosen is written to ``chosen.yaml`` beside the runs of tuning, and is what the study then runs.
+only for tuning. Every combination is then a separate method. It runs with the seed of ``tuning``
+and is evaluated on validation data, together with the study's first method; see :class:`Tuning`.
+The chosen values are written to ``chosen.yaml`` beside the runs of tuning. The study then uses
+them.
 
 Seeds, methods and settings can be added to a finished study: starting it again runs what is new.
 """

@@ -1,4 +1,4 @@
-"""What tuning has chosen: written beside its runs, and read by the comparison that follows."""
+"""The values chosen by tuning, written beside its runs and read by the comparison."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from equipoise.run.files import write_atomically
 CHOSEN = "chosen.yaml"
 _ABOUT = """\
 # The values that were chosen for the methods of a study, by setting. `equipoise compare` runs them.
-# by, split, seed: the metric, the data and the seed that decided. among: how many combinations of values had a result.
-# within_tolerance: how many of them had a mean (on the same data) at most `tolerance` worse than `reference`, the mean of
-# the study's first method; among those, `value` is the best of `by`. tied: how many have that value; the first of the
-# grid is taken.
+# by, split, seed: the metric, the data and the seed used for the choice. among: the number of
+# combinations of values with a result. within_tolerance: how many of them had a mean (on the same
+# data) at most `tolerance` worse than `reference`, the mean of the study's first method. Among
+# those, `value` is the best of `by`. tied: how many have this value; the first of the grid is used.
 """
 
 Choices = dict[str, dict[str, "Choice"]]
@@ -34,20 +34,20 @@ class Choice:
     values : mapping
         The hyper-parameters.
     by : str
-        The metric that decided.
+        The metric used for the choice.
     split : str
-        The data it was measured on.
+        The split on which it was measured.
     seed : int
         The seed of the runs.
     tolerance : float
         How much worse than ``reference`` the mean could be.
     among : int
-        How many combinations of values had a result.
+        The number of combinations of values with a result.
     within_tolerance : int
-        How many of them had a mean that is good enough. If none had, the best mean was taken.
+        How many of them had a mean within the tolerance. If none had, the best mean was chosen.
     tied : int
-        How many of those had the same value as the chosen one; it is the first of them in the order
-        of the grid.
+        How many of those had the same value as the chosen one, which is the first of them in the
+        order of the grid.
     mean, value, reference : float or None
         The mean and the value of ``by`` of the chosen values, and the mean of the study's first
         method, if it has one.
@@ -76,7 +76,10 @@ class Choice:
         written = ", ".join(f"{name}: {value}" for name, value in self.values.items())
         data = "validation data" if self.split == "val" else f"{self.split} data"
         if not self.within_tolerance:
-            return f"{written} (mean {self.mean:.4g} on {data}, the best of {self.among}; none is within the tolerance)"
+            return (
+                f"{written} (mean {self.mean:.4g} on {data}, the best of {self.among}; none is "
+                "within the tolerance)"
+            )
         tied = f", with {self.tied - 1} equal" if self.tied > 1 else ""
         return (
             f"{written} ({self.by} {self.value:.4g} on {data}, the best of {self.within_tolerance} "
@@ -85,7 +88,7 @@ class Choice:
 
 
 def tuning_directory(out: Path) -> Path:
-    """Return where the runs of tuning are, for the directory of a study's runs.
+    """Return the directory of the runs of tuning, given that of a study's runs.
 
     Examples
     --------
@@ -96,7 +99,7 @@ def tuning_directory(out: Path) -> Path:
 
 
 def write_choices(directory: Path, choices: Choices) -> None:
-    """Write choices to a directory; those of other settings and methods that are written there stay.
+    """Write choices to a directory. Existing ones of other settings and methods are kept.
 
     Parameters
     ----------
@@ -122,12 +125,12 @@ def write_choices(directory: Path, choices: Choices) -> None:
 
 
 def read_choices(path: Path) -> Choices:
-    """Read what :func:`write_choices` wrote.
+    """Read choices that :func:`write_choices` wrote.
 
     Parameters
     ----------
     path : Path
-        The file, or the directory it is in.
+        The file, or its directory.
 
     Returns
     -------
@@ -142,5 +145,5 @@ def read_choices(path: Path) -> Choices:
         }
     except (TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} does not say what tuning has chosen ({error}); tune the study again"
+            f"{path} is not a file of choices ({error}); tune the study again"
         ) from error

@@ -1,7 +1,7 @@
 """Bootstrap intervals over clients: how a metric varies with the choice of clients.
 
-Clients are drawn with replacement, each with its values of all seeds, and the metric is computed
-for every draw and averaged over seeds. For metrics of groups, clients are drawn within each group.
+Clients are drawn with replacement, each with its values of all seeds. The metric is computed for
+every draw and averaged over seeds. For metrics of groups, clients are drawn within each group.
 The interval is BCa (bias-corrected and accelerated), as computed by SciPy.
 """
 
@@ -32,11 +32,11 @@ __all__ = ["CONFIDENCE", "LEAST_CLIENTS", "RESAMPLES", "interval", "resampled_in
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-# Intervals from fewer clients are too short. The worst tenth is that of two clients or more from 20
-# on.
+# Intervals from fewer clients are too short. With 20 clients or more, the worst tenth has at least
+# two clients.
 LEAST_CLIENTS = 10
 LEAST_CLIENTS_OF_TAILS = 20
-# Numbers that are computed at a time.
+# How many numbers are computed at a time.
 AT_A_TIME = 2_000_000
 
 Interval = tuple[float, float]
@@ -56,8 +56,8 @@ def _jain(values: Floats) -> Floats:
     )
 
 
-# Metrics of one value for each client on the last axis; whether high values are good matters for
-# tails only.
+# Metrics of one value for each client on the last axis. Only tails depend on whether high values
+# are good.
 OF_CLIENTS: dict[str, Callable[[Floats, bool], Floats]] = {
     "mean": lambda values, higher: values.mean(-1),
     "loss": lambda values, higher: values.mean(-1),
@@ -98,7 +98,7 @@ def resampled_interval(
     higher_is_better : bool
         Whether high values of clients are good.
     group : str
-        The group that ``groups.NAME`` is of.
+        The group, for the metric ``groups.NAME``.
 
     Returns
     -------
@@ -151,13 +151,13 @@ def resampled_interval(
 def _bca(
     drawn: tuple[NDArray[np.int64], ...], statistic: Callable[..., Floats], *, batch: int
 ) -> Interval:
-    from scipy.stats import bootstrap  # Slow to import, and not every study needs it.
+    from scipy.stats import bootstrap  # Imported here, because it is slow and not always needed.
 
     # The same draws for all methods and metrics. The argument has another name since SciPy 1.15.
     newer = tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 15)
     random = {"rng" if newer else "random_state": np.random.default_rng(0)}
     with warnings.catch_warnings():
-        # Where all clients are alike, BCa is undefined, and SciPy warns.
+        # If all clients have the same value, BCa is undefined, and SciPy warns.
         warnings.simplefilter("ignore")
         found = bootstrap(
             drawn,
@@ -181,7 +181,7 @@ def _bca(
 def interval(
     runs: Iterable[tuple[Mapping[str, Any], Sequence[Row]]], metric: str, *, split: str
 ) -> Interval | None:
-    """Return the bootstrap interval of a metric of runs that differ in their seed only.
+    """Return the bootstrap interval of a metric of runs that differ only in their seed.
 
     Parameters
     ----------
@@ -190,13 +190,13 @@ def interval(
     metric : str
         As in :func:`equipoise.study.study_from`.
     split : str
-        The split that metrics without ``val.`` are of.
+        The split of metrics without ``val.``.
 
     Returns
     -------
     tuple of float, or None
-        None without runs, for metrics that are not of clients or begin with ``selected.`` or
-        ``each.``, for clients that are not in the same group in all runs, and where
+        None without runs, for metrics that are not computed from values of clients or begin with
+        ``selected.`` or ``each.``, for clients that are not in the same group in all runs, and if
         :func:`resampled_interval` returns None.
 
     Examples

@@ -26,18 +26,18 @@ _SPECIAL = {
 def latex_table(
     title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, note: str = ""
 ) -> str:
-    r"""Write a table.
+    r"""Return a table.
 
     Parameters
     ----------
     title : str
         Its caption.
     header : sequence of str
-        The first column holds text, the others numbers.
+        The names of columns. The first column is text, the others are numbers.
     rows : iterable of sequences of str
         Cells with ``**best**`` and ``<u>second</u>``, as in Markdown.
     note : str
-        What the marks mean; the end of the caption.
+        The end of the caption, which explains the marks.
 
     Returns
     -------

@@ -1,11 +1,10 @@
-"""Metrics by name, as studies ask for them, looked up in a run's summary.
+"""Metrics of studies by name, looked up in a run's summary.
 
 A name is ``[val.][which.][model.][who.]name`` for the task's score, and
-``[val.][which.][model.][who.]metric.name`` for one of ``evaluation.metrics``; without ``.name`` its
-mean is meant. ``which`` matters with ``evaluation.last`` only: ``selected`` is the selected round
-alone, and ``each`` the mean over rounds of the metric in each round.
-Figures of an attribute of samples are called
-``[val.][which.][model.][who.]attributes.ATTRIBUTE.figure``.
+``[val.][which.][model.][who.]metric.name`` for one of ``evaluation.metrics``. Without ``.name`` it
+is the mean. ``which`` is used only with ``evaluation.last``: ``selected`` is the selected round,
+and ``each`` the mean over rounds of the metric in each round. The names of figures of an attribute
+are ``[val.][which.][model.][who.]attributes.ATTRIBUTE.figure``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from equipoise.run.records import MODELS, task_of
 
 WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
-# Of the global model on the samples that the server holds.
+# Metrics of the global model on the samples of the server.
 SERVER = ("server.score", "server.loss")
 BETTER: dict[str, Better] = {
     **{name: metric.better for name, metric in METRICS.items()},
@@ -42,7 +41,7 @@ WHICH = ("selected", "each")
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
-    """Look a metric up in a run's summary.
+    """Look up a metric in a run's summary.
 
     Parameters
     ----------
@@ -54,13 +53,14 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     Returns
     -------
     float or None
-        None if the run has no such value, such as that of personal models when there are none.
+        None if the run has no such value, such as a metric of personal models if there are none.
 
     Examples
     --------
     >>> value_of({"results": {"global": {"seen": {"mean": 0.5}}}}, "mean")
     0.5
-    >>> value_of({"results": {"global": {"seen": {"metrics": {"auroc": {"worst_group": 0.7}}}}}}, "auroc.worst_group")
+    >>> seen = {"metrics": {"auroc": {"worst_group": 0.7}}}
+    >>> value_of({"results": {"global": {"seen": seen}}}, "auroc.worst_group")
     0.7
     """
     if metric in TOTALS:
@@ -73,7 +73,7 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
     if model is None:
         return None
     (_, name), part, group = own_of(metric), _part(summary, metric, model), group_of(metric)
-    # Runs of earlier releases do not have all metrics; a metric may be undefined for all clients.
+    # Runs of earlier releases do not have all metrics. A metric may be undefined for all clients.
     found = part.get("groups", {}).get(group) if group else part.get(name)
     if attribute := attribute_of(metric):
         found = part.get("attributes", {}).get(attribute, {}).get(name.rpartition(".")[2])
@@ -81,7 +81,7 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
 
 
 def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
-    """Say which model a metric is of: the one it names, else the personal one if those clients have one.
+    """Return the model of a metric: the one in its name, or else the personal one if there is one.
 
     Parameters
     ----------
@@ -93,14 +93,17 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
     Returns
     -------
     str or None
-        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for what is
-        of no model, such as ``bytes_up``.
+        ``global``, ``personal`` or ``local``; None if no such model was evaluated, or for metrics
+        without a model, such as ``bytes_up``.
 
     Examples
     --------
-    >>> results = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}, "personal": {"seen": {"mean": 0.6}}}
-    >>> [model_of({"results": results}, metric) for metric in ("mean", "global.mean", "unseen.mean")]
-    ['personal', 'global', 'global']
+    >>> results = {"global": {"seen": {"mean": 0.5}, "unseen": {"mean": 0.4}}}
+    >>> results["personal"] = {"seen": {"mean": 0.6}}
+    >>> [model_of({"results": results}, metric) for metric in ("mean", "global.mean")]
+    ['personal', 'global']
+    >>> model_of({"results": results}, "unseen.mean")
+    'global'
     """
     if metric in TOTALS:
         return None
@@ -114,7 +117,7 @@ def model_of(summary: Mapping[str, Any], metric: str) -> str | None:
 
 
 def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
-    """Return the column of ``metrics.jsonl`` that a metric is of, and whether its values should be high.
+    """Return the column of a metric in ``metrics.jsonl``, and whether high values are better.
 
     Examples
     --------
@@ -133,7 +136,7 @@ def scored(summary: Mapping[str, Any], metric: str) -> tuple[str, bool]:
 
 
 def of_validation(metric: str) -> bool:
-    """Say whether a metric asks for validation data, whatever the split of the study.
+    """Return whether a metric is on validation data for any split of the study.
 
     Examples
     --------
@@ -144,14 +147,14 @@ def of_validation(metric: str) -> bool:
 
 
 def _part(summary: Mapping[str, Any], metric: str, model: str) -> Mapping[str, Any]:
-    """Return the spreads of the values that a metric is of, for a model that was evaluated."""
+    """Return the summary of the values of a metric, for a model that was evaluated."""
     part: Mapping[str, Any] = _results(summary, metric)[model][apart(metric)[1]]
     own, _ = own_of(metric)
     return part.get("metrics", {}).get(own, {}) if own else part
 
 
 def left_out(summary: Mapping[str, Any], metric: str) -> int:
-    """Count the clients for which one of ``evaluation.metrics`` has no value; 0 for the task's score.
+    """Return the number of clients without a value of a metric; 0 for the task's score.
 
     Examples
     --------
@@ -164,14 +167,14 @@ def left_out(summary: Mapping[str, Any], metric: str) -> int:
 
 
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    # Where results are of a single round, all three are the same.
+    # For results of a single round, all three are the same.
     of_rounds = summary.get("tail", {}).get(which_of(metric), summary)
     results: Mapping[str, Any] = of_rounds["validation" if of_validation(metric) else "results"]
     return results
 
 
 def which_of(metric: str) -> str:
-    """Return ``selected`` or ``each`` if a metric begins so, else nothing.
+    """Return the prefix ``selected`` or ``each`` of a metric, or an empty string.
 
     Examples
     --------
@@ -183,7 +186,7 @@ def which_of(metric: str) -> str:
 
 
 def apart(metric: str) -> tuple[str | None, str, str]:
-    """Take ``[val.][which.][model.][who.]name`` apart into model, who and name.
+    """Split ``[val.][which.][model.][who.]name`` into model, who and name.
 
     Examples
     --------
@@ -199,7 +202,9 @@ def apart(metric: str) -> tuple[str | None, str, str]:
 
 
 def own_of(metric: str) -> tuple[str, str]:
-    """Return which of ``evaluation.metrics`` a name is of, empty for the task's score, and what of it is meant.
+    """Return the metric of ``evaluation.metrics`` in a name, and the rest of the name.
+
+    The metric is empty for the task's score. Without a rest it is the mean.
 
     Examples
     --------
@@ -214,7 +219,7 @@ def own_of(metric: str) -> tuple[str, str]:
 
 
 def group_of(metric: str) -> str:
-    """Return the group a metric is of, if it is of one.
+    """Return the group of a metric, if it has one.
 
     Examples
     --------
@@ -226,7 +231,7 @@ def group_of(metric: str) -> str:
 
 
 def attribute_of(metric: str) -> str:
-    """Return the attribute of samples a metric is of, if it is of one.
+    """Return the attribute of a metric, if it has one.
 
     Examples
     --------
@@ -238,14 +243,14 @@ def attribute_of(metric: str) -> str:
 
 
 def kind_of(metric: str) -> str:
-    """Return what a metric is called in ``BETTER``, if it is one."""
+    """Return the name of a metric in ``BETTER``, if it has one."""
     if attribute_of(metric):
         return f"attributes.NAME.{own_of(metric)[1].rpartition('.')[2]}"
     return "groups.NAME" if group_of(metric) else own_of(metric)[1]
 
 
 def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None:
-    """Refuse what is no metric.
+    """Refuse unknown metrics.
 
     Parameters
     ----------
@@ -258,9 +263,10 @@ def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None
 
     Examples
     --------
-    >>> check_metric("auroc.worst_group", "--metrics")
+    >>> check_metric("ece.mean", "--metrics")
     Traceback (most recent call last):
-    equipoise.errors.InputError: 'auroc.worst_group' in --metrics: 'auroc' is not evaluated; add it to evaluation.metrics
+    equipoise.errors.InputError: 'ece.mean' in --metrics: 'ece' is not evaluated; add it to
+    evaluation.metrics
     """
     kind, (own, _), evaluated = kind_of(metric), own_of(metric), list(evaluated)
     if own and own not in evaluated and own in of_clients.names():
@@ -279,12 +285,12 @@ def check_metric(metric: str, where: str, evaluated: Iterable[str] = ()) -> None
 
 
 def should_be_high(metric: str, *, higher_is_better: bool) -> bool:
-    """Say which way is better for a metric, given which way is for the values of clients.
+    """Return whether high values of a metric are better, given the same for values of clients.
 
     Examples
     --------
-    >>> [should_be_high(metric, higher_is_better=False) for metric in ("worst_group", "jain", "sigma_clients")]
-    [False, True, False]
+    >>> [should_be_high(metric, higher_is_better=False) for metric in ("worst_group", "jain")]
+    [False, True]
     """
     better = BETTER[kind_of(metric)]
     return higher_is_better if better == "as v_k" else better == "high"

@@ -37,43 +37,44 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """Its run directory inside the study's.
+        """The run directory, relative to that of the study.
 
-        ``folder`` stands for the method if tuning has changed its values.
+        If tuning has changed the values of the method, ``folder`` is used instead of its label.
         """
         return Path(self.setting) / (self.folder or self.method) / f"seed{self.seed}"
 
     @property
     def path_in_tuning(self) -> Path:
-        """The directory of the same run inside that of tuning, if it has been made there."""
+        """The directory of the same run in that of tuning."""
         return Path(self.setting) / (self.tried_as or self.method) / f"seed{self.seed}"
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How to choose between the values of a grid, by the criterion of the q-FFL and GIFAIR-FL papers.
+    """How to choose between the values of a grid, as in the q-FFL and GIFAIR-FL papers.
 
-    Of the values whose mean is at most ``tolerance`` worse than that of the study's first method,
-    the one with the best ``by`` is chosen; if there is none, the one with the best mean. Which way
-    is better is what ``fairness.METRICS`` says. The limit itself is still good enough. Of values
-    that are equally good, the first in the order of the grid is chosen: the last hyper-parameter of
-    the grid varies fastest.
+    Among the values whose mean is at most ``tolerance`` worse than that of the study's first
+    method, the one with the best ``by`` is chosen. If there is none, the one with the best mean is
+    chosen. ``fairness.METRICS`` defines whether high or low is better. Among equally good values,
+    the first in the order of the grid is chosen. The last hyper-parameter of the grid varies
+    fastest.
 
     Attributes
     ----------
     seed : int
-        The seed to tune with; preferably one that the study does not use.
+        The seed for tuning, preferably one that the study does not use.
     by : str
-        What should be best, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or
+        The metric to optimize, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or
         ``ece.worst_group`` of a metric in ``evaluation.metrics``.
     tolerance : float
         How much worse the mean may be.
     selection : tuple of str
-        Where groups are left out in turn, the rules of :mod:`equipoise.study.selection` to compare.
+        The rules of :mod:`equipoise.study.selection` to compare, if groups are left out in turn.
 
     Examples
     --------
-    >>> Tuning(tolerance=0.01).best({"a": (0.90, 0.10), "b": (0.89, 0.05), "c": (0.70, 0.01)}, reference=0.895)
+    >>> measured = {"a": (0.90, 0.10), "b": (0.89, 0.05), "c": (0.70, 0.01)}
+    >>> Tuning(tolerance=0.01).best(measured, reference=0.895)
     'b'
     >>> Tuning(by="jain").best({"a": (0.90, 0.97), "b": (0.89, 0.99)}, reference=0.89)
     'b'
@@ -92,7 +93,7 @@ class Tuning:
         higher_is_better: bool = True,
         by_higher: bool | None = None,
     ) -> str:
-        """Choose by the mean and the value of ``by`` of each.
+        """Return the best label by mean and value of ``by``.
 
         Parameters
         ----------
@@ -103,7 +104,7 @@ class Tuning:
         higher_is_better : bool
             Whether means should be high.
         by_higher : bool, optional
-            The same of the metric that ``by`` is of, if it is not the task's score.
+            The same for the metric of ``by``, if it is not the task's score.
 
         Returns
         -------
@@ -125,7 +126,7 @@ class Tuning:
         *,
         higher_is_better: bool = True,
     ) -> list[str]:
-        """Return the labels whose mean is at most ``tolerance`` worse than the reference; see :meth:`best`."""
+        """Return the labels whose mean is within the tolerance; see :meth:`best`."""
         sign = 1 if higher_is_better else -1
         return [
             label
@@ -136,18 +137,19 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Study:
-    """What to run, checked, and which metrics of which split to show.
+    """The runs of a study, checked, and the metrics and split to show.
 
-    ``tried`` and ``tuning`` belong to a study that is being tuned: what each method's grid stands
-    for, by the labels of its variants, and how to choose between them. ``origins`` says where each
-    metric came from. ``folds`` are the settings that each leave out one group, by the label of the
-    setting they were made from. ``baseline`` is the method that the others are compared with pair
-    by pair, if any. ``chosen`` is what tuning has chosen and the study runs.
+    ``tried`` and ``tuning`` are for tuning: the values of each method's grid, by the labels of its
+    variants, and how to choose between them. ``origins`` has the origin of each metric, for errors.
+    ``folds`` are the settings that each leave out one group, by the label of their setting.
+    ``baseline`` is the method with which the others are compared pair by pair, if any. ``chosen``
+    has the values that tuning has chosen and the study uses.
 
     Examples
     --------
     >>> from equipoise.study import study_from
-    >>> study = study_from({"base": {"data": "digits"}, "methods": ["fedavg", "local"], "seeds": [0, 1]})
+    >>> base = {"data": "digits"}
+    >>> study = study_from({"base": base, "methods": ["fedavg", "local"], "seeds": [0, 1]})
     >>> len(study.jobs), study.settings
     (4, ('base',))
     """
@@ -167,12 +169,12 @@ class Study:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """All methods but the baseline."""
+        """All methods except the baseline."""
         return tuple(method for method in self.methods if method != self.baseline)
 
     @property
     def whole_settings(self) -> tuple[str, ...]:
-        """The settings, with one label in place of all folds that were made from it."""
+        """The settings, with one label for all folds of a setting."""
         origin = {fold: label for label, folds in self.folds.items() for fold in folds}
         return tuple(dict.fromkeys(origin.get(setting, setting) for setting in self.settings))
 
@@ -184,20 +186,20 @@ class Study:
         watch: Watch | None = None,
         reuse: str | Path | None = None,
     ) -> Results:
-        """Run what is missing; if a run fails, the others still run.
+        """Run what is missing. If a run fails, the others still run.
 
-        Nothing runs if a run directory holds another experiment, as it does after changes to the
+        Nothing runs if a run directory holds another experiment, such as after changes to the
         study.
 
         Parameters
         ----------
         out : path
-            Directory of all runs. What came out is also written to its ``results.json``.
+            Directory of all runs. The results are also written to its ``results.json``.
         jobs : int or None
-            How many runs at a time, each in a process of its own if more than one; None for as many
-            as fill the cores or, after a first run that shows how much memory they need, the GPU.
+            The number of runs at a time, each in its own process if more than one. With None, it is
+            chosen to fill the cores or the GPU. On a GPU a first run measures the memory.
         watch : callable, optional
-            Called for every job when it begins (``"begun"``) and with its outcome when it ends.
+            Called for every job when it starts (``"begun"``), and with its outcome when it ends.
         reuse : path, optional
             The directory of the runs of tuning. Finished runs of the same experiments are copied
             from there.
@@ -205,7 +207,7 @@ class Study:
         Returns
         -------
         Results
-            Of the runs that succeeded, and why others did not.
+            The results of runs that succeeded, and the reasons why others failed.
 
         Examples
         --------
@@ -265,7 +267,7 @@ class Study:
                 there.update(first.experiment.federation().group_names)
             except (
                 Exception
-            ):  # Its own runs raise the error; runs of other settings must not be stopped by it.
+            ):  # Its own runs raise the error. It must not stop runs of other settings.
                 return
         for metric, group in named.items():
             if group not in there:

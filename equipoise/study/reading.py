@@ -1,4 +1,4 @@
-"""Studies read from files and mappings, checked before anything runs."""
+"""Reading studies from files and mappings, with all checks before anything runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from equipoise.text import printable
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
 SPLITS = ("test", "val")
-# Of a file or directory, in bytes, on the usual file systems.
+# The longest name of a file or directory on the usual file systems, in bytes.
 LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
-# Of each metric in evaluation.metrics.
+# The columns of each metric in evaluation.metrics.
 OWN_COLUMNS = ("mean", "worst_group")
 LEAVE_OUT = "data.leave_out"
 # Keys that cannot be set for all runs of a study, and what to use instead.
@@ -60,19 +60,18 @@ def load_study(
     path : path
         A YAML file.
     metrics : sequence of str, optional
-        What to show instead of what the file says.
+        The metrics to show instead of those in the file.
     tune : bool
-        Whether to try the grids of its methods instead of running what it says.
+        Whether to try the grids of its methods instead of running the study.
     settings, methods, seeds, overrides
-        A part of the study, or a smaller one; as in :func:`study_from`.
+        To run a part of the study; as in :func:`study_from`.
     chosen : path, optional
-        The directory of the study as it was tuned, or its ``chosen.yaml``: methods run with the
-        values chosen there.
+        The directory of tuning, or its ``chosen.yaml``. Methods run with the values chosen there.
 
     Returns
     -------
     Study
-        With every experiment of it checked.
+        With all its experiments checked.
 
     Examples
     --------
@@ -96,7 +95,7 @@ def load_study(
 
 
 def read_study(path: str | Path) -> dict[str, Any]:
-    """Read what a study file holds, unchecked.
+    """Read a study file without checks.
 
     Examples
     --------
@@ -109,11 +108,11 @@ def read_study(path: str | Path) -> dict[str, Any]:
     try:
         return read_yaml(path)
     except InputError as error:
-        # A file that cannot be read, or is not YAML, raises another error.
+        # Files that cannot be read or are not YAML have another error.
         if error.__cause__:
             raise
         raise InputError(
-            f"{path} holds no study; it needs base and methods, "
+            f"{path} is not a study; it needs base and methods, "
             "such as 'base: {data: digits}' and 'methods: [fedavg, local]'"
         ) from error
 
@@ -136,68 +135,70 @@ def study_from(
     Parameters
     ----------
     mapping : mapping
-        What a study file holds: ``base`` and ``methods``, and if wanted ``settings``, ``seeds``,
-        ``metrics``, ``split`` (``test`` or ``val``), ``baseline`` (the method that all others are
-        compared with, pair by pair) and ``tuning`` (the fields of :class:`Tuning`, and under
-        ``set`` what else changes). A method is a name, or a mapping with its name and
-        hyper-parameters, and if wanted ``label``, ``grid`` and ``set`` (settings that are
+        The content of a study file: ``base`` and ``methods``, and optionally ``settings``,
+        ``seeds``, ``metrics``, ``split`` (``test`` or ``val``), ``baseline`` (the method with which
+        all others are compared, pair by pair) and ``tuning`` (the fields of :class:`Tuning`, and
+        further changes under ``set``). A method is a name, or a mapping with its name and
+        hyper-parameters, and optionally ``label``, ``grid`` and ``set`` (settings that are
         different for this method).
 
         If ``data.leave_out`` is a list, each of its groups is left out once. These settings are
         called folds. The label of a fold is the name of the group, after the label of the setting
         and a hyphen if there are settings. The baseline is then by default the first method. A
-        metric with ``val.`` before its name is of validation data, whatever ``split`` says.
+        metric with ``val.`` before its name is always on validation data.
     where : str
-        What errors call the place the mapping came from.
+        Where the mapping came from, for errors.
     metrics : sequence of str, optional
-        What to show instead of what the mapping says: a name of ``fairness.METRICS``, ``loss``,
-        ``groups.NAME``, ``bytes_up`` or ``bytes_down``. The first and the third may be of one of
-        ``evaluation.metrics`` (``auroc.worst_group``, ``auroc.groups.NAME``; ``auroc`` alone is its
-        mean). All but ``bytes_up`` and ``bytes_down`` may have ``global.``, ``personal.`` or
-        ``local.`` before them (otherwise the model the clients have in the end: see
-        :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (otherwise seen). With
-        ``evaluation.last``, ``selected.`` before all of these is the selected round alone, and
-        ``each.`` the mean over rounds of the metric in each round.
+        The metrics to show instead of those in the mapping: a name of ``fairness.METRICS``,
+        ``loss``, ``groups.NAME``, ``bytes_up`` or ``bytes_down``. The first and the third may be
+        those of one of ``evaluation.metrics`` (``auroc.worst_group``, ``auroc.groups.NAME``;
+        ``auroc`` alone is its mean). All except ``bytes_up`` and ``bytes_down`` may begin with
+        ``global.``, ``personal.`` or ``local.`` (by default the final model of clients; see
+        :func:`equipoise.study.model_of`) and ``seen.`` or ``unseen.`` (by default seen). With
+        ``evaluation.last``, a name that begins with ``selected.`` is that of the selected round,
+        and one that begins with ``each.`` the mean over rounds of the metric in each round.
     tune : bool
-        Whether to make the study that tries the grids of its methods, judged by validation data.
+        Whether to return the study that tries the grids of its methods on validation data.
     settings, methods : sequence of str, optional
-        The labels of those to keep; by default all. The label of a setting also stands for all its
-        folds. A study that is tuned keeps its first method beside them.
+        The labels of those to keep; by default all. The label of a setting selects all its folds.
+        For tuning the first method is always kept.
     seeds : sequence of int, optional
-        Seeds in place of the mapping's; to tune, one.
+        Seeds to use instead of those in the mapping; a single one for tuning.
     overrides : sequence of str
-        ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run, whatever the
-        study says.
+        ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run of the study.
     chosen : dict, optional
-        What tuning has chosen, by setting and method (:func:`equipoise.study.choice.read_choices`).
-        Methods with a grid run with these values. If they differ from those in the mapping, the run
-        directory is that of the values.
+        The choices of tuning, by setting and method
+        (:func:`equipoise.study.choice.read_choices`). Methods with a grid run with these values. If
+        they differ from those in the mapping, the run directory is named after the values.
     on_import : callable, optional
         As in :func:`equipoise.config.experiment_from`.
 
     Returns
     -------
     Study
-        With every experiment of it checked.
+        With all its experiments checked.
 
     Examples
     --------
-    >>> base = {"data": "digits"}
+    >>> base, strong = {"data": "digits"}, {"name": "fedprox", "mu": 1, "label": "strong"}
     >>> changes = {"even": {"data.imbalance": 1}, "uneven": {"data": {"imbalance": 20}}}
-    >>> mapping = {"base": base, "methods": [{"name": "fedprox", "mu": 1, "label": "strong"}], "settings": changes}
+    >>> mapping = {"base": base, "methods": [strong], "settings": changes}
     >>> [str(job.path) for job in study_from(mapping).jobs]
     ['even/strong/seed0', 'uneven/strong/seed0']
-    >>> [str(job.path) for job in study_from(mapping, settings=["even"], seeds=[7], overrides=["training.rounds=2"]).jobs]
+    >>> part = study_from(mapping, settings=["even"], seeds=[7], overrides=["training.rounds=2"])
+    >>> [str(job.path) for job in part.jobs]
     ['even/strong/seed7']
-    >>> folds = {"base": {"data": {"name": "digits", "leave_out": ["plain", "rotated"]}}, "methods": ["fedavg", "ga"]}
-    >>> study_from(folds).folds, study_from(folds).baseline
+    >>> left_out = {"data": {"name": "digits", "leave_out": ["plain", "rotated"]}}
+    >>> folds = study_from({"base": left_out, "methods": ["fedavg", "ga"]})
+    >>> folds.folds, folds.baseline
     ({'base': ('plain', 'rotated')}, 'fedavg')
-    >>> tried = study_from({"base": base, "methods": ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]}, tune=True)
+    >>> methods = ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]
+    >>> tried = study_from({"base": base, "methods": methods}, tune=True)
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
     """
     if not isinstance(mapping, Mapping):
-        raise InputError(f"{where} must hold base and methods, got {printable(repr(mapping), 500)}")
+        raise InputError(f"{where} must have base and methods, got {printable(repr(mapping), 500)}")
     for key in mapping:
         if key not in KEYS:
             raise unknown("key", key, KEYS, where=where)
@@ -208,7 +209,7 @@ def study_from(
         )
     for key in ("method", "seed"):
         if key in base:
-            raise InputError(f"{where}: base.{key} has no meaning in a study; use {key}s")
+            raise InputError(f"{where}: base.{key} is not valid in a study; use {key}s")
     described, changed = (
         _methods(mapping.get("methods"), where),
         _settings(mapping.get("settings"), where),
@@ -277,7 +278,7 @@ def study_from(
         folder = variant if tuned.plain() != untuned.plain() else None
         return Job(setting, label, seed, tuned, folder, variant)
 
-    # Seed by seed: a study that is stopped early has all methods and settings of its first seeds.
+    # Seed by seed, so a study that is stopped early has all methods and settings of some seeds.
     jobs = [
         job(setting, label, method, seed)
         for seed in drawn
@@ -297,13 +298,13 @@ def study_from(
             for named, method in made.items()
         ]
     if not tune:
-        # Errors in a grid are found now, not when the study is tuned.
+        # To find errors in a grid now and not when the study is tuned.
         for described_as in kept.values():
             for values in described_as.variants.values():
                 experiment(described_as.with_values(values), next(iter(part)), drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
-    # Only now: the code that experiments import may have registered metrics.
+    # Not earlier, because the code that experiments import may register metrics.
     evaluated = dict.fromkeys(
         metric.name
         for job in jobs
@@ -345,7 +346,7 @@ def study_from(
 
 
 def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Choices:
-    """Return the choices for methods with a grid; values that the grid does not have are refused."""
+    """Return the choices for methods with a grid. Values that are not in the grid are refused."""
     used: Choices = {}
     for setting, of in chosen.items():
         for label, choice in of.items():
@@ -354,8 +355,8 @@ def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Cho
             if dict(choice.values) not in methods[label].variants.values():
                 raise InputError(
                     f"{where}: tuning has chosen {_variant(label, choice.values)!r} for {setting}, "
-                    "which the grid of the method does not have any more; tune the study again "
-                    "(--tune), or leave the choice out (--untuned)"
+                    "which is no longer in the grid of the method; tune the study again "
+                    "(--tune), or ignore the choice (--untuned)"
                 )
             used.setdefault(setting, {})[label] = choice
     return used
@@ -363,16 +364,16 @@ def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Cho
 
 @dataclass(frozen=True)
 class _Method:
-    """A method as a study describes it.
+    """The description of a method in a study.
 
     Attributes
     ----------
     options : dict
         Its name and hyper-parameters.
     variants : dict
-        The values its grid stands for, by the labels of its variants.
+        The values of its grid, by the labels of its variants.
     changes : list of Override
-        What else is different when it runs, such as the number of epochs.
+        Other settings that are different for this method, such as the number of epochs.
     """
 
     options: dict[str, Any]
@@ -385,7 +386,7 @@ class _Method:
 
 
 def _methods(given: Any, where: str) -> dict[str, _Method]:
-    """Read the methods by their labels."""
+    """Return the methods by their labels."""
     if not isinstance(given, list) or not given:
         raise InputError(
             f"{where}: methods must be a list of names or mappings with a name, got {given!r}"
@@ -404,19 +405,22 @@ def _methods(given: Any, where: str) -> dict[str, _Method]:
         if strays := [
             override.key for override in overrides if override.key.partition(".")[0] in INSTEAD
         ]:
-            raise InputError(f"{origin}: {strays[0]} has no meaning there")
+            raise InputError(f"{origin}: {strays[0]} is not valid there")
         methods[label] = _Method(options, variants, overrides)
     return methods
 
 
 def _called_alike(label: str, where: str) -> InputError:
-    return InputError(f"{where}: two methods are called {label!r}; tell them apart with label")
+    return InputError(f"{where}: two methods are called {label!r}; give them different labels")
 
 
 def _to_tune(
     described: Mapping[str, _Method], kept: Mapping[str, _Method], where: str
 ) -> tuple[dict[str, _Method], Tried]:
-    """Return the methods that tuning runs, and what they stand for: the study's first one and all variants of those kept."""
+    """Return the methods that tuning runs, and the values of their variants.
+
+    These are the study's first method and all variants of the methods that are kept.
+    """
     tried = {label: method.variants for label, method in kept.items() if method.variants}
     if not tried:
         raise InputError(
@@ -434,12 +438,12 @@ def _to_tune(
 
 
 def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
-    """Return every combination of a grid's values by the label it runs under."""
+    """Return every combination of a grid's values by its label."""
     if not isinstance(grid, Mapping) or not all(
         isinstance(values, list) and values for values in grid.values()
     ):
         raise InputError(
-            f"{where}: grid of method {label!r} must hold hyper-parameters with lists of values, "
+            f"{where}: grid of method {label!r} must have hyper-parameters with lists of values, "
             f"got {grid!r}"
         )
     variants: dict[str, dict[str, Any]] = {}
@@ -448,14 +452,14 @@ def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
         variant = _label(_variant(label, values), "methods", where)
         if variant in variants:
             raise InputError(
-                f"{where}: grid of method {label!r} holds {variant.removeprefix(f'{label} ')} twice"
+                f"{where}: grid of method {label!r} has {variant.removeprefix(f'{label} ')} twice"
             )
         variants[variant] = values
     return variants
 
 
 def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """Return those that were chosen by their labels, in the study's order; all if none were."""
+    """Return those with the given labels, in the study's order; all without labels."""
     for label in chosen or ():
         if label not in there:
             raise unknown(kind, label, there, where=f"--{kind}")
@@ -464,7 +468,7 @@ def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> di
 
 @dataclass(frozen=True)
 class _Setting:
-    """What a setting changes, and as a fold which group it leaves out, whatever else is set."""
+    """What a setting changes, and for folds the group that is left out."""
 
     changes: list[Override]
     left_out: tuple[Override, ...] = ()
@@ -479,7 +483,10 @@ def _folds(
     *,
     named: bool,
 ) -> dict[str, _Setting]:
-    """Return one setting for each group that is left out, by its label; the setting itself if ``leave_out`` is no list."""
+    """Return one setting for each group that is left out, by its label.
+
+    If ``leave_out`` is not a list, return the setting itself.
+    """
     data = base.get("data")
     given, origin = (
         (data.get("leave_out") if isinstance(data, Mapping) else None),
@@ -502,7 +509,7 @@ def _folds(
 def _pairs(
     whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where: str
 ) -> dict[str, _Setting]:
-    """Return one setting for each two groups that are left out together, by its label."""
+    """Return one setting for each pair of groups that are left out together, by its label."""
     if len(folds) < 3:
         raise InputError(
             f"tuning of {where}: leave-one-domain-out needs three left-out groups or more in "
@@ -521,14 +528,14 @@ def _pairs(
 def _kept_settings(
     divided: Mapping[str, Mapping[str, _Setting]], chosen: Sequence[str] | None, where: str
 ) -> dict[str, _Setting]:
-    """Return the settings and folds that were chosen by their own label or by that of the setting."""
+    """Return the settings and folds with the given labels, which may be those of settings."""
     every: dict[str, _Setting] = {}
     for label, own in divided.items():
         for fold, setting in own.items():
             if fold in every or (fold != label and fold in divided):
                 raise InputError(
-                    f"{where}: two settings are called {fold!r}, one of them after a group that is "
-                    "left out"
+                    f"{where}: two settings are called {fold!r}; one of them is named after a "
+                    "left-out group"
                 )
             every[fold] = setting
     folds = {label: list(own) for label, own in divided.items()} | {fold: [fold] for fold in every}
@@ -539,17 +546,17 @@ def _kept_settings(
 def _baseline(
     given: Any, described: Mapping[str, Any], made: Mapping[str, Any], where: str, *, divided: bool
 ) -> str | None:
-    """Return the method to compare with: the one named, or the first one if groups are left out in turn."""
+    """Return the baseline: the given method, or the first one if groups are left out in turn."""
     if given is not None and str(given) not in described:
         raise unknown("method", str(given), described, where=f"baseline of {where}")
     usual = next(iter(described)) if divided else None
     baseline = usual if given is None else str(given)
-    # Without its runs there is nothing to compare with.
+    # If the baseline does not run, there are no comparisons.
     return baseline if baseline in made else None
 
 
 def _for_all(given: Sequence[str | Override]) -> list[Override]:
-    """Read what is set for every run, refusing what runs of a study differ in."""
+    """Return the overrides for every run. Keys in which the runs of a study differ are refused."""
     overrides = [item if isinstance(item, Override) else Override.parse(item) for item in given]
     for override in overrides:
         key = override.key.partition(".")[0]
@@ -572,7 +579,7 @@ def _check_validation(jobs: Sequence[Job], what: str) -> None:
         if not experiment.data["splits"][1]:
             raise InputError(
                 f"{what} needs validation data; data.splits of "
-                f"{experiment.origins.of('data.splits')} gives none, got "
+                f"{experiment.origins.of('data.splits')} has none, got "
                 f"{list(experiment.data['splits'])}"
             )
 
@@ -582,7 +589,7 @@ def _variant(label: str, values: Mapping[str, Any]) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as part of a label; of ``{name: qffl, q: 1}``, that is ``qffl,q=1``."""
+    """Return a value as part of a label, such as ``qffl,q=1`` for ``{name: qffl, q: 1}``."""
     if isinstance(value, Mapping):
         named = [_written(value["name"])] if "name" in value else []
         return ",".join(
@@ -632,7 +639,7 @@ def _settings(given: Any, where: str) -> dict[str, list[Override]]:
             raise InputError(f"{origin} must hold keys with values, got {changes!r}")
         overrides = [Override(key, value, origin) for key, value in flat(changes or {})]
         if any(override.key == "seed" for override in overrides):
-            raise InputError(f"{origin}: seed has no meaning in a setting; use seeds")
+            raise InputError(f"{origin}: seed is not valid in a setting; use seeds")
         settings[_label(label, "settings", where)] = overrides
     return settings
 
@@ -656,7 +663,7 @@ def _label(given: Any, key: str, where: str) -> str:
 
 
 def _list(given: Any, what: str, kind: type[Any]) -> list[Any]:
-    """Check that ``what`` is a list of different things of a kind."""
+    """Return a list of different values of one type, checked."""
     right = isinstance(given, list | tuple) and all(
         isinstance(item, kind) and not isinstance(item, bool) for item in given
     )

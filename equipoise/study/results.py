@@ -49,13 +49,13 @@ class Results:
     Attributes
     ----------
     study : Study
-        What was run.
+        The study.
     summaries : dict
         The summary of every run that succeeded, by its path.
     failures : dict
-        Why a run failed, by its path.
+        The reason why a run failed, by its path.
     directory : Path, optional
-        Where the runs are; without it there are no intervals over clients.
+        The directory of the runs. Without it there are no intervals over clients.
     """
 
     study: Study
@@ -71,11 +71,11 @@ class Results:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The labels that have a table: the settings, then what stands for the mean over folds."""
+        """The labels that have a table: the settings, then those of means over folds."""
         return (*self.study.settings, *self.study.folds)
 
     def data(self, setting: str) -> str:
-        """Say what numbers of a setting were measured on."""
+        """Describe the data of a setting's numbers."""
         folds = self.study.folds
         if setting in folds:
             setting = f"{setting}: mean over left-out groups ({', '.join(folds[setting])})"
@@ -84,10 +84,10 @@ class Results:
         return setting if self.study.split == "test" else f"{setting}, validation data"
 
     def values(self, setting: str, method: str, metric: str) -> dict[int, float]:
-        """Return a metric's value by seed; seeds whose run failed or has no such value are left out.
+        """Return a metric's value by seed, without seeds that have no value.
 
-        For the label of folds, it is the mean over the folds, of the seeds for which all folds have
-        a value.
+        For the label of folds, it is the mean over the folds, for the seeds for which all folds
+        have a value.
         """
         found = self._by_fold(setting, method, metric)
         folds = self.study.folds.get(setting, (setting,))
@@ -97,7 +97,7 @@ class Results:
         return {seed: statistics.fmean(found[fold, seed] for fold in folds) for seed in complete}
 
     def _by_fold(self, setting: str, method: str, metric: str) -> dict[tuple[str, int], float]:
-        """Return a metric's value by fold and seed; a setting that is not divided is a fold of its own."""
+        """Return a metric's value by fold and seed. A setting without folds is one fold."""
         found = {
             (job.setting, job.seed): value_of(summary, metric)
             for job, summary in self._runs(setting, method)
@@ -105,16 +105,16 @@ class Results:
         return {which: value for which, value in found.items() if value is not None}
 
     def ranking(self, setting: str, metric: str) -> Ranking:
-        """Say which methods are best and second, and test the others against the best.
+        """Rank the methods, and test the others against the best.
 
-        Pairs are runs with the same seed; for the label of folds, the means over the folds.
+        Pairs are runs with the same seed. For the label of folds, they are the means over folds.
         """
         found = {method: self.values(setting, method, metric) for method in self.study.methods}
         high = self._should_be_high(setting, metric)
         return Ranking() if high is None else rank_methods(found, higher_is_better=high)
 
     def _should_be_high(self, setting: str, metric: str) -> bool | None:
-        """Say which way is better; None without a run."""
+        """Return whether high values are better; None without a run."""
         runs = (
             summary for method in self.study.methods for _, summary in self._runs(setting, method)
         )
@@ -130,17 +130,20 @@ class Results:
         """Explain the marks in tables."""
         ranked = "Bold: best. Underlined: second."
         if len(self.study.seeds) < LEAST_SEEDS:
-            return f"{ranked} Nothing is claimed about chance: that takes {LEAST_SEEDS} seeds."
+            return f"{ranked} Differences are not tested: that needs {LEAST_SEEDS} seeds."
         return f"{ranked} {WORSE} worse than the best: p < {LEVEL}, {TEST}."
 
     @property
     def about_intervals(self) -> str:
         """Return the title of a table of intervals."""
-        return f"{CONFIDENCE:.0%} bootstrap intervals over clients (BCa, {RESAMPLES:,} resamples), mean over seeds"
+        return (
+            f"{CONFIDENCE:.0%} bootstrap intervals over clients (BCa, {RESAMPLES:,} resamples), "
+            "mean over seeds"
+        )
 
     @cached_property
     def _counted(self) -> dict[Path, list[Row]]:
-        """The rows of each run that its summary is about."""
+        """The rows behind the summary of each run."""
         if self.directory is None:
             return {}
         return {
@@ -166,11 +169,11 @@ class Results:
         return found
 
     def interval(self, setting: str, method: str, metric: str) -> Interval | None:
-        """Return the bootstrap interval over clients, if there is one; see :mod:`equipoise.study.intervals`."""
+        """Return the bootstrap interval over clients; see :mod:`equipoise.study.intervals`."""
         return self._intervals.get((setting, method, metric))
 
     def interval_cells(self, setting: str) -> dict[str, list[str]]:
-        """Write the intervals of all metrics by method; empty if there are none."""
+        """Return the intervals of all metrics as text, by method; empty if there are none."""
         found = {
             method: [self.interval(setting, method, metric) for metric in self.study.metrics]
             for method in self.study.methods
@@ -183,7 +186,7 @@ class Results:
         }
 
     def difference(self, setting: str, method: str, metric: str) -> Difference:
-        """Compare a method with the baseline, in all folds and seeds for which both have a value."""
+        """Compare a method with the baseline in all folds and seeds in which both have a value."""
         baseline = self.study.baseline
         theirs = self._by_fold(setting, baseline, metric) if baseline else {}
         ours = self._by_fold(setting, method, metric)
@@ -195,7 +198,7 @@ class Results:
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The settings in which methods are compared with the baseline; folds together are one."""
+        """The settings in which methods are compared with the baseline, with folds as one."""
         return self.study.whole_settings if self.study.baseline and self.study.others else ()
 
     def about_differences(self, setting: str) -> str:
@@ -213,7 +216,7 @@ class Results:
         )
 
     def cell(self, setting: str, method: str, metric: str) -> str:
-        """Write mean ± standard deviation over seeds."""
+        """Return mean ± standard deviation over seeds as text."""
         mean, spread, count = _statistics(self.values(setting, method, metric).values())
         if mean is None:
             folds = self.study.folds.get(setting, (setting,))
@@ -230,7 +233,10 @@ class Results:
         )
 
     def models(self, setting: str, metrics: Iterable[str]) -> dict[str, str]:
-        """Say of each method which model its metrics that name none are of; nothing if that is always the global one."""
+        """Return the model of each method's metrics without a model in their names.
+
+        Empty if it is always the global model.
+        """
         unnamed = [
             metric for metric in metrics if metric not in TOTALS and apart(metric)[0] is None
         ]
@@ -240,7 +246,7 @@ class Results:
         return {method: _said(models) for method, models in found.items()}
 
     def _models(self, setting: str, method: str, metrics: Iterable[str]) -> dict[str, str]:
-        """Return the model behind metrics of seen and of unseen clients, as far as there is one."""
+        """Return the model behind metrics of seen and of unseen clients, if there is one."""
         found = {apart(metric)[1]: self._model(setting, method, metric) for metric in metrics}
         return {who: model for who, model in found.items() if model}
 
@@ -264,7 +270,7 @@ class Results:
         return list(names)
 
     def worst_group(self, setting: str, method: str) -> str | None:
-        """Name the group a method serves worst, on average over seeds."""
+        """Return the worst group of a method, on average over seeds."""
         means = {
             group: _statistics(self.values(setting, method, f"groups.{group}").values())[0]
             for group in self.groups(setting)
@@ -283,12 +289,12 @@ class Results:
         return any(not task_of(summary).higher_is_better for summary in self.summaries.values())
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
-        """Return the best values of every method with a grid, as far as a run of it succeeded."""
+        """Return the best values of every method with a grid and a successful run."""
         return {method: choice.values for method, choice in self._choices(setting).items()}
 
     @property
     def choices(self) -> Choices:
-        """What tuning has chosen, and how, by setting and method."""
+        """The choices of tuning, by setting and method."""
         made = {setting: self._choices(setting) for setting in self.study.whole_settings}
         return {setting: choices for setting, choices in made.items() if choices}
 
@@ -329,17 +335,17 @@ class Results:
 
     @property
     def _by_higher(self) -> bool | None:
-        """Whether the metric that tuning is by should be high; None if it is the task's score."""
+        """Whether the metric of tuning should be high; None if it is the task's score."""
         own = own_of(self.study.tuning.by)[0]
         declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
         return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
     def selected(self, setting: str) -> dict[str, dict[str, list[Selected]]]:
-        """Return what DomainBed's rules choose where groups are left out; see :mod:`equipoise.study.selection`."""
+        """Return the choices of DomainBed's rules; see :mod:`equipoise.study.selection`."""
         return select_by_rules(self, setting)
 
     def selection_table(self, setting: str) -> tuple[str, list[str], list[list[str]]] | None:
-        """Return title, header and rows of the table of rules; None if nothing was tuned or left out."""
+        """Return title, header and rows of the table of rules; None without tuning or folds."""
         found = self.selected(setting)
         if not found:
             return None
@@ -393,7 +399,7 @@ class Results:
             first, chosen = self.study.methods[0], self.chosen(setting)
             if chosen and self._tuned(setting, first, "mean") is None:
                 found.append(
-                    f"{setting}: chosen whatever the mean, because {first} has none to compare with"
+                    f"{setting}: chosen without the tolerance, because {first} has no mean"
                 )
         for setting, method in self.undecided:
             if any(any(self._runs(setting, label)) for label in self.study.tried[method]):
@@ -404,7 +410,7 @@ class Results:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """Return everything as plain values, ready for JSON."""
+        """Return everything as plain values for JSON."""
         names = ("setting", "method", "model", "metric")
         rows = [
             dict(zip(names, which, strict=True))
@@ -464,7 +470,7 @@ class Results:
         )
 
     def markdown(self) -> str:
-        """Write the tables as Markdown."""
+        """Return the tables as Markdown."""
         lines = []
         for setting in self.tables:
             for title, header, rows in self._written(setting):
@@ -497,7 +503,7 @@ class Results:
         return "\n".join(lines)
 
     def _written(self, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-        """Give title, header and rows of the table of metrics and of that of groups, marked as in Markdown."""
+        """Yield title, header and rows of the tables of metrics and groups, with marks."""
         tables = {
             f"{self.data(setting)}: mean ± {self.spread}": {
                 metric: metric for metric in self.study.metrics
@@ -520,7 +526,7 @@ class Results:
             yield title, ["method", *(["model"] if models else []), *columns], rows
 
     def latex(self) -> str:
-        """Write the tables as LaTeX, for the package booktabs."""
+        """Return the tables as LaTeX, for the package booktabs."""
         return "\n".join(
             latex_table(
                 title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else ""
@@ -530,7 +536,7 @@ class Results:
         )
 
     def csv(self) -> str:
-        """Write one row a setting, method and metric, groups included."""
+        """Return CSV with one row per setting, method and metric, including groups."""
         rows = ([*which, *summed, *compared] for *which, summed, compared, _ in self._rows())
         return _csv(
             [
@@ -550,7 +556,7 @@ class Results:
         )
 
     def csv_seeds(self) -> str:
-        """Write one row a setting, method, metric and seed."""
+        """Return CSV with one row per setting, method, metric and seed."""
         rows = (
             [*which, seed, value]
             for *which, _, _, seeds in self._rows()
@@ -559,7 +565,7 @@ class Results:
         return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
 
     def csv_differences(self) -> str:
-        """Write one row a setting, method and metric: how the method differs from the baseline."""
+        """Return CSV of the differences from the baseline by setting, method and metric."""
         rows = (
             [setting, method, self.study.baseline, metric, *asdict(difference).values()]
             for setting, method, metric, difference in self._differences()
@@ -613,7 +619,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a method differs from another, from pairs of runs that differ in nothing else.
+    """The difference between two methods, from pairs of runs that differ only in the method.
 
     Attributes
     ----------
@@ -627,8 +633,8 @@ class Difference:
         The number n of pairs.
     p : float or None
         The p-value of a two-sided paired t-test over seeds, after Holm's correction over all
-        methods but the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are
-        averaged before, because pairs of one seed share clients.
+        methods except the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are
+        averaged first, because pairs of one seed share clients.
 
     Examples
     --------
@@ -663,12 +669,12 @@ class Difference:
 
 
 _Statistics = tuple[float | None, float | None, int]
-# Place (1 or 2), p-value against the best, and the ends of the interval over clients.
+# Rank (1 or 2), p-value against the best, and the ends of the interval over clients.
 _Compared = tuple[int | None, float | None, float | None, float | None]
 
 
 def _statistics(values: Iterable[float]) -> _Statistics:
-    """Return mean, sample standard deviation and number of values, as far as they are defined."""
+    """Return mean, sample standard deviation and number of values; None if undefined."""
     numbers = list(values)
     mean = statistics.fmean(numbers) if numbers else None
     return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)
@@ -687,7 +693,7 @@ def _marked(cell: str, ranking: Ranking, method: str) -> str:
 
 
 def _said(models: Mapping[str, str]) -> str:
-    """Write the models behind metrics of seen and of unseen clients."""
+    """Describe the models behind metrics of seen and of unseen clients."""
     if len(set(models.values())) > 1:
         return ", ".join(f"{who} {model}" for who, model in models.items())
     return next(iter(models.values()), "–")

@@ -31,7 +31,7 @@ Watch = Callable[["Job", str], None]
 
 
 def check_directories(jobs: Iterable[Job], out: Path) -> None:
-    """Refuse to run where one of the run directories holds another experiment."""
+    """Refuse to run if one of the run directories holds another experiment."""
     for job in jobs:
         directory = out / job.path
         if not (directory / CONFIG).exists():
@@ -44,10 +44,10 @@ def check_directories(jobs: Iterable[Job], out: Path) -> None:
 
 
 def _difference(directory: Path, job: Job) -> str | None:
-    """Say how the experiment of a run directory differs from that of a job, if it does."""
+    """Return how the experiment of a run directory differs from that of a job, if it does."""
     found, wanted = read_config(directory), job.experiment.plain()
     del found["resolved"]
-    # The experiment may leave the names of classes to the data.
+    # If the experiment has no names of classes, those of the data are used.
     wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
     # Runs in one process have no Flower settings in their configuration.
     wanted.pop("flower", None)
@@ -57,7 +57,7 @@ def _difference(directory: Path, job: Job) -> str | None:
 
 
 def carry_over(job: Job, tuning: Path, out: Path) -> bool:
-    """Copy the finished run of the same experiment from the directory of tuning, if there is one and it is missing here.
+    """Copy a finished run of the same experiment from the directory of tuning, if it is missing.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def carry_over(job: Job, tuning: Path, out: Path) -> bool:
         or _difference(source, job)
     ):
         return False
-    # Renamed when it is complete: a study that is killed in between copies again.
+    # Renamed when complete. A study that is killed in between copies the run again.
     beside = target.with_name(f".{target.name}.copy")
     shutil.rmtree(beside, ignore_errors=True)
     shutil.copytree(source, beside)
@@ -103,7 +103,10 @@ def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def finished(directory: Path, split: str, *, validation: bool = False) -> dict[str, Any] | None:
-    """Return the summary of a split if the run is done; ``validation``: whether that of validation data is needed."""
+    """Return the summary of a split if the run is finished.
+
+    ``validation``: whether results on validation data are needed.
+    """
     path = directory / SUMMARY
     if not path.exists() or not (directory / CONFIG).exists():
         return None
@@ -113,9 +116,9 @@ def finished(directory: Path, split: str, *, validation: bool = False) -> dict[s
     except RunError as error:
         raise RunError(f"{error}; {_AGAIN}") from error
     if not isinstance(summary, dict):
-        raise RunError(f"{path} holds no summary; {_AGAIN}")
+        raise RunError(f"{path} is not a summary; {_AGAIN}")
     if missing := {"round", "score", "results"} - set(summary):
-        raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}; {_AGAIN}")
+        raise RunError(f"{path} has no {', '.join(sorted(missing))}; {_AGAIN}")
     if "validation" not in summary and (validation or split == "val"):
         summary["validation"] = _validated(summary, directory)
     return _on_split(summary, split)
@@ -133,13 +136,13 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
     if moved:
         validated["tail"] = moved
     if held := summary.get("server"):
-        # The metrics of a study on validation data are those of validation data, the server's too.
+        # In a study on validation data, the server's metrics are also those on validation data.
         validated["server"] = {kind: held["val"] for kind in ("val", "test") if "val" in held}
     return validated
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Compute the results on validation data of a run of an earlier release, whose summary has none."""
+    """Add results on validation data to the summary of a run of an earlier release."""
     journal = Journal(directory / "metrics.jsonl")
     try:
         rows = [row for row in journal if row["round"] == summary["round"]]
@@ -149,7 +152,7 @@ def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def counted_rows(directory: Path, summary: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of ``metrics.jsonl`` that a summary is about; none if they cannot be read.
+    """Return the rows of ``metrics.jsonl`` behind a summary; none if they cannot be read.
 
     Examples
     --------
@@ -173,9 +176,10 @@ def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> in
     Parameters
     ----------
     missing : int
-        How many runs there are.
+        The number of runs.
     cores : int
-        One run for each core is enough: small models gain little from more threads.
+        The number of cores. There is one run per core, because small models gain little from more
+        threads.
     peak, memory : int
         On a GPU, the bytes that a run has used at most, and those that there are. A tenth of the
         memory stays free, because runs differ. Beyond ``MOST_ON_GPU`` runs they only wait for each
@@ -198,14 +202,14 @@ def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> in
 
 
 MOST_ON_GPU = 8
-# What a process holds on a GPU before it has a single tensor, in bytes.
+# The bytes that a process uses on a GPU without any tensor.
 GPU_CONTEXT = 2**29
 
 
 def carry_out(
     missing: Sequence[Job], out: Path, jobs: int | None, split: str, tell: Watch
 ) -> Iterator[tuple[Job, dict[str, Any] | str]]:
-    """Run jobs and give the summary of each on a split, or why there is none, as they end.
+    """Run jobs, and yield the summary of each on a split, or the reason of its failure.
 
     ``jobs`` is how many run at a time; with None as many as fill the cores or the GPU.
     """
@@ -219,7 +223,7 @@ def carry_out(
         device = next((device for device in devices if device.type == "cuda"), None)
         use = {}
         if device is not None:
-            # Alone, to see how much memory it needs.
+            # The first run is alone, to measure its memory.
             torch.cuda.reset_peak_memory_stats(device)
             first, missing = missing[0], missing[1:]
             tell(first, "begun")

@@ -1,13 +1,13 @@
-"""DomainBed's three rules to choose hyper-parameters where groups are left out in turn.
+"""DomainBed's three rules to choose hyper-parameters if groups are left out in turn.
 
-Gulrajani and Lopez-Paz (ICLR 2021) compare three ways to choose for a domain that is left out:
+Gulrajani and Lopez-Paz (ICLR 2021) compare three rules for a domain that is left out:
 
 - ``training-domain``: the values with the best mean on the validation data of the other domains;
-- ``leave-one-domain-out``: the values that work best on other domains that are left out too. Every
-  two domains are left out together once; of these runs, those without the domain in question are
-  judged by the accuracy on the second one, averaged over all second ones;
-- ``oracle``: the values with the best accuracy on the left-out domain itself. It is no fair choice,
-  because test data decide, and is labelled so.
+- ``leave-one-domain-out``: the values that work best on other domains that are left out as well.
+  Every two domains are left out together once. For a domain, the runs without it and a second
+  domain are compared by the accuracy on the second one, averaged over all second domains;
+- ``oracle``: the values with the best accuracy on the left-out domain itself. This is not a fair
+  choice, because it uses test data, and it is labelled accordingly.
 
 All rules report the accuracy on the left-out domain of the run that was trained on all others.
 """
@@ -32,11 +32,11 @@ RULES: dict[str, str] = {
     "leave-one-domain-out": "leave-one-domain-out cross-validation",
     "oracle": "test-domain oracle (chosen by test data)",
 }
-"""The rules by name, and what tables call them."""
+"""The rules by name, and their names in tables."""
 
 
 def pair_label(one: str, other: str) -> str:
-    """Return what the setting is called in which two folds leave out their groups together.
+    """Return the label of the setting in which the groups of two folds are left out together.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def pair_label(one: str, other: str) -> str:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a rule has chosen for a left-out group.
+    """The choice of a rule for a left-out group.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class Selected:
     values : mapping
         The chosen hyper-parameters.
     score : float
-        What they were chosen by.
+        The score used for the choice.
     tested : float
         The mean over the clients of the left-out group.
 
@@ -74,12 +74,12 @@ class Selected:
 
 
 def select_by_rules(results: Results, setting: str) -> dict[str, dict[str, list[Selected]]]:
-    """Choose by every rule of a study that has been tuned.
+    """Return the choices of every rule in a study that has been tuned.
 
     Parameters
     ----------
     results : Results
-        Of a study that was made with ``tune=True``.
+        The results of a study that was made with ``tune=True``.
     setting : str
         The label of its folds.
 
@@ -93,7 +93,8 @@ def select_by_rules(results: Results, setting: str) -> dict[str, dict[str, list[
     Examples
     --------
     >>> from equipoise.study import Results, study_from
-    >>> select_by_rules(Results(study_from({"base": {"data": "digits"}, "methods": ["fedavg"]}), {}, {}), "base")
+    >>> study = study_from({"base": {"data": "digits"}, "methods": ["fedavg"]})
+    >>> select_by_rules(Results(study, {}, {}), "base")
     {}
     """
     study = results.study
@@ -112,7 +113,7 @@ def select_by_rules(results: Results, setting: str) -> dict[str, dict[str, list[
 
 
 class _Chooser:
-    """Looks scores up in the runs of a study."""
+    """Look up scores in the runs of a study."""
 
     def __init__(self, results: Results, folds: tuple[str, ...]) -> None:
         self._folds = folds
@@ -162,5 +163,5 @@ class _Chooser:
         summary = self._runs.get((setting, label))
         if summary is None:
             return None
-        # The results of a study that is tuned are of validation data.
+        # The results of a tuned study are those on validation data.
         return value_of({**summary, "results": summary.get("tested", {})}, f"unseen.groups.{group}")

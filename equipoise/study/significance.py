@@ -1,10 +1,9 @@
-"""Which method is best, which is second, and which are worse than the best beyond chance.
+"""Which method is best, which is second, and which are significantly worse than the best.
 
 Runs of two methods with the same seed are a pair. The differences of all pairs are tested with a
-two-sided paired t-test. The best method is not known beforehand but is chosen by the same numbers,
-so the tests of all pairs of methods are one family, and Holm's correction is for all of them.
-Correcting for the comparisons with the best alone would claim too much. With fewer than five seeds
-nothing is tested.
+two-sided paired t-test. The best method is chosen by the same numbers, so the tests of all pairs of
+methods are one family, and Holm's correction is for all of them. A correction for the comparisons
+with the best method only would be too weak. With fewer than five seeds nothing is tested.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 LEVEL = 0.05
 LEAST_SEEDS = 5
 TEST = "two-sided paired t-test over seeds, Holm correction over all pairs of methods"
-# In tables, after values that are worse than the best beyond chance.
+# In tables, after values that are significantly worse than the best.
 WORSE = "†"
 
 
@@ -47,7 +46,7 @@ def paired_p(differences: Sequence[float]) -> float:
     Returns
     -------
     float
-        1 if all differences are 0, and 0 if they are all the same otherwise.
+        1 if all differences are 0, and 0 if they all have another common value.
 
     Examples
     --------
@@ -59,7 +58,7 @@ def paired_p(differences: Sequence[float]) -> float:
         statistics.stdev(differences),
         len(differences),
     )
-    # Equal differences have a deviation of about one rounding error of their mean, or 0.
+    # The deviation of equal differences is 0, or about one rounding error of their mean.
     if deviation <= 1e-12 * abs(mean) or mean == 0:
         return 1.0 if mean == 0 else 0.0
     return float(2 * stdtr(pairs - 1, -abs(mean) / (deviation / math.sqrt(pairs))))
@@ -76,8 +75,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Returns
     -------
     list of float
-        The corrected p-values in the same order. Rejecting all below α makes one or more false
-        rejections with probability α at most, however the tests depend on each other.
+        The corrected p-values in the same order. If all below α are rejected, the probability of a
+        false rejection is at most α, even if the tests are dependent.
 
     Examples
     --------
@@ -94,7 +93,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The order of methods by one metric.
+    """The ranking of methods by one metric.
 
     Attributes
     ----------
@@ -118,17 +117,17 @@ class Ranking:
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """The methods that are worse than the best beyond chance."""
+        """The methods that are significantly worse than the best."""
         return tuple(label for label, value in (self.p or {}).items() if value < LEVEL)
 
 
 def rank_methods(values: Mapping[str, Mapping[int, float]], *, higher_is_better: bool) -> Ranking:
-    """Order methods by their means, and test the others against the best.
+    """Rank methods by their means, and test the others against the best.
 
     Parameters
     ----------
     values : mapping
-        The value of each seed, by method. Methods that lack seeds which others have are not ranked,
+        The value of each seed, by method. Methods without all seeds of the others are not ranked,
         because their means are not comparable.
     higher_is_better : bool
         Whether high values are good.
@@ -140,8 +139,11 @@ def rank_methods(values: Mapping[str, Mapping[int, float]], *, higher_is_better:
 
     Examples
     --------
-    >>> runs = {"a": [0.90, 0.91, 0.92, 0.90, 0.91], "b": [0.85, 0.85, 0.86, 0.84, 0.86], "c": [0.9, 0.9, 0.93, 0.9, 0.9]}
-    >>> ranking = rank_methods({label: dict(enumerate(own)) for label, own in runs.items()}, higher_is_better=True)
+    >>> a = [0.90, 0.91, 0.92, 0.90, 0.91]
+    >>> b = [0.85, 0.85, 0.86, 0.84, 0.86]
+    >>> c = [0.90, 0.90, 0.93, 0.90, 0.90]
+    >>> values = {label: dict(enumerate(own)) for label, own in zip("abc", (a, b, c))}
+    >>> ranking = rank_methods(values, higher_is_better=True)
     >>> ranking.best, ranking.second, ranking.worse
     (('a',), ('c',), ('b',))
     """
@@ -172,12 +174,12 @@ def _p_of_all(values: Mapping[str, Mapping[int, float]], best: str) -> dict[str,
 def against(
     baseline: Mapping[int, float], others: Mapping[str, Mapping[int, float]]
 ) -> dict[str, float]:
-    """Test methods against one that was named beforehand.
+    """Test methods against a baseline.
 
     Parameters
     ----------
     baseline : mapping
-        Its value for each seed.
+        The value of the baseline for each seed.
     others : mapping
         The values of the other methods.
 

@@ -1,7 +1,8 @@
-"""The tasks by name: one file for each in this directory, found automatically.
+"""The tasks by name.
 
-A task says what is learned: the loss and the metrics of each sample, and which targets are valid.
-:func:`register` adds tasks of one's own.
+This directory has one file for each task. New files are found automatically. A task defines what is
+learned: the loss and the metrics of each sample, and which targets are valid. :func:`register` adds
+custom tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TASKS: dict[str, type[Task]] = {}
 
 
 def register(name: str) -> Callable[[T], T]:
-    """Register a task under a name; a class decorator.
+    """Register a task under a name. Use it as a class decorator.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def register(name: str) -> Callable[[T], T]:
     def known(task: T) -> T:
         if not (isinstance(task, type) and issubclass(task, Task)):
             raise InputError(
-                f"{task!r}, registered as {name!r}, is no task; valid: a class derived from Task"
+                f"{task!r}, registered as {name!r}, is not a task; valid: a class derived from Task"
             )
         if task.loss is Task.loss:
             raise InputError(
@@ -65,7 +66,7 @@ def register(name: str) -> Callable[[T], T]:
                 "method 'metrics' that returns it"
             )
         if not task.__module__.startswith(f"{__name__}."):
-            # User code: it must not take the name of a task that has not been imported yet.
+            # User code must not use the name of a task that has not been imported yet.
             _discover()
             _check_names(task, name)
         before = _TASKS.get(name, task)
@@ -81,8 +82,8 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def _check_names(task: type[Task], name: str) -> None:
-    """Refuse metrics that have the name of a column, and ranges without a value."""
-    from equipoise.metrics import COLUMNS  # which imports this module
+    """Refuse metrics that have the name of a column, and empty ranges."""
+    from equipoise.metrics import COLUMNS  # it imports this module
 
     for metric in {task.score, *task.ranges} - {"loss"}:
         if metric in COLUMNS:
@@ -94,7 +95,7 @@ def _check_names(task: type[Task], name: str) -> None:
         if not isinstance(bounds, tuple) or len(bounds) != 2 or not bounds[0] < bounds[1]:
             raise InputError(
                 f"{task.__qualname__}, registered as {name!r}, has the range {bounds!r} for "
-                f"{metric!r}; valid: a smallest and a largest value"
+                f"{metric!r}; valid: the smallest and the largest value"
             )
 
 

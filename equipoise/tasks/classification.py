@@ -15,7 +15,7 @@ from equipoise.tasks import register
 
 @register("classification")
 class Classification(Task):
-    """Cross-entropy and accuracy; targets are int64 labels ``[N]``.
+    """Cross-entropy and accuracy. Targets are int64 labels ``[N]``.
 
     Examples
     --------
@@ -30,7 +30,10 @@ class Classification(Task):
     floating = False
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return log Σ exp(z) − z_y; the same as PyTorch's, but cheaper under ``vmap`` and deterministic on a GPU."""
+        """Return the cross-entropy log Σ exp(z) − z_y.
+
+        It equals that of PyTorch, but is faster under ``vmap`` and deterministic on a GPU.
+        """
         classes = torch.arange(output.shape[1], device=output.device)
         chosen = torch.where(classes == y.unsqueeze(1), output, 0.0).sum(1)
         return output.logsumexp(1) - chosen
@@ -48,14 +51,14 @@ class Classification(Task):
         return int(y.max()) + 1 if len(y) else 0
 
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
-        """Refuse anything but int64 labels ``[N]``."""
+        """Refuse targets that are not int64 labels ``[N]``."""
         if y.dtype != torch.int64 or y.ndim != 1:
             raise InputError(
                 f"y of a classification must be int64 labels of shape [N], not {kind_of(y)}"
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
-        """Find the first label out of range."""
+        """Return the first sample with a label out of range."""
         valid = classes or 0
         wrong = ((y < 0) | (y >= valid)).nonzero()
         if not len(wrong):
@@ -63,5 +66,5 @@ class Classification(Task):
         return int(wrong[0]), f"has label {int(y[wrong[0]])} in y; valid: 0 to {valid - 1}"
 
     def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
-        """Ask for at least one number for each class."""
+        """Require at least one output per class."""
         return None if output.dim() == 2 and output.shape[1] >= outputs else f"{outputs} classes"

@@ -15,15 +15,17 @@ from equipoise.tasks import register
 
 @register("multilabel")
 class Multilabel(Task):
-    """Binary cross-entropy of each label, and the F1 of each sample; targets are 0 or 1, ``[N, classes]``.
+    """Binary cross-entropy of each label, and the F1 of each sample.
 
-    The model returns one score for each class, before the sigmoid. A class is predicted if its
-    score is above 0. The loss of a sample is the mean over classes. F1 is 2 |A ∩ B| / (|A| + |B|)
-    of the classes A that it has and B that are predicted, and 1 if there are none of either.
+    Targets are 0 or 1, ``[N, classes]``. The model returns one score for each class, before the
+    sigmoid. A class is predicted if its score is above 0. The loss of a sample is the mean over
+    classes. F1 is 2 |A ∩ B| / (|A| + |B|), where A are the classes of the sample and B the
+    predicted classes. It is 1 if both are empty.
 
     Examples
     --------
-    >>> Multilabel().metrics(torch.tensor([[3.0, -3.0, 3.0]]), torch.tensor([[1.0, 0.0, 0.0]]))["f1"]
+    >>> output = torch.tensor([[3.0, -3.0, 3.0]])
+    >>> Multilabel().metrics(output, torch.tensor([[1.0, 0.0, 0.0]]))["f1"]
     tensor([0.6667])
     """
 
@@ -50,7 +52,7 @@ class Multilabel(Task):
         return y.shape[1]
 
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
-        """Refuse anything but a column for each class."""
+        """Refuse targets without one column per class."""
         if not y.is_floating_point() or y.ndim != 2 or not y.shape[1]:
             raise InputError(
                 "y of a multi-label classification must be zeros and ones of shape [N, classes], "
@@ -58,7 +60,7 @@ class Multilabel(Task):
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
-        """Find the first sample with a target that is neither 0 nor 1, or with a wrong number of them."""
+        """Return the first sample with targets other than 0 and 1, or with a wrong number."""
         if len(y) and y.shape[1] != classes:
             return 0, f"has {y.shape[1]} columns in y; valid: one for each of the {classes} classes"
         wrong = ((y != 0) & (y != 1)).nonzero()
@@ -68,5 +70,5 @@ class Multilabel(Task):
         return sample, f"has {y[sample, column]:g} for class {column} in y; valid: 0 and 1"
 
     def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
-        """Ask for one number for each class."""
+        """Require one output per class."""
         return None if output.shape == y.shape else f"{outputs} classes"

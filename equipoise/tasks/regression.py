@@ -14,7 +14,9 @@ from equipoise.tasks import register
 
 @register("regression")
 class Regression(Task):
-    """Squared error, averaged over a sample's targets; targets are floating point numbers ``[N]`` or ``[N, d]``.
+    """Squared error, averaged over a sample's targets.
+
+    Targets are floating point numbers ``[N]`` or ``[N, d]``.
 
     Examples
     --------
@@ -30,15 +32,15 @@ class Regression(Task):
             y.shape
         ):
             raise InputError(
-                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its "
-                f"targets have shape {tuple(y.shape)}; valid: the same shape, or one with a last "
-                "dimension of 1 more or less"
+                f"the output of the model has shape {tuple(output.shape)}, but its targets have "
+                f"shape {tuple(y.shape)}; valid: the same shape, with or without a last dimension "
+                "of 1"
             )
         error = (output.reshape(y.shape) - y).square()
         return error.flatten(1).mean(1) if y.dim() > 1 else error
 
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
-        """Refuse anything but floating point numbers ``[N]`` or ``[N, d]``."""
+        """Refuse targets that are not floating point numbers ``[N]`` or ``[N, d]``."""
         if not y.is_floating_point() or y.ndim > 2:
             raise InputError(
                 f"y of a regression must be floating point of shape [N] or [N, d], not {kind_of(y)}"

@@ -12,18 +12,19 @@ from equipoise.samples import kind_of
 from equipoise.task import Task, whole_numbers
 from equipoise.tasks import register
 
-# Added to both sides of the fraction of the loss. So the loss of a class that is neither in the
-# mask nor predicted is 0.
+# Added to numerator and denominator of the loss. So the loss of a class that is neither in the mask
+# nor predicted is 0.
 _SMOOTHING = 1.0
 
 
 @register("segmentation")
 class Segmentation(Task):
-    """Dice loss and Dice score; targets are masks ``[N, height, width]`` of whole numbers, 0 for the background.
+    """Dice loss and Dice score.
 
-    A binary mask has two classes. The model returns ``[N, classes, height, width]``; a softmax over
-    classes makes probabilities p of it, and t is 1 where the mask has the class, else 0. For each
-    sample and each class but the background:
+    Targets are masks ``[N, height, width]`` of whole numbers, 0 for the background. A binary mask
+    has two classes. The model returns ``[N, classes, height, width]``. p is the softmax of it over
+    classes, and t is 1 for pixels whose mask has the class, else 0. For each sample and each class
+    except the background:
 
     - loss: 1 − (2 Σ p t + 1) / (Σ p + Σ t + 1), sums over pixels, averaged over classes. If the
       mask does not have the class, the loss is Σ p / (Σ p + 1).
@@ -49,9 +50,9 @@ class Segmentation(Task):
         """Return the Dice loss of each sample."""
         if output.dim() != 4 or output.shape[:1] + output.shape[2:] != y.shape:
             raise InputError(
-                f"the model answers a batch with numbers of shape {tuple(output.shape)}, but its "
-                f"masks have shape {tuple(y.shape)}; valid: [samples, classes, height, width], of "
-                "the masks' height and width"
+                f"the output of the model has shape {tuple(output.shape)}, but its masks have "
+                f"shape {tuple(y.shape)}; valid: [samples, classes, height, width], with the "
+                "masks' height and width"
             )
         p = output.softmax(1)[:, 1:]
         t = _members(y, output).to(output.dtype)
@@ -65,7 +66,7 @@ class Segmentation(Task):
             pixels.flatten(2).sum(2).to(output.dtype) for pixels in (wanted & found, wanted, found)
         )
         size = in_mask + predicted
-        # A class without a pixel has an overlap of 0, so it adds nothing to the sum.
+        # A class without pixels has an overlap of 0, so the sum does not change.
         total = (2 * overlap / size.clamp(min=1)).sum(1)
         present = (size > 0).sum(1)
         return {
@@ -74,7 +75,7 @@ class Segmentation(Task):
         }
 
     def targets(self, y: Tensor) -> Tensor:
-        """Convert masks to bytes if all labels fit, which takes an eighth of the memory of int64."""
+        """Convert masks to bytes if all labels fit, to use an eighth of the memory of int64."""
         if y.dtype == torch.uint8:
             return y
         labels = whole_numbers(y)
@@ -86,7 +87,7 @@ class Segmentation(Task):
         return max(2, int(y.max()) + 1 if y.numel() else 0)
 
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
-        """Refuse anything but masks of whole numbers that have the height and width of the images."""
+        """Refuse targets that are not masks of whole numbers with the images' height and width."""
         whole = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
         if not whole or y.ndim != 3:
             raise InputError(
@@ -100,7 +101,7 @@ class Segmentation(Task):
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
-        """Find the first mask with a label out of range."""
+        """Return the first mask with a label out of range."""
         valid = classes or 0
         if not y.numel():
             return None
@@ -113,7 +114,7 @@ class Segmentation(Task):
         return sample, f"has label {label} in its mask y; valid: 0 to {valid - 1}"
 
     def misfit(self, output: Tensor, y: Tensor, outputs: int) -> str | None:
-        """Ask for one number for each class and pixel."""
+        """Require one output per class and pixel."""
         fits = output.dim() == 4 and output.shape[1] >= outputs and output.shape[2:] == y.shape[1:]
         return (
             None
@@ -123,6 +124,9 @@ class Segmentation(Task):
 
 
 def _members(labels: Tensor, output: Tensor) -> Tensor:
-    """Return which pixels have which class, the background left out: ``[samples, classes - 1, height, width]``."""
+    """Return which pixels have which class: ``[samples, classes - 1, height, width]``.
+
+    The background is left out.
+    """
     classes = torch.arange(1, output.shape[1], device=output.device).view(-1, 1, 1)
     return labels.unsqueeze(1) == classes

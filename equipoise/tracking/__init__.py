@@ -1,7 +1,7 @@
-"""Trackers: callbacks that write the values of a run for TensorBoard, MLflow, or a program of one's own.
+"""Trackers: callbacks that write the values of a run for TensorBoard, MLflow or other programs.
 
-``tracking: tensorboard`` in an experiment, or ``callbacks=[TensorBoard()]`` in Python. A tracker is
-a dataclass of its options, derived from :class:`equipoise.Callback`.
+Write ``tracking: tensorboard`` in an experiment, or ``callbacks=[TensorBoard()]`` in Python. A
+tracker is a dataclass of its options, derived from :class:`equipoise.Callback`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRACKERS: Registry = {
 }
 """The class of each tracker."""
 
-# The numbers of a round that are no names.
+# The entries of a round's row that are numbers.
 _OF_A_ROUND = (
     "train_loss",
     "cohort",
@@ -38,7 +38,7 @@ _OF_A_ROUND = (
 
 
 def register(tracker: C) -> C:
-    """Register a tracker under the name of its class; a decorator.
+    """Register a tracker under the name of its class. Use it as a decorator.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def tracker_of(name: str) -> type[Callback]:
 
 
 def build(name: str, **options: Any) -> Callback:
-    """Make a tracker from its name and options.
+    """Return a tracker by its name and options.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def build(name: str, **options: Any) -> Callback:
     --------
     >>> build("tensorbord")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown tracker 'tensorbord'; did you mean 'tensorboard'? Valid: ...
+    equipoise.errors.InputError: unknown tracker 'tensorbord'; did you mean 'tensorboard'? ...
     """
     tracker = tracker_of(name)
     for package in getattr(tracker, "packages", ()):
@@ -149,14 +149,14 @@ def scores(run: Snapshot) -> dict[str, float]:
         for name, value in _numbers(run.results(split)):
             tidy = re.sub(r"[^\w.\- /]", "_", f"{split}/{name}")
             while tidy in found:
-                # Two names that differ in other characters only.
+                # The original names differ only in characters that were replaced.
                 tidy += "_"
             found[tidy] = value
     return found
 
 
 def _numbers(nested: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of nested mappings by path; ids of clients are no values."""
+    """Yield the numbers of nested mappings by path, without ids of clients."""
     for name, value in nested.items():
         path = f"{before}{name}"
         if isinstance(value, Mapping):

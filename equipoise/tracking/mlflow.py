@@ -14,27 +14,26 @@ from equipoise.study.runs import flat
 from equipoise.tracking import round_values, scores
 
 RUN_ID = "mlflow.txt"
-"""The file in the run directory that names the run of MLflow, so that it is continued on resume."""
+"""The file in the run directory with the id of the MLflow run, which a resumed run continues."""
 
-# What MLflow accepts in one request, and how much of a parameter's value.
+# The limits of MLflow for one request, and for the length of a parameter's value.
 _PARAMETERS, _METRICS, _LONGEST = 100, 1000, 500
 
 
 @dataclass
 class MLflow(Callback):
-    """Writes parameters and values of a run to MLflow's tracking store.
+    """Write parameters and values of a run to MLflow's tracking store.
 
-    All settings are parameters. Values have the number of the round as their step. ``summary.json``
-    is an artifact. A run that is resumed continues the same run of MLflow, and rounds that are
-    repeated are written once.
+    All settings are parameters. The step of a value is the number of the round. ``summary.json`` is
+    an artifact. A resumed run continues the same MLflow run, and repeated rounds are written once.
 
     Parameters
     ----------
     uri : str, optional
         The tracking store: a server's address, ``sqlite:///mlflow.db`` or a directory; by default
-        what MLflow itself uses, which the variable ``MLFLOW_TRACKING_URI`` sets.
+        that of MLflow, such as the variable ``MLFLOW_TRACKING_URI``.
     experiment : str
-        The name of the experiment of MLflow, which is created if it does not exist.
+        The name of the MLflow experiment. It is created if it does not exist.
     name : str, optional
         The name of the run; by default that of the run directory, or the method and the seed.
 
@@ -53,7 +52,7 @@ class MLflow(Callback):
     _written: int = field(default=0, init=False, repr=False, compare=False)
 
     def begin(self, run: Snapshot) -> None:
-        """Create the run of MLflow, or find the one to continue."""
+        """Create the MLflow run, or continue an existing one."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 

@@ -15,10 +15,9 @@ from equipoise.tracking import round_values, scores
 
 @dataclass
 class TensorBoard(Callback):
-    """Writes event files, to be shown with ``tensorboard --logdir DIRECTORY``.
+    """Write event files, which ``tensorboard --logdir DIRECTORY`` shows.
 
-    A run that is resumed goes on with its curves: TensorBoard ignores what was written after the
-    checkpoint before.
+    A resumed run continues its curves. TensorBoard ignores what was written after the checkpoint.
 
     Parameters
     ----------
@@ -42,11 +41,11 @@ class TensorBoard(Callback):
 
         if self.directory is None and run.directory is None:
             raise InputError(
-                "tracking: tensorboard needs a directory: give the run one, or write "
+                "tracking: tensorboard needs a directory; use a run directory (out=), or write "
                 "tracking: {name: tensorboard, directory: ...}"
             )
         where = Path(self.directory) if self.directory else Path(str(run.directory)) / "tensorboard"
-        # Also for a new run: TensorBoard takes only the second mark of a beginning for a restart.
+        # Also for a new run, because TensorBoard treats only the second start mark as a restart.
         self._writer = SummaryWriter(str(where), purge_step=run.round + 1)
         if not run.round:
             self._writer.add_text(
@@ -60,7 +59,7 @@ class TensorBoard(Callback):
     def round(self, run: Snapshot) -> None:
         """Write loss and bytes of a round."""
         self._write(round_values(run), run.round)
-        # A run that is killed loses at most the values of a round.
+        # If a run is killed, at most the values of one round are lost.
         self._writer.flush()
 
     def end(self, run: Snapshot) -> None:

@@ -1,6 +1,6 @@
-"""Four federations of 20 clients made from the embedded digits, for the test of ``equipoise advise``.
+"""Four federations of 20 clients made from the embedded digits, to test ``equipoise advise``.
 
-Each of them differs from an even division in one way only. Import the file to use them as sources:
+Each of them differs from an equal division in one respect. Import the file to use them as sources:
 ``equipoise advise digits_labels --import experiments/advice/federations.py``.
 """
 
@@ -20,7 +20,7 @@ CLIENTS = 20
 
 
 def plain() -> Source:
-    """Return the digits as they are, without styles and groups."""
+    """Return the original digits, without styles and groups."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()
@@ -30,7 +30,7 @@ def plain() -> Source:
 
 @dataclass(frozen=True)
 class Unequal:
-    """Clients whose numbers of samples fall as a power of their rank; labels are drawn alike."""
+    """Clients whose numbers of samples are a power law of their rank, with equal label shares."""
 
     clients: int = CLIENTS
     power: float = 1.5
@@ -49,7 +49,7 @@ class Unequal:
 
 @data.register
 def digits_iid(*, seed: int) -> tuple[Source, Partition]:
-    """Clients that differ by chance only."""
+    """Clients that differ only by chance."""
     return plain(), Iid(CLIENTS)
 
 

@@ -1,8 +1,8 @@
-"""Client indices that table 2 compares with: feature average, class prototypes and weights of heads.
+"""The other client indices of table 2: feature average, class prototypes and weights of heads.
 
-The first two are made of the embeddings of a finished stage, and of its label vectors. The weights
-of heads are those of one round of FedAvg in which all clients take part. Run from the repository's
-root:
+The first two are made from the embeddings and label vectors of a finished stage. The weights of
+heads are those of one round of FedAvg in which all clients take part. Run it in the root of the
+repository:
 
     python experiments/client2vec/other_indices.py runs/index-cifar10/base/global-500/seed1
 """
@@ -40,9 +40,9 @@ def make(stage: Path, out: Path, overrides: list[Override]) -> list[Path]:
     stage : Path
         The directory of a finished run of ``index-cifar10.yaml``.
     out : Path
-        Where the indices go.
+        Where the indices are written.
     overrides : list of Override
-        Of the training of heads.
+        Overrides for the training of heads.
 
     Returns
     -------

@@ -1,14 +1,13 @@
-"""Table 3: how long an index takes, how long training takes, and when the host's best round is reached.
+r"""Table 3: seconds of the index and of training, and the round that reaches the host's best score.
 
-The first run is the host without an index. Of every run, the score of a round is the mean over
-clients, on test data as in the paper. Seconds are those of training and aggregation; evaluation is
-left out, and so is encoding the samples with CLIP, which is done once and cached. Only evaluated
-rounds are compared, so a small ``evaluation.every`` makes the table more exact. Run from the
-repository's root:
+The first run is the host without an index. The score of a round is the mean over clients, on test
+data as in the paper. Seconds are those of training and aggregation, without evaluation and without
+encoding the samples with CLIP, which is done once and cached. Only evaluated rounds are compared,
+so a small ``evaluation.every`` makes the table more exact. Run it in the root of the repository:
 
     python experiments/client2vec/times.py --index runs/index-domainnet/base/global-500/seed1 \
-        runs/table1-domainnet/base/fedavg/seed1 "runs/table1-domainnet/base/fedavg i+ii+iii
-        global/seed1"
+        runs/table1-domainnet/base/fedavg/seed1 \
+        "runs/table1-domainnet/base/fedavg i+ii+iii global/seed1"
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class Times:
     Attributes
     ----------
     index : float
-        Seconds that made the index; 0 without one.
+        Seconds of making the index; 0 without one.
     training : float
         Seconds of all rounds.
     reached : int or None
         The first round whose score is at least the host's best, if there is one.
     until : float or None
-        Seconds of training until then.
+        Seconds of training until this round.
     """
 
     index: float
@@ -47,7 +46,7 @@ class Times:
 
     @property
     def total(self) -> float | None:
-        """Seconds until the host's best is reached, those of the index included."""
+        """Seconds until the host's best score is reached, including those of the index."""
         return None if self.until is None else self.index + self.until
 
 
@@ -85,7 +84,7 @@ def times(runs: list[Path], index: Path | None = None, split: str = "test") -> d
     index : Path, optional
         The directory of the run that made the index of all others.
     split : {"test", "val"}
-        The data that scores are of.
+        The split of the scores.
 
     Returns
     -------

@@ -1,10 +1,10 @@
-"""FedCRC, figure 1: how far the heads of two clients move apart, with IID data and with label skew.
+"""FedCRC, figure 1: the distance between the heads of two clients, with IID data and label skew.
 
 ``python experiments/fedcrc/figure1.py --root DIR`` trains one model on the 60,000 training digits
-of MNIST, hands it to two clients that share the 10,000 others, and lets each of them go on training
-on its own. After every step the L2 distance of their heads is noted. What the paper leaves open and
-is chosen here: the two clients share the test digits, evenly or by a Dirichlet draw with β = 0.1
-for each class; the whole model is trained, as clients of FedAvg do; plain SGD; means over seeds.
+of MNIST. Two clients, which share the 10,000 test digits, continue to train it separately. After
+every step the L2 distance of their heads is recorded. The paper does not specify the following,
+which is our choice: the test digits are divided equally or by a Dirichlet draw with β = 0.1 for
+each class; the whole model is trained, as by clients of FedAvg; plain SGD; means over seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pretrained(federation: Federation, *, seed: int = 0) -> nn.Module:
 def distances(
     federation: Federation, model: nn.Module, *, updates: int, seed: int = 0
 ) -> list[float]:
-    """Return the L2 distance of two clients' heads after every step each of them makes from the same model."""
+    """Return the L2 distance of two clients' heads after every step, from the same model."""
     settings = Training(rounds=updates, steps=1, batch_size=50, optimizer=Sgd(lr=0.05))
     trainer = Trainer(
         federation, build("local"), model, settings, Machine(), Evaluation(every=0), seed
@@ -67,7 +67,7 @@ def distances(
 
 
 def draw(curves: Mapping[str, np.ndarray], path: Path) -> None:
-    """Draw one curve a partition."""
+    """Draw one curve per partition."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")

@@ -1,7 +1,7 @@
-"""FedCRC, figure 3: draw the test accuracy round by round of what ``equipoise compare experiments/fedcrc/figure3.yaml`` ran.
+"""FedCRC, figure 3: draw the test accuracy by round of the study ``figure3.yaml``.
 
-``python experiments/fedcrc/figure3.py runs/figure3 --out figure3.svg``: one panel a setting, one
-curve a method and model.
+``python experiments/fedcrc/figure3.py runs/figure3 --out figure3.svg`` draws one panel per setting,
+with one curve per method and model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Curves = dict[tuple[str, str, str], dict[int, float]]
 
 
 def read(runs: Path) -> Curves:
-    """Return the mean accuracy over clients and seeds by setting, method and model, then by round."""
+    """Return the mean accuracy over clients and seeds by setting, method, model and round."""
     found: dict[tuple[str, str, str], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -34,7 +34,7 @@ def read(runs: Path) -> Curves:
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Draw one panel a setting."""
+    """Draw one panel per setting."""
     from matplotlib.figure import Figure
 
     settings = list(dict.fromkeys(setting for setting, _, _ in curves))

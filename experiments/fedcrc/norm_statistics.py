@@ -1,10 +1,10 @@
-"""FedCRC, table I: what the global models of finished runs score if BatchNorm looks at the test data.
+"""FedCRC, table I: the accuracy of global models if BatchNorm uses statistics of the test data.
 
-``python experiments/fedcrc/norm_statistics.py runs/table1-cifar10`` evaluates every global model it
-finds twice on its clients' test data: with the running statistics it has learned, as Equipoise
-reports it, and with the mean and variance of each client's own test images, as models do that keep
-no running statistics (``model.running: false``). Training is the same for both, except for methods
-that train a head on resting features.
+``python experiments/fedcrc/norm_statistics.py runs/table1-cifar10`` evaluates every global model
+twice on its clients' test data: with its running statistics, as Equipoise reports it, and with the
+mean and variance of each client's own test images, as for models without running statistics
+(``model.running: false``). Training is the same for both, except for methods that train a head on
+features that are not trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Scores = dict[tuple[str, str], list[tuple[float, float]]]
 
 @torch.no_grad()
 def accuracy(model: nn.Module, federation: Federation) -> float:
-    """Return the accuracy on every client's test data, all of a client's in one batch, as a mean over clients."""
+    """Return the mean accuracy over clients, with all test data of a client in one batch."""
     held = [torch.from_numpy(federation.test.of(client)) for client in federation.seen]
     hits = [
         (model(federation.x[samples]).argmax(1) == federation.y[samples]).double().mean()
@@ -36,7 +36,7 @@ def accuracy(model: nn.Module, federation: Federation) -> float:
 
 
 def forget_statistics(model: nn.Module) -> nn.Module:
-    """Make every BatchNorm layer look at its batch, as if it had never kept running statistics."""
+    """Make every BatchNorm layer use the statistics of its batch."""
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
@@ -44,7 +44,10 @@ def forget_statistics(model: nn.Module) -> nn.Module:
 
 
 def read(runs: Path) -> Scores:
-    """Score the runs of a study by setting and method, one pair a seed: running statistics, and the batch's own."""
+    """Return the accuracies of a study by setting and method, one pair per seed.
+
+    A pair has the accuracy with running statistics and that with those of the batch.
+    """
     found: Scores = defaultdict(list)
     for path in sorted(runs.glob("*/*/seed*/model.safetensors")):
         federation = load_data(**read_config(path.parent)["data"])

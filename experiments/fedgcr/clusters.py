@@ -44,7 +44,7 @@ def read(run: Path) -> dict[str, float] | None:
 
 
 def collect(runs: Path) -> Rows:
-    """Return the means over seeds, by setting and method; purity and ARI are those of the last round."""
+    """Return means over seeds by setting and method. Purity and ARI are those of the last round."""
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for path in sorted(runs.glob("*/*/seed*/rounds.jsonl")):
         setting, method = path.parts[-4:-2]

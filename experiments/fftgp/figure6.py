@@ -1,19 +1,17 @@
-r"""FFT-GP, figure 6: the variance of generalization gaps under FedAvg, GA and FAA of the same local models, round by round.
+r"""FFT-GP, figure 6: the variance of generalization gaps under FedAvg, GA and FAA by round.
 
-The method ``fairnesscurves`` trains with FAA and measures, after local training in every round, the
-gaps under all three aggregations. With the local rule of BGP it is the paper's setting; on the
-embedded digits, with one client a style and one style left out:
+The method ``fairnesscurves`` trains with FAA and measures the gaps of the same local models under
+all three aggregations in every round. With the local rule of BGP it is the paper's setting. On the
+embedded digits, with one client per style and one style left out:
 
-    equipoise run --import experiments/fftgp/figure6.py --method fairnesscurves --data digits
-    --rounds 20 \
-        --set 'data.partition={name: group, imbalance: 1, clients_per_group: [1, 1, 1, 1, 1]}' --set
-        data.imbalance=1 \ --set data.leave_out=textured --set 'data.splits=[0.6, 0.2, 0.2]' --out
-        runs/figure6
+    equipoise run --import experiments/fftgp/figure6.py --method fairnesscurves --data digits \
+        --set 'data.partition={name: group, imbalance: 1, clients_per_group: [1, 1, 1, 1, 1]}' \
+        --set data.imbalance=1 --set data.leave_out=textured \
+        --set 'data.splits=[0.6, 0.2, 0.2]' --rounds 20 --out runs/figure6
     python experiments/fftgp/figure6.py runs/figure6 --out figure6.png
 
-What the paper leaves open and is chosen here: GA keeps weights of its own, which it adjusts by the
-gaps it has just measured, so that it is judged by its own rule and not by FAA's; FedAvg weighs
-clients as the run does.
+The paper does not specify the following, which is our choice: GA has its own weights and adjusts
+them by the gaps under its own average, not under that of FAA. FedAvg uses the weights of the run.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ AGGREGATIONS = {"fedavg": "FedAvg", "ga": "GA", "faa": "FAA"}
 @register("fairnesscurves", paper="FFT-GP, FITEE 2024, figure 6", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class FairnessCurves(FairnessAwareAggregation):
-    """FAA that also notes the variance of gaps under FedAvg, GA and FAA of the same local models.
+    """FAA that also records the variance of gaps under FedAvg, GA and FAA.
 
     Parameters
     ----------
     step, decay, centred, metric, every, slope_limit
-        As in FAA; GA uses the first four, too.
+        As in FAA. GA also uses the first four.
     follow : {"faa", "fedavg", "ga"}
-        Which of the three averages is the next global model.
+        The average that becomes the next global model.
     """
 
     follow: str = "faa"
@@ -60,7 +58,7 @@ class FairnessCurves(FairnessAwareAggregation):
             raise unknown("value", self.follow, AGGREGATIONS, where=f"{self.name}.follow")
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with equal weights."""
+        """Start with equal weights."""
         begun = super().begin(state, everyone)
         clients = begun.server["clients"]
         return begun.with_server(
@@ -91,12 +89,12 @@ class FairnessCurves(FairnessAwareAggregation):
 
 
 def _variance(gaps: torch.Tensor) -> torch.Tensor:
-    """Return the variance over clients that have a gap, divided by their number."""
+    """Return the population variance over clients that have a gap."""
     return gaps[torch.isfinite(gaps)].var(unbiased=False)
 
 
 def read(run: Path) -> dict[str, list[float]]:
-    """Return the variance of gaps by aggregation, one value a round."""
+    """Return the variance of gaps by aggregation, one value per round."""
     rows = [
         row["notes"]["gap_variances"] for row in Journal(run / "rounds.jsonl") if "notes" in row
     ]
@@ -104,7 +102,7 @@ def read(run: Path) -> dict[str, list[float]]:
 
 
 def draw(curves: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
-    """Draw one panel a run, one curve an aggregation."""
+    """Draw one panel per run, with one curve per aggregation."""
     figure, axes = panels(list(curves), height=3.4)
     for panel, of_run in zip(axes, curves.values(), strict=True):
         for (name, label), hue in zip(AGGREGATIONS.items(), HUES, strict=False):

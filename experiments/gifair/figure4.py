@@ -1,7 +1,7 @@
-"""GIFAIR-FL, figure 4: draw the accuracy of each group against λ from what ``equipoise compare experiments/gifair/lambda.yaml`` ran.
+"""GIFAIR-FL, figure 4: draw the accuracy of each group against λ, from the study ``lambda.yaml``.
 
-``python experiments/gifair/figure4.py runs/lambda --out figure4.svg``: one line a group, with its
-spread over seeds.
+``python experiments/gifair/figure4.py runs/lambda --out figure4.svg`` draws one line per group,
+with its spread over seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Accuracies = dict[str, dict[float, list[float]]]
 
 
 def read(runs: Path) -> Accuracies:
-    """Return the global model's accuracy by group and λ (a fraction of λ_max), one value a seed."""
+    """Return the global model's accuracy by group and λ / λ_max, one value per seed."""
     found: Accuracies = defaultdict(lambda: defaultdict(list))
     for path in sorted(runs.glob("*/*/seed*/summary.json")):
         strength = float(path.parts[-3])
@@ -28,7 +28,7 @@ def read(runs: Path) -> Accuracies:
 
 
 def draw(accuracies: Accuracies, path: Path) -> None:
-    """Draw one line a group."""
+    """Draw one line per group."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")

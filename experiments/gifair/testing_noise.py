@@ -1,12 +1,12 @@
-"""GIFAIR-FL, table 1: how much of the spread over clients is the noise of testing on few images.
+"""GIFAIR-FL, table 1: how much of the spread over clients is noise from testing on few images.
 
-``python experiments/gifair/testing_noise.py runs/skewed-cifar10`` prints σ over clients, the noise
-and what is left of σ without it, for every method of a study, mean ± standard deviation over seeds.
+``python experiments/gifair/testing_noise.py runs/skewed-cifar10`` prints σ over clients, the noise,
+and σ without the noise for every method of a study, as mean ± standard deviation over seeds.
 
-A client with accuracy a on n test images has a variance of a(1 − a)/(n − 1) from the choice of
-images alone. The noise is the root of its mean over clients; σ² − noise² is the variance without
-it. For accuracies that are means over rounds it is an upper bound: the images are the same in all
-rounds, but models of different rounds differ in part of their mistakes.
+For a client with accuracy a on n test images, the choice of images alone causes a variance of
+a(1 − a)/(n − 1). The noise is the root of its mean over clients, and σ² − noise² is the variance
+without it. For accuracies that are means over rounds the noise is an upper bound: the images are
+the same in all rounds, but models of different rounds do not make all the same mistakes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure(accuracies: list[float], images: list[int]) -> tuple[float, float, f
 
 
 def read(study: Path) -> Measured:
-    """Measure the models that clients end up with, for all finished runs of a study, by setting and method."""
+    """Measure the clients' final models of all finished runs of a study, by setting and method."""
     found: Measured = defaultdict(list)
     for path in sorted(study.glob("*/*/seed*/summary.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ def read(study: Path) -> Measured:
 
 
 def table(found: Measured) -> str:
-    """Write a table in Markdown, in per cent."""
+    """Return a Markdown table, in per cent."""
     lines = [
         "| method | σ over clients | testing noise | σ without it | seeds |",
         "|---|---|---|---|---|",

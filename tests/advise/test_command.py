@@ -64,7 +64,7 @@ def test_a_run_is_read_with_its_results_and_times(call):
         (["digitz"], "did you mean 'digits'"),
         (
             ["empty"],
-            "empty is a directory without a run; give a run directory, an experiment file or a "
+            "empty is a directory without a run; valid: a run directory, an experiment file or a "
             "source",
         ),
         (["digits", "--by", "men"], "unknown metric 'men'"),

@@ -30,7 +30,7 @@ ALIKE = Measured(
 @pytest.mark.parametrize(
     ("changes", "family", "said"),
     [
-        ({}, "average", "Clients differ in labels, inputs and sizes by chance only"),
+        ({}, "average", "Clients differ in labels, inputs and sizes only by chance"),
         (
             {"label_skew": 0.6, "labels_held": 2.0},
             "personal",
@@ -48,7 +48,7 @@ ALIKE = Measured(
         (
             {"label_skew": None, "labels_held": None, "feature_shift": None},
             "average",
-            "by chance only",
+            "only by chance",
         ),
     ],
 )

@@ -105,7 +105,7 @@ def test_methods_that_name_no_part_train_any_module(method):
     if method == "fftgp":
         with pytest.raises(
             InputError,
-            match="features and head apart, but Convolving has a forward or hooks of its own",
+            match="features and head separately, but Convolving has its own forward or hooks",
         ):
             train(federation, model=module, method=method, rounds=1)
         return
@@ -116,7 +116,7 @@ def test_methods_that_name_no_part_train_any_module(method):
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbabu", "moon"])
 def test_methods_that_name_parts_need_to_know_the_head(method):
     module, federation = made("cnn")
-    with pytest.raises(InputError, match='head="classifier"|features and head apart'):
+    with pytest.raises(InputError, match='head="classifier"|features and head separately'):
         train(federation, model=module, method=method, rounds=1)
     run = train(federation, model=module, method=method, head="fc2", rounds=2, machine=FLOAT64)
     assert run.config["model"] == {"name": "custom:Convolving", "head": "fc2"}
@@ -177,7 +177,7 @@ def test_what_follows_the_head_is_kept_and_only_rules_that_look_at_z_are_refused
     sums = run.model(0)(federation.x.double()).exp().sum(1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
     with pytest.raises(
-        InputError, match="features and head apart, but LogProbabilities has a forward"
+        InputError, match="features and head separately, but LogProbabilities has its own"
     ):
         train(federation, model=module, head="fc2", method="moon", rounds=1)
 
@@ -222,7 +222,9 @@ def test_a_head_that_is_never_called_or_of_a_named_model_is_refused():
     module.unused = nn.Linear(2, 2)
     with pytest.raises(InputError, match="Convolving does not call its layer 'unused'"):
         train(images(), model=module, head="unused", rounds=1)
-    with pytest.raises(InputError, match="head='fc2' belongs to a module, but the model is 'mlp'"):
+    with pytest.raises(
+        InputError, match="head='fc2' is valid only with a module, but the model is 'mlp'"
+    ):
         train(images(), model="mlp", head="fc2", rounds=1)
 
 

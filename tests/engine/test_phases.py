@@ -546,7 +546,9 @@ def test_one_name_for_two_moving_parameters_is_refused(chunk):
             return both + client.distance_to_received() if self.near else both
 
     rounds_by_engine(MovesBoth(near=False), mlp(), [[0, 1]], chunk=chunk)
-    with pytest.raises(InputError, match="a phase moves both head.weight and personal.head.weight"):
+    with pytest.raises(
+        InputError, match="a phase trains both head.weight and personal.head.weight"
+    ):
         rounds_by_engine(MovesBoth(near=True), mlp(), [[0, 1]], chunk=chunk)
 
 

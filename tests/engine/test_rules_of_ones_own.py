@@ -116,7 +116,7 @@ def test_class_counts_of_several_labels_count_each_of_them():
 def test_a_task_without_classes_has_no_class_counts():
     with pytest.raises(
         InputError,
-        match="the method asks for the number of classes, which a regression does not have",
+        match="the method needs the number of classes, which a regression does not have",
     ):
         train(random_regression([3, 4]), method=averaged(Counting()), model="logistic", rounds=1)
 

@@ -219,7 +219,7 @@ def test_a_part_of_which_nothing_trains_is_refused():
     model = flat()
     model.head.requires_grad_(False)
     with pytest.raises(
-        InputError, match="the part 'head', but the model has nothing there that can be trained"
+        InputError, match="the part 'head', but the model has no trainable tensors there"
     ):
         train(images(), model=model, method="fedrep", rounds=1)
 
@@ -446,12 +446,12 @@ def test_a_rule_that_looks_at_features_and_head_needs_a_model_made_of_them():
 
     train(images(), model=model(), method="fedrep", rounds=1)
     with pytest.raises(
-        InputError, match="features and head apart, but Squashed has a forward or hooks of its own"
+        InputError, match="features and head separately, but Squashed has its own forward or hooks"
     ):
         train(images(), model=model(), method="fedcrc", rounds=1)
     hooked = flat()
     hooked.register_forward_hook(lambda layer, inputs, output: 2 * output)
     with pytest.raises(
-        InputError, match="features and head apart, but Model has a forward or hooks of its own"
+        InputError, match="features and head separately, but Model has its own forward or hooks"
     ):
         train(images(), model=hooked, method="fedcrc", rounds=1)

@@ -127,7 +127,7 @@ def test_an_index_is_the_mean_over_the_training_samples():
             index.labels[k], module.head.vectors[y].mean(0).float(), rtol=1e-5, atol=1e-6
         )
     assert index.made_by != index_of(module, embeddings([2, 2, 2, 2])).made_by
-    with pytest.raises(InputError, match="made by model 'dsaign', got Model"):
+    with pytest.raises(InputError, match="only model 'dsaign' makes a client index, got Model"):
         index_of(build_model("mlp", shape=(16,), classes=4), data)
 
 

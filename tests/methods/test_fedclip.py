@@ -131,6 +131,6 @@ def test_the_contrastive_loss_needs_classes():
 def test_methods_that_treat_the_parts_apart_refuse_these_models():
     with pytest.raises(
         InputError,
-        match="names the part 'head', but the model has nothing there that can be trained",
+        match="uses the part 'head', but the model has no trainable tensors there",
     ):
         train(pictures(), method="fedrep", model={"name": "clipadapter", **SMALL}, rounds=1)

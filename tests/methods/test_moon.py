@@ -253,7 +253,7 @@ def test_local_features_stay_nearer_to_the_received_ones_on_digits():
 
 def test_a_model_without_features_to_train_is_refused():
     with pytest.raises(
-        InputError, match="the method names the part 'features', but the model has nothing there"
+        InputError, match="uses the part 'features', but the model has no trainable tensors there"
     ):
         play(build("moon"), random_regression([4, 4]), linear(), [[0, 1]])
 

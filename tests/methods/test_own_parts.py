@@ -311,7 +311,7 @@ BEFORE = State(
             BEFORE.with_global({"head.b": torch.zeros(1, 3)}),
             r"changed the shape of head.b from \(3,\) to \(1, 3\)",
         ),
-        (BEFORE.with_global({"head.b": 0.5}), "made head.b a float and no tensor"),
+        (BEFORE.with_global({"head.b": 0.5}), "made head.b a float instead of a tensor"),
     ],
 )
 def test_what_is_no_next_state_is_refused(result, fault):

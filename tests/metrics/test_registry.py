@@ -82,11 +82,11 @@ def test_names_of_columns_and_of_tables_are_refused(name):
         ),
         (
             {"range": (1, 0)},
-            r"range of metric 'error_rate' must be a smallest and a largest value, got \(1, 0\)",
+            r"range of metric 'error_rate' must be the smallest and the largest value, got \(1, 0\)",
         ),
         (
             {"range": 1},
-            "range of metric 'error_rate' must be a smallest and a largest value, got 1",
+            "range of metric 'error_rate' must be the smallest and the largest value, got 1",
         ),
         ({"function": 3}, "a metric must be a function of outputs and targets, got 3"),
     ],
@@ -105,7 +105,7 @@ def test_what_is_no_metric(options, message):
         ([3], "evaluation.metrics must be names of metrics, or metrics, got 3"),
         (
             [error_rate],
-            r"has the function error_rate, which does not say which way is better; write Metric\(function=",
+            r"has the function error_rate without higher_is_better; write Metric\(function=",
         ),
     ],
 )
@@ -173,10 +173,10 @@ def test_a_metric_cannot_replace_what_the_task_measures():
     check_metrics([build("accuracy")], task)
     own = Metric(function=error_rate, name="accuracy", higher_is_better=True)
     with pytest.raises(
-        InputError, match="'accuracy' is what the task classification measures anyway"
+        InputError, match="'accuracy' is already a metric of the task classification"
     ):
         check_metrics([own], task)
-    with pytest.raises(InputError, match="'top2' is what the task classification measures anyway"):
+    with pytest.raises(InputError, match="'top2' is already a metric of the task classification"):
         check_metrics(
             [Metric(function=error_rate, name="top2", higher_is_better=True)],
             task,

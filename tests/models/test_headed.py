@@ -87,7 +87,7 @@ def test_a_head_that_takes_more_than_z_can_be_kept_but_not_looked_at():
         .trainer.selected()
         .own
     )
-    with pytest.raises(InputError, match="features and head apart, but Net has a forward"):
+    with pytest.raises(InputError, match="features and head separately, but Net has its own"):
         train(federation, model=net, head="top.out", method="moon", rounds=1)
 
 

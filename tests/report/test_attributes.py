@@ -13,7 +13,7 @@ from tests.attributed import attributed
 from tests.report.pages import Page
 from tests.run.small import small_run
 
-TITLE = (2, "Attributes of samples: how their values are treated")
+TITLE = (2, "Attributes of samples: rates and parity by value")
 
 
 @pytest.fixture(scope="module")

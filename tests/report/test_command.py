@@ -98,7 +98,7 @@ def test_report_of_several_runs(call):
     [
         (
             ["none"],
-            "error: none does not exist; give a run directory or the directory of a study\n",
+            "error: none does not exist; valid: a run directory or the directory of a study\n",
         ),
         (["."], "error: . holds no run and no study"),
         ([], "Missing argument"),

@@ -232,7 +232,7 @@ def test_runs_of_earlier_releases(tmp_path):
     (run / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rounds))
     (run / "timings.jsonl").unlink()
     page = page_of(run)
-    assert "The run does not say which clients took part" in page.text
+    assert "The run did not record which clients took part" in page.text
     assert "a release that did not count messages" in page.text
     assert "The run has no timings." in page.text
     assert page.table("All metrics of the accuracy of clients")["mean"]
@@ -347,7 +347,7 @@ def test_from_five_seeds_on_methods_are_tested_against_the_best(tmp_path):
 
 def test_below_five_seeds_nothing_is_claimed(study):
     page = page_of(study)
-    assert "Nothing is claimed about chance: that takes 5 seeds." in page.text
+    assert "Differences are not tested: that needs 5 seeds." in page.text
     assert "†" not in page.text
 
 
@@ -474,7 +474,7 @@ def test_directories_without_runs_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        InputError, match="does not exist; give a run directory or the directory of a study"
+        InputError, match="does not exist; valid: a run directory or the directory of a study"
     ):
         write_report([tmp_path / "none"])
     with pytest.raises(InputError, match="is a file"):

@@ -95,7 +95,7 @@ def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, 
 def test_the_name_of_a_source_is_no_federation():
     with pytest.raises(
         InputError,
-        match=r"takes a federation, not the name of one: equipoise.data.load\('digits'\)",
+        match=r"takes a federation, not a name; use equipoise.data.load\('digits'\)",
     ):
         train("digits", rounds=1)
 
@@ -213,10 +213,10 @@ def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     for resume in (False, True):
         with pytest.raises(
-            InputError, match=f"{tmp_path} exists and is no run directory; choose another"
+            InputError, match=f"{tmp_path} exists and is not a run directory; choose another"
         ):
             small_run(tmp_path, resume=resume)
-    with pytest.raises(InputError, match=r"thesis.txt exists and is no run directory"):
+    with pytest.raises(InputError, match=r"thesis.txt exists and is not a run directory"):
         small_run(tmp_path / "thesis.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -277,7 +277,7 @@ def test_a_journal_shorter_than_the_checkpoint_says_is_refused(name, gone, broke
 @pytest.mark.parametrize("text", ["", "just words", "method: [", "method: fedavg"])
 def test_a_damaged_configuration_is_refused(text, broken_off):
     (broken_off / "config.yaml").write_text(text)
-    with pytest.raises(RunError, match="config.yaml is not what the run wrote"):
+    with pytest.raises(RunError, match="config.yaml differs from what the run wrote"):
         small_run(broken_off, resume=True)
     # As in runs of older versions, which have no checksums.
     (broken_off / "SHA256SUMS").unlink()
@@ -474,7 +474,7 @@ def test_choosing_a_round_without_validation_data_is_refused(evaluation):
     x, y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
     bare = type(federation()).from_arrays(x, y, clients=[0] * 10 + [1] * 10, splits=(0.8, 0.0, 0.2))
     with pytest.raises(
-        InputError, match="choosing a round needs validation data, but no seen client holds any"
+        InputError, match="choosing a round needs validation data, but no seen client has any"
     ):
         train(bare, rounds=1, evaluation=evaluation)
 
@@ -590,7 +590,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     small_run(tmp_path / "shared")
     with pytest.raises(
         InputError,
-        match="client 0 has no personal model; the method gives all clients the global model",
+        match="client 0 has no personal model; with this method all clients use the global model",
     ):
         load(tmp_path / "shared", client=0)
     with pytest.raises(InputError, match=r"nowhere holds no run: cannot read config.yaml"):
@@ -620,7 +620,7 @@ def test_clients_are_known_by_their_names(tmp_path):
     assert not (tmp_path / "nameless" / "names.json").exists()
     for give in (nameless.model, lambda client: load(tmp_path / "nameless", client)):
         with pytest.raises(
-            InputError, match="client 'South': clients of this run have no names; give a number"
+            InputError, match="client 'South': clients of this run have no names; pass a number"
         ):
             give("South")
 
@@ -628,10 +628,10 @@ def test_clients_are_known_by_their_names(tmp_path):
 def test_a_name_that_two_clients_have_is_no_answer(tmp_path):
     train(federation(), method="local", rounds=1, out=tmp_path / "run")
     (tmp_path / "run" / "names.json").write_text('["a", "b", "a"]')
-    with pytest.raises(RunError, match="names.json is not what the run wrote"):
+    with pytest.raises(RunError, match="names.json differs from what the run wrote"):
         load(tmp_path / "run", "a")
     (tmp_path / "run" / "SHA256SUMS").unlink()
-    with pytest.raises(InputError, match="client 'a': clients 0, 2 are called so; give a number"):
+    with pytest.raises(InputError, match="client 'a': clients 0, 2 have this name; pass a number"):
         load(tmp_path / "run", "a")
 
 
@@ -649,7 +649,7 @@ def test_a_module_of_ones_own_is_trained_written_and_loaded(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in mine.state_dict().items())
     assert isinstance(mine.features[1], nn.BatchNorm1d)
 
-    with pytest.raises(InputError, match=r"used a model of its own \(Model\); pass it as module="):
+    with pytest.raises(InputError, match=r"used a custom model \(Model\); pass it as module="):
         load(tmp_path / "run")
     with pytest.raises(
         InputError, match=r"does not fit the run: the shape of .* is \(6,\) there and \(4,\) here"
@@ -711,7 +711,7 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
     data = Federation.from_arrays(x, y, clients=ids)
     run = train(data, method="local", model="logistic", rounds=1, out=tmp_path / "run")
     for give in (run.model, lambda client: load(tmp_path / "run", client)):
-        message = "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; give client='3' or client='0'"
+        message = "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; pass client='3' or client='0'"
         with pytest.raises(InputError, match=re.escape(message)):
             give(3)
         # Each name gives the model of the samples that carried it, in whichever order they came.
@@ -729,19 +729,19 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
         (
             1,
             ("1", "2"),
-            "number 1 is called '2', and '1' is number 0; give client='1' or client='2'",
+            "number 1 is called '2', and '1' is number 0; pass client='1' or client='2'",
         ),
-        (2, ("1", "2"), "there is no number 2, and '2' is number 1; give client='2'"),
+        (2, ("1", "2"), "there is no number 2, and '2' is number 1; pass client='2'"),
         (
             4,
             ("0", "1", "2", "3", "5"),
-            "number 4 is called '5', and no client is called '4'; give client='5'",
+            "number 4 is called '5', and no client is called '4'; pass client='5'",
         ),
-        (-1, ("0", "-1"), "there is no number -1, and '-1' is number 1; give client='-1'"),
+        (-1, ("0", "-1"), "there is no number -1, and '-1' is number 1; pass client='-1'"),
         (
             0,
             ("north", "0"),
-            "number 0 is called 'north', and '0' is number 1; give client='0' or client='north'",
+            "number 0 is called 'north', and '0' is number 1; pass client='0' or client='north'",
         ),
     ],
 )
@@ -770,6 +770,6 @@ def test_a_number_that_cannot_be_mistaken_is_taken_as_it_is(client, names, numbe
 @pytest.mark.parametrize("client", [True, 1.0, np.float32(1), np.bool_(True), [1]], ids=repr)
 def test_what_is_neither_a_number_nor_a_name_is_no_client(client):
     with pytest.raises(
-        InputError, match=re.escape(f"client {client!r} is no client; give its number")
+        InputError, match=re.escape(f"client {client!r} is not a client; pass its number")
     ):
         _number(client, ("0", "1"))

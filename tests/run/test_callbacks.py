@@ -197,7 +197,7 @@ def test_a_run_without_rounds_is_evaluated():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([Diary], "callbacks has the class Diary; make an object of it"),
+        ([Diary], "callbacks has the class Diary; pass an object"),
         (Diary(), "callbacks must be a list of callbacks, got"),
         (
             [print],

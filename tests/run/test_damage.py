@@ -153,7 +153,7 @@ def test_an_edited_configuration_is_noticed(killed):
     (killed / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     with pytest.raises(
         RunError,
-        match=r"config.yaml is not what the run wrote: its SHA-256 differs from that in SHA256SUMS",
+        match=r"config.yaml differs from what the run wrote: its SHA-256 is not that in SHA256SUMS",
     ):
         small_run(killed, **HOW, resume=True)
 
@@ -197,7 +197,7 @@ def test_rows_appended_to_a_finished_run_are_noticed_and_kept(whole, tmp_path):
     with (run / "rounds.jsonl").open("a") as file:
         file.write('{"round": 9}\n')
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    with pytest.raises(RunError, match=r"rounds.jsonl is not what the run wrote"):
+    with pytest.raises(RunError, match=r"rounds.jsonl differs from what the run wrote"):
         small_run(run, **HOW, resume=True)
     (run / "SHA256SUMS").unlink()
     # Without checksums nothing is noticed, but a finished run is not changed either.
@@ -210,7 +210,7 @@ def test_a_summary_that_was_cut_off_is_one_line(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     os.truncate(run / "summary.json", 100)
     for look in (write_report, lambda paths: finished(paths[0], "test")):
-        with pytest.raises(RunError, match=r"summary.json is not what the run wrote"):
+        with pytest.raises(RunError, match=r"summary.json differs from what the run wrote"):
             look([run])
     (run / "SHA256SUMS").unlink()
     for look in (

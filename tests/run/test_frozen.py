@@ -195,7 +195,7 @@ def test_runs_of_the_release_before_are_not_resumed(finished, tmp_path):
     make_old(tmp_path / "run", custom())
     before = everything_in(tmp_path / "run")
     with pytest.raises(
-        RunError, match="checkpoint of version 1, and this release of Equipoise resumes version 2"
+        RunError, match="checkpoint of version 1, but this release of Equipoise resumes version 2"
     ):
         frozen_run(tmp_path / "run", model=custom(), resume=True)
     assert everything_in(tmp_path / "run") == before

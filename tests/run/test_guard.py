@@ -238,14 +238,14 @@ def test_wrong_guards_are_refused(method, message):
 
 def test_too_few_clients_are_refused_before_training_or_stop_the_run(tmp_path):
     with pytest.raises(
-        InputError, match="the guard 'krum' needs 5 clients a round, but a cohort has 4"
+        InputError, match="the guard 'krum' needs 5 clients per round, but a cohort has 4"
     ):
         small_run(None, method={"name": "fedavg", "guard": "krum"})
     # Of ten clients one is left out in every round.
     method = {"name": "fedavg", "guard": {"name": "multikrum", "f": 1, "m": 9}}
     with pytest.raises(
         RunError,
-        match="round 1: the guard 'multikrum' needs the updates of 10 clients, but 9 sent one",
+        match="round 1: the guard 'multikrum' needs the updates of 10 clients, but only 9 sent",
     ):
         trained(method, engine=lying(ATTACKS["1e300"]))
     assert trained(method, engine=StackedEngine, rounds=1).state.round == 1

@@ -155,7 +155,7 @@ def test_warmup_comes_before_other_kinds():
         (lambda: Schedule(warmup=-1), "schedule.warmup"),
         (
             lambda: Schedule(kind="steps", over=3),
-            "schedule.over=3 has a meaning for the kind 'cosine' only",
+            "schedule.over=3 is valid only for the kind 'cosine'",
         ),
         (
             lambda: small_run(rounds=1, schedule=lambda round: 1.0),

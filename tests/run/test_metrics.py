@@ -199,7 +199,7 @@ def test_what_cannot_be_evaluated_is_refused_before_training(evaluation, message
 
 def test_a_round_cannot_be_chosen_by_what_nobody_has():
     nowhere = Metric(function=lambda output, y: None, name="nowhere", higher_is_better=True)
-    with pytest.raises(InputError, match="no seen client holds a value of nowhere"):
+    with pytest.raises(InputError, match="no seen client has a value of nowhere"):
         small_run(
             None, evaluation=Evaluation(metrics=[nowhere], select="best", select_by="nowhere")
         )
@@ -265,7 +265,7 @@ def test_what_a_task_of_ones_own_measures_is_not_replaced(monkeypatch):
 
     data = replace(federation(), task="ranked")
     own = Metric(function=highest_loss, name="top2", higher_is_better=True)
-    with pytest.raises(InputError, match="'top2' is what the task ranked measures anyway"):
+    with pytest.raises(InputError, match="'top2' is already a metric of the task ranked"):
         small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=[own]))
     run = small_run(None, federation=data, training=SHORT, evaluation=Evaluation(metrics=["auroc"]))
     assert {"top2", "auroc"} <= set().union(*run.trainer.metrics)

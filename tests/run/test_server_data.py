@@ -93,7 +93,7 @@ def test_the_servers_validation_data_choose_the_round():
     best = max(rows, key=lambda row: (row["accuracy"], -row["round"]))
     assert run.summary["round"] == best["round"]
     with pytest.raises(
-        InputError, match="choosing a round needs validation data, but the server does not hold any"
+        InputError, match="choosing a round needs validation data, but the server does not have any"
     ):
         small_run(evaluation=Evaluation(select="best", select_on="server"), rounds=1)
     with pytest.raises(InputError, match="'servers'"):
@@ -138,7 +138,7 @@ def test_nobody_trains_on_what_the_server_holds():
     made = Federation.from_arrays(x, y, clients=[0] * 6)
     held = {"val": made.train.of(0)[:1]}
     with pytest.raises(
-        InputError, match="is in the train split of client 0 and held by the server as val"
+        InputError, match="is in the train split of client 0 and a val sample of the server"
     ):
         Federation(
             x,

@@ -59,7 +59,7 @@ def test_parts_are_taken_and_the_others_drawn(first):
 def test_other_classes_need_a_head_of_their_own(first):
     more = {"federation": federation(), "model": {**MODEL, "hidden": [12, 12]}, "rounds": 0}
     with pytest.raises(
-        InputError, match=r"start: features.* is missing in .*name the parts to take"
+        InputError, match=r"start: features.* is missing in .*name the parts to load"
     ):
         small_run(**more, start=first)
 

@@ -89,7 +89,7 @@ def test_with_fewer_seeds_nothing_is_claimed():
     results = results_of(SEEDS[:4])
     text = results.markdown()
     assert "†" not in text
-    assert "Nothing is claimed about chance: that takes 5 seeds." in text
+    assert "Differences are not tested: that needs 5 seeds." in text
     assert "**0.805" in text or "**0.808" in text
     assert results.difference("base", "ditto_1", "mean").p is None
 

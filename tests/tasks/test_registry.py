@@ -132,7 +132,7 @@ class Scoreless(Task):
             "Lossless, registered as 'lossless', is a task without a method 'loss'",
         ),
         ("scoreless", Scoreless, "has the score 'f1' but no method 'metrics' that returns it"),
-        ("number", float, "is no task; valid: a class derived from Task"),
+        ("number", float, "is not a task; valid: a class derived from Task"),
         (
             "regression",
             type("Other", (Scoreless,), {"score": "loss"}),

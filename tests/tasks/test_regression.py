@@ -48,7 +48,7 @@ def test_a_last_dimension_of_one_does_not_matter(output, y, wanted):
     ],
 )
 def test_other_shapes_are_refused_also_when_stacked(output, y):
-    message = rf"numbers of shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
+    message = rf"has shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
     with pytest.raises(InputError, match=message):
         REGRESSION.loss(torch.zeros(output), torch.zeros(y))
     with pytest.raises(InputError, match=message):
@@ -69,5 +69,5 @@ def test_a_model_that_answers_in_columns_does_not_train(chunk):
     data = Federation.from_arrays(x, y, clients=np.arange(24) // 8, task="regression")
     how = {"rounds": 1, "batch_size": 3, "machine": Machine(chunk=chunk)}
     train(data, model=Model(nn.Flatten(), nn.Linear(4, 2)), **how)
-    with pytest.raises(InputError, match="the model answers"):
+    with pytest.raises(InputError, match="the output of the model"):
         train(data, model=Model(nn.Flatten(), nn.Sequential(nn.Linear(4, 2), Turned())), **how)

@@ -167,7 +167,7 @@ def test_labels_are_not_counted_and_not_divided_by(tmp_path):
         federate(source, Dirichlet(2, beta=1.0))
     federation = load("ellipses", images=5, size=8)
     with pytest.raises(
-        InputError, match="federation 'ellipses' is a segmentation: it has no labels to count"
+        InputError, match="federation 'ellipses' is a segmentation and has no labels to count"
     ):
         federation.label_counts()
     assert "labels" not in federation.describe()[0]
