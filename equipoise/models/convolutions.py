@@ -175,7 +175,7 @@ def _shift(
 
 
 @triton.jit(do_not_specialize=["samples", "origin"])
-def _gather(
+def _convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -494,7 +494,7 @@ def _add_pieces(
 
 
 @triton.jit(do_not_specialize=["samples"])
-def _gather_depthwise(
+def _depthwise_convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -525,7 +525,10 @@ def _gather_depthwise(
     M: tl.constexpr,
     N: tl.constexpr,
 ) -> None:
-    """Write a tile of a depthwise convolution, pixels by channels, or of its gradient by the input."""
+    """Write a tile of a depthwise convolution, or of its gradient by the input.
+
+    A tile is pixels by channels.
+    """
     TILES: tl.constexpr = (CHANNELS + N - 1) // N
     tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = (tile % TILES) * N + tl.arange(0, N)
@@ -560,7 +563,7 @@ def _gather_depthwise(
 
 
 @triton.jit(do_not_specialize=["pixels", "length"])
-def _weight_sums_depthwise(
+def _depthwise_weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
@@ -682,7 +685,7 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     return made
 
 
-def gather(
+def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -704,27 +707,24 @@ def gather(
     if y.numel() == 0:
         return y.permute(0, 1, 4, 2, 3)
     tensors = None if bias is None else bias.contiguous(), y, samples
-    options = {
-        **_named(kernel, geometry),
-        **{"CHANNELS": channels, "HEIGHT": height, "WIDTH": width, "ROWS": rows},
-        **{"COLUMNS": columns, "TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu},
-    }
+    options = _named(x, (rows, columns), kernel, geometry)
+    options |= {"TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu}
     if geometry.depthwise:
         tiles = triton.cdiv(samples * rows * columns, _PIXELS) * triton.cdiv(channels, _CHANNELS)
         # A view of weights that all clients share keeps its stride of zero.
         flat = weight.flatten(1)
         with torch.cuda.device_of(x):
-            _gather_depthwise[(tiles, clients)](
+            _depthwise_convolution[(tiles, clients)](
                 x, flat, *tensors, *x.stride(), flat.stride(0), M=_PIXELS, N=_CHANNELS, **options
             )
         return y.permute(0, 1, 4, 2, 3)
-    tile = tile or gather_tile(channels, results, rows * columns, precision)
+    tile = tile or convolution_tile(channels, results, rows * columns, precision)
     matrix = packed(weight, transposed, precision)
     down, across = geometry.stride if transposed else (1, 1)
     pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
     tiles = triton.cdiv(pixels, tile.rows) * down * across * triton.cdiv(results, tile.columns)
     with torch.cuda.device_of(x):
-        _gather[(tiles, clients)](
+        _convolution[(tiles, clients)](
             x,
             matrix,
             *tensors,
@@ -755,7 +755,7 @@ def weight_gradient(
     piece: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient by weights and bias."""
-    clients, samples, channels, height, width = x.shape
+    clients, samples, channels, *_ = x.shape
     results, rows, columns = upper.shape[2:]
     read = 1 if geometry.depthwise else channels
     places = kernel[0] * kernel[1]
@@ -763,7 +763,7 @@ def weight_gradient(
         # Tensor cores gain nothing here.
         precision = "ieee"
     if tile is None or piece is None:
-        tile, piece = weight_tile(results, read * places, precision)
+        tile, piece = weight_tile(results, read * places, rows * columns, precision)
     pixels = samples * rows * columns
     pieces, entries = triton.cdiv(pixels, piece), results * (read * places + biased)
     sums = torch.empty(clients, pieces, entries, device=x.device)
@@ -773,15 +773,11 @@ def weight_gradient(
         return of_weight, of_bias
     images = x, upper, sums, pixels, piece
     strides = *x.stride(), *upper.stride()
-    options = {
-        **_named(kernel, geometry),
-        **{"CHANNELS": channels, "HEIGHT": height, "WIDTH": width, "ROWS": rows},
-        **{"COLUMNS": columns, "BIASED": biased},
-    }
+    options = _named(x, (rows, columns), kernel, geometry) | {"BIASED": biased}
     with torch.cuda.device_of(x):
         if pieces and geometry.depthwise:
             tiles = triton.cdiv(channels, _CHANNELS) * (places + biased)
-            _weight_sums_depthwise[(tiles * pieces, clients)](
+            _depthwise_weight_sums[(tiles * pieces, clients)](
                 *images, *strides, N=_CHANNELS, K=_PIXELS, **options
             )
         elif pieces:
@@ -809,18 +805,24 @@ def weight_gradient(
     return of_weight, of_bias
 
 
-def _named(kernel: tuple[int, int], geometry: Geometry) -> dict[str, int]:
-    sizes = {
+def _named(
+    x: Tensor, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry
+) -> dict[str, int]:
+    """Return the sizes of a convolution in the kernels' words.
+
+    ``size`` is height and width of the images that are not ``x``.
+    """
+    names = ("CHANNELS", "HEIGHT", "WIDTH", "ROWS", "COLUMNS")
+    found = dict(zip(names, (*x.shape[2:], *size), strict=True))
+    pairs = {
         "": kernel,
         "STRIDE_": geometry.stride,
         "PADDING_": geometry.padding,
         "DILATION_": geometry.dilation,
     }
-    return {
-        name + way: size
-        for name, both in sizes.items()
-        for way, size in zip(("DOWN", "ACROSS"), both, strict=True)
-    }
+    for name, (down, across) in pairs.items():
+        found |= {f"{name}DOWN": down, f"{name}ACROSS": across}
+    return found
 
 
 def _packs(channels: int, inner: int) -> bool:
@@ -834,7 +836,7 @@ def _step(geometry: Geometry, axis: int) -> int:
     return stride // math.gcd(stride, geometry.dilation[axis])
 
 
-def gather_tile(channels: int, results: int, pixels: int, precision: str) -> Tile:
+def convolution_tile(channels: int, results: int, pixels: int, precision: str) -> Tile:
     """Choose the tile of a convolution or its gradient by the input.
 
     It depends on the layer alone, so that results do not depend on who shares the stack. These
@@ -870,10 +872,10 @@ def gather_tile(channels: int, results: int, pixels: int, precision: str) -> Til
     return replace(tile, columns=columns, inner=inner)
 
 
-def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
+def weight_tile(results: int, entries: int, pixels: int, precision: str) -> tuple[Tile, int]:
     """Choose the tile of a gradient by the weights and the pixels of a piece, from the layer alone.
 
-    Measured as for :func:`gather_tile`.
+    Measured as for :func:`convolution_tile`.
 
     Parameters
     ----------
@@ -881,6 +883,8 @@ def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
         Channels that the layer writes.
     entries : int
         Weights of one of them.
+    pixels : int
+        Pixels of an image that the layer writes.
     precision : str
         As for :func:`convolve`.
     """
@@ -892,7 +896,9 @@ def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
         # More stages would let Triton copy single numbers and transpose them on the way.
         tile, piece = Tile(64, 64, 32, 4, 1), 512
     columns, rows = (max(16, triton.next_power_of_2(size)) for size in (results, entries))
-    return replace(tile, columns=min(tile.columns, columns), rows=min(tile.rows, rows)), piece
+    tile = replace(tile, columns=min(tile.columns, columns), rows=min(tile.rows, rows))
+    # At most two pieces an image, because each takes as much memory as the weights.
+    return tile, max(piece, triton.cdiv(pixels, 2))
 
 
 # ---- differentiation -----------------------------------------------------------------------------
@@ -952,7 +958,7 @@ class StackedConvolution(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         """Convolve."""
-        return gather(x, weight, bias, geometry, precision, relu=relu)
+        return convolution(x, weight, bias, geometry, precision, relu=relu)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -996,7 +1002,7 @@ class StackedInputGradient(torch.autograd.Function):
         upper: Tensor, weight: Tensor, geometry: Geometry, precision: str, size: tuple[int, int]
     ) -> Tensor:
         """Return the gradient by images of a size."""
-        return gather(upper, weight, None, geometry, precision, size=size)
+        return convolution(upper, weight, None, geometry, precision, size=size)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
