@@ -92,9 +92,19 @@ _ORIGIN = 0
 
 
 @triton.jit
+def _own_work(tiles: tl.tensor) -> tl.tuple:
+    """Return which tile of which client a program works on.
+
+    Both are in one axis of the grid, because the others are short.
+    """
+    return tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _pack(
     weight: tl.tensor,
     packed: tl.tensor,
+    tiles: tl.tensor,
     w_client: tl.tensor,
     p_client: tl.tensor,
     p_matrix: tl.tensor,
@@ -112,8 +122,8 @@ def _pack(
 
     Columns that are channels and places of the kernel, PLACES of them, are written places first.
     """
-    client = tl.program_id(1).to(tl.int64)
-    matrix, tile = tl.program_id(0) % MATRICES, tl.program_id(0) // MATRICES
+    tile, client = _own_work(tiles)
+    matrix, tile = tile % MATRICES, tile // MATRICES
     row = (tile % tl.cdiv(ROWS, R)) * R + tl.arange(0, R)
     column = (tile // tl.cdiv(ROWS, R)) * C + tl.arange(0, C)
     inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
@@ -174,12 +184,13 @@ def _shift(
     return place * DILATION - PADDING
 
 
-@triton.jit(do_not_specialize=["samples", "origin"])
+@triton.jit(do_not_specialize=["tiles", "samples", "origin"])
 def _convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
+    tiles: tl.tensor,
     samples: tl.tensor,
     origin: tl.tensor,
     x_client: tl.tensor,
@@ -229,7 +240,7 @@ def _convolution(
     PHASE_COLUMNS: tl.constexpr = (COLUMNS + PHASES_ACROSS - 1) // PHASES_ACROSS
     TILES: tl.constexpr = (RESULTS + N - 1) // N
     BLOCKS: tl.constexpr = (CHANNELS + K - 1) // K
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     result = (tile % TILES) * N + tl.arange(0, N)
     phase = tile // TILES % (PHASES_DOWN * PHASES_ACROSS)
     pixel = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M + tl.arange(0, M)
@@ -331,11 +342,12 @@ def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl
     return sample[:, None], row[:, None], column[:, None]
 
 
-@triton.jit(do_not_specialize=["pixels", "length", "origin"])
+@triton.jit(do_not_specialize=["tiles", "pixels", "length", "origin"])
 def _weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
+    tiles: tl.tensor,
     pixels: tl.tensor,
     length: tl.tensor,
     origin: tl.tensor,
@@ -377,9 +389,9 @@ def _weight_sums(
     ALL: tl.constexpr = DOWN * ACROSS * CHANNELS
     TILES: tl.constexpr = (RESULTS + N - 1) // N
     TALL: tl.constexpr = (ALL + M - 1) // M
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     piece = tile // (TILES * TALL)
-    pieces = tl.num_programs(0) // (TILES * TALL)
+    pieces = tiles // (TILES * TALL)
     result = (tile % TILES) * N + tl.arange(0, N)
     first = tile // TILES % TALL * M
     if CHANNELS % 16 != 0:
@@ -458,11 +470,12 @@ def _weight_sums(
             tl.store(own + RESULTS * ALL + result, of_bias, mask=result < RESULTS)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["tiles", "pieces"])
 def _add_pieces(
     sums: tl.tensor,
     of_weight: tl.tensor,
     of_bias: tl.tensor,
+    tiles: tl.tensor,
     pieces: tl.tensor,
     RESULTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -472,8 +485,8 @@ def _add_pieces(
 ) -> None:
     """Add the pieces of a gradient in order, and write it in the order of the weights."""
     ALL: tl.constexpr = RESULTS * CHANNELS * PLACES
-    client = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile, client = _own_work(tiles)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
     result, channel, place = at // (CHANNELS * PLACES), at // PLACES % CHANNELS, at % PLACES
     of = (result * PLACES + place) * CHANNELS + channel
     if BIASED:
@@ -493,12 +506,13 @@ def _add_pieces(
 # They do little arithmetic, in float32 whatever the precision: what they cost is memory traffic.
 
 
-@triton.jit(do_not_specialize=["samples"])
+@triton.jit(do_not_specialize=["tiles", "samples"])
 def _depthwise_convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
+    tiles: tl.tensor,
     samples: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
@@ -530,7 +544,7 @@ def _depthwise_convolution(
     A tile is pixels by channels.
     """
     TILES: tl.constexpr = (CHANNELS + N - 1) // N
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     channel = (tile % TILES) * N + tl.arange(0, N)
     pixel = (tile // TILES) * M + tl.arange(0, M)
     sample, row, column = _place_of(pixel, ROWS, COLUMNS)
@@ -562,11 +576,12 @@ def _depthwise_convolution(
     tl.store(y + to * CHANNELS + channel[None, :], total.to(y.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["pixels", "length"])
+@triton.jit(do_not_specialize=["tiles", "pixels", "length"])
 def _depthwise_weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
+    tiles: tl.tensor,
     pixels: tl.tensor,
     length: tl.tensor,
     x_client: tl.tensor,
@@ -602,9 +617,9 @@ def _depthwise_weight_sums(
     """
     PLACES: tl.constexpr = DOWN * ACROSS
     TILES: tl.constexpr = (CHANNELS + N - 1) // N
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     piece = tile // (TILES * (PLACES + BIASED))
-    pieces = tl.num_programs(0) // (TILES * (PLACES + BIASED))
+    pieces = tiles // (TILES * (PLACES + BIASED))
     place = tile // TILES % (PLACES + BIASED)
     channel = (tile % TILES) * N + tl.arange(0, N)
     wanted = (channel < CHANNELS)[None, :]
@@ -663,12 +678,13 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     made = torch.empty(parts, clients, one[0].numel(), dtype=dtype, device=weight.device)
     tile = (32, 64) if columns > 16 else (128, triton.next_power_of_2(columns))
-    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     matrices = 1 if single else out
+    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]) * matrices
     with torch.cuda.device_of(weight):
-        _pack[(tiles * matrices, clients)](
+        _pack[(tiles * clients,)](
             one,
             made,
+            tiles,
             one.stride(0),
             made.stride(1),
             channels if entries_first else channels * places,
@@ -706,7 +722,7 @@ def convolution(
     y = torch.empty(clients, samples, rows, columns, results, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y.permute(0, 1, 4, 2, 3)
-    tensors = None if bias is None else bias.contiguous(), y, samples
+    tensors = None if bias is None else bias.contiguous(), y
     options = _named(x, (rows, columns), kernel, geometry)
     options |= {"TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu}
     if geometry.depthwise:
@@ -714,8 +730,17 @@ def convolution(
         # A view of weights that all clients share keeps its stride of zero.
         flat = weight.flatten(1)
         with torch.cuda.device_of(x):
-            _depthwise_convolution[(tiles, clients)](
-                x, flat, *tensors, *x.stride(), flat.stride(0), M=_PIXELS, N=_CHANNELS, **options
+            _depthwise_convolution[(tiles * clients,)](
+                x,
+                flat,
+                *tensors,
+                tiles,
+                samples,
+                *x.stride(),
+                flat.stride(0),
+                M=_PIXELS,
+                N=_CHANNELS,
+                **options,
             )
         return y.permute(0, 1, 4, 2, 3)
     tile = tile or convolution_tile(channels, results, rows * columns, precision)
@@ -724,10 +749,12 @@ def convolution(
     pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
     tiles = triton.cdiv(pixels, tile.rows) * down * across * triton.cdiv(results, tile.columns)
     with torch.cuda.device_of(x):
-        _convolution[(tiles, clients)](
+        _convolution[(tiles * clients,)](
             x,
             matrix,
             *tensors,
+            tiles,
+            samples,
             _ORIGIN,
             *x.stride(),
             0 if matrix.shape[1] == 1 else matrix.stride(1),
@@ -771,19 +798,22 @@ def weight_gradient(
     of_bias = torch.empty(clients, results, device=x.device) if biased else None
     if clients == 0:
         return of_weight, of_bias
-    images = x, upper, sums, pixels, piece
+    images, lengths = (x, upper, sums), (pixels, piece)
     strides = *x.stride(), *upper.stride()
     options = _named(x, (rows, columns), kernel, geometry) | {"BIASED": biased}
     with torch.cuda.device_of(x):
         if pieces and geometry.depthwise:
-            tiles = triton.cdiv(channels, _CHANNELS) * (places + biased)
-            _depthwise_weight_sums[(tiles * pieces, clients)](
-                *images, *strides, N=_CHANNELS, K=_PIXELS, **options
+            tiles = triton.cdiv(channels, _CHANNELS) * (places + biased) * pieces
+            _depthwise_weight_sums[(tiles * clients,)](
+                *images, tiles, *lengths, *strides, N=_CHANNELS, K=_PIXELS, **options
             )
         elif pieces:
             tiles = triton.cdiv(channels * places, tile.rows) * triton.cdiv(results, tile.columns)
-            _weight_sums[(tiles * pieces, clients)](
+            tiles *= pieces
+            _weight_sums[(tiles * clients,)](
                 *images,
+                tiles,
+                *lengths,
                 _ORIGIN,
                 *strides,
                 RESULTS=results,
@@ -791,10 +821,12 @@ def weight_gradient(
                 **options,
                 **tile.options,
             )
-        _add_pieces[(triton.cdiv(entries, _BLOCK), clients)](
+        tiles = triton.cdiv(entries, _BLOCK)
+        _add_pieces[(tiles * clients,)](
             sums,
             of_weight,
             of_bias,
+            tiles,
             pieces,
             RESULTS=results,
             CHANNELS=read,
