@@ -461,7 +461,7 @@ def test_patches_of_a_batch_all_clients_share():
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_batchnorm_at_rest_on_a_gpu_is_pytorchs(affine, monkeypatch):
-    """There it is made of elementary operations, which channels that are innermost do not hinder."""
+    """It is made of elementary operations there: PyTorch cannot stack channels innermost."""
     layer = nn.BatchNorm2d(3, affine=affine).double()
     layer.running_mean, layer.running_var = normal(3, seed=1), normal(3, seed=2).abs()
     if affine:
