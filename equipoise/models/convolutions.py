@@ -92,9 +92,19 @@ _ORIGIN = 0
 
 
 @triton.jit
+def _own_work(tiles: tl.tensor) -> tl.tuple:
+    """Return which tile of which client a program works on.
+
+    Both are in one axis of the grid, because the others are short.
+    """
+    return tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _pack(
     weight: tl.tensor,
     packed: tl.tensor,
+    tiles: tl.tensor,
     w_client: tl.tensor,
     p_client: tl.tensor,
     p_matrix: tl.tensor,
@@ -112,8 +122,8 @@ def _pack(
 
     Columns that are channels and places of the kernel, PLACES of them, are written places first.
     """
-    client = tl.program_id(1).to(tl.int64)
-    matrix, tile = tl.program_id(0) % MATRICES, tl.program_id(0) // MATRICES
+    tile, client = _own_work(tiles)
+    matrix, tile = tile % MATRICES, tile // MATRICES
     row = (tile % tl.cdiv(ROWS, R)) * R + tl.arange(0, R)
     column = (tile // tl.cdiv(ROWS, R)) * C + tl.arange(0, C)
     inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
@@ -174,12 +184,13 @@ def _shift(
     return place * DILATION - PADDING
 
 
-@triton.jit(do_not_specialize=["samples", "origin"])
-def _gather(
+@triton.jit(do_not_specialize=["tiles", "samples", "origin"])
+def _convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
+    tiles: tl.tensor,
     samples: tl.tensor,
     origin: tl.tensor,
     x_client: tl.tensor,
@@ -229,7 +240,7 @@ def _gather(
     PHASE_COLUMNS: tl.constexpr = (COLUMNS + PHASES_ACROSS - 1) // PHASES_ACROSS
     TILES: tl.constexpr = (RESULTS + N - 1) // N
     BLOCKS: tl.constexpr = (CHANNELS + K - 1) // K
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     result = (tile % TILES) * N + tl.arange(0, N)
     phase = tile // TILES % (PHASES_DOWN * PHASES_ACROSS)
     pixel = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M + tl.arange(0, M)
@@ -331,11 +342,12 @@ def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl
     return sample[:, None], row[:, None], column[:, None]
 
 
-@triton.jit(do_not_specialize=["pixels", "length", "origin"])
+@triton.jit(do_not_specialize=["tiles", "pixels", "length", "origin"])
 def _weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
+    tiles: tl.tensor,
     pixels: tl.tensor,
     length: tl.tensor,
     origin: tl.tensor,
@@ -377,9 +389,9 @@ def _weight_sums(
     ALL: tl.constexpr = DOWN * ACROSS * CHANNELS
     TILES: tl.constexpr = (RESULTS + N - 1) // N
     TALL: tl.constexpr = (ALL + M - 1) // M
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     piece = tile // (TILES * TALL)
-    pieces = tl.num_programs(0) // (TILES * TALL)
+    pieces = tiles // (TILES * TALL)
     result = (tile % TILES) * N + tl.arange(0, N)
     first = tile // TILES % TALL * M
     if CHANNELS % 16 != 0:
@@ -458,11 +470,12 @@ def _weight_sums(
             tl.store(own + RESULTS * ALL + result, of_bias, mask=result < RESULTS)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["tiles", "pieces"])
 def _add_pieces(
     sums: tl.tensor,
     of_weight: tl.tensor,
     of_bias: tl.tensor,
+    tiles: tl.tensor,
     pieces: tl.tensor,
     RESULTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -472,8 +485,8 @@ def _add_pieces(
 ) -> None:
     """Add the pieces of a gradient in order, and write it in the order of the weights."""
     ALL: tl.constexpr = RESULTS * CHANNELS * PLACES
-    client = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile, client = _own_work(tiles)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
     result, channel, place = at // (CHANNELS * PLACES), at // PLACES % CHANNELS, at % PLACES
     of = (result * PLACES + place) * CHANNELS + channel
     if BIASED:
@@ -493,12 +506,13 @@ def _add_pieces(
 # They do little arithmetic, in float32 whatever the precision: what they cost is memory traffic.
 
 
-@triton.jit(do_not_specialize=["samples"])
-def _gather_depthwise(
+@triton.jit(do_not_specialize=["tiles", "samples"])
+def _depthwise_convolution(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
+    tiles: tl.tensor,
     samples: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
@@ -525,9 +539,12 @@ def _gather_depthwise(
     M: tl.constexpr,
     N: tl.constexpr,
 ) -> None:
-    """Write a tile of a depthwise convolution, pixels by channels, or of its gradient by the input."""
+    """Write a tile of a depthwise convolution, or of its gradient by the input.
+
+    A tile is pixels by channels.
+    """
     TILES: tl.constexpr = (CHANNELS + N - 1) // N
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     channel = (tile % TILES) * N + tl.arange(0, N)
     pixel = (tile // TILES) * M + tl.arange(0, M)
     sample, row, column = _place_of(pixel, ROWS, COLUMNS)
@@ -559,11 +576,12 @@ def _gather_depthwise(
     tl.store(y + to * CHANNELS + channel[None, :], total.to(y.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["pixels", "length"])
-def _weight_sums_depthwise(
+@triton.jit(do_not_specialize=["tiles", "pixels", "length"])
+def _depthwise_weight_sums(
     x: tl.tensor,
     upper: tl.tensor,
     sums: tl.tensor,
+    tiles: tl.tensor,
     pixels: tl.tensor,
     length: tl.tensor,
     x_client: tl.tensor,
@@ -599,9 +617,9 @@ def _weight_sums_depthwise(
     """
     PLACES: tl.constexpr = DOWN * ACROSS
     TILES: tl.constexpr = (CHANNELS + N - 1) // N
-    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, client = _own_work(tiles)
     piece = tile // (TILES * (PLACES + BIASED))
-    pieces = tl.num_programs(0) // (TILES * (PLACES + BIASED))
+    pieces = tiles // (TILES * (PLACES + BIASED))
     place = tile // TILES % (PLACES + BIASED)
     channel = (tile % TILES) * N + tl.arange(0, N)
     wanted = (channel < CHANNELS)[None, :]
@@ -660,12 +678,13 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     made = torch.empty(parts, clients, one[0].numel(), dtype=dtype, device=weight.device)
     tile = (32, 64) if columns > 16 else (128, triton.next_power_of_2(columns))
-    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     matrices = 1 if single else out
+    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]) * matrices
     with torch.cuda.device_of(weight):
-        _pack[(tiles * matrices, clients)](
+        _pack[(tiles * clients,)](
             one,
             made,
+            tiles,
             one.stride(0),
             made.stride(1),
             channels if entries_first else channels * places,
@@ -682,7 +701,7 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
     return made
 
 
-def gather(
+def convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -703,31 +722,39 @@ def gather(
     y = torch.empty(clients, samples, rows, columns, results, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y.permute(0, 1, 4, 2, 3)
-    tensors = None if bias is None else bias.contiguous(), y, samples
-    options = {
-        **_named(kernel, geometry),
-        **{"CHANNELS": channels, "HEIGHT": height, "WIDTH": width, "ROWS": rows},
-        **{"COLUMNS": columns, "TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu},
-    }
+    tensors = None if bias is None else bias.contiguous(), y
+    options = _named(x, (rows, columns), kernel, geometry)
+    options |= {"TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu}
     if geometry.depthwise:
         tiles = triton.cdiv(samples * rows * columns, _PIXELS) * triton.cdiv(channels, _CHANNELS)
         # A view of weights that all clients share keeps its stride of zero.
         flat = weight.flatten(1)
         with torch.cuda.device_of(x):
-            _gather_depthwise[(tiles, clients)](
-                x, flat, *tensors, *x.stride(), flat.stride(0), M=_PIXELS, N=_CHANNELS, **options
+            _depthwise_convolution[(tiles * clients,)](
+                x,
+                flat,
+                *tensors,
+                tiles,
+                samples,
+                *x.stride(),
+                flat.stride(0),
+                M=_PIXELS,
+                N=_CHANNELS,
+                **options,
             )
         return y.permute(0, 1, 4, 2, 3)
-    tile = tile or gather_tile(channels, results, rows * columns, precision)
+    tile = tile or convolution_tile(channels, results, rows * columns, precision)
     matrix = packed(weight, transposed, precision)
     down, across = geometry.stride if transposed else (1, 1)
     pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
     tiles = triton.cdiv(pixels, tile.rows) * down * across * triton.cdiv(results, tile.columns)
     with torch.cuda.device_of(x):
-        _gather[(tiles, clients)](
+        _convolution[(tiles * clients,)](
             x,
             matrix,
             *tensors,
+            tiles,
+            samples,
             _ORIGIN,
             *x.stride(),
             0 if matrix.shape[1] == 1 else matrix.stride(1),
@@ -755,7 +782,7 @@ def weight_gradient(
     piece: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient by weights and bias."""
-    clients, samples, channels, height, width = x.shape
+    clients, samples, channels, *_ = x.shape
     results, rows, columns = upper.shape[2:]
     read = 1 if geometry.depthwise else channels
     places = kernel[0] * kernel[1]
@@ -763,7 +790,7 @@ def weight_gradient(
         # Tensor cores gain nothing here.
         precision = "ieee"
     if tile is None or piece is None:
-        tile, piece = weight_tile(results, read * places, precision)
+        tile, piece = weight_tile(results, read * places, rows * columns, precision)
     pixels = samples * rows * columns
     pieces, entries = triton.cdiv(pixels, piece), results * (read * places + biased)
     sums = torch.empty(clients, pieces, entries, device=x.device)
@@ -771,23 +798,22 @@ def weight_gradient(
     of_bias = torch.empty(clients, results, device=x.device) if biased else None
     if clients == 0:
         return of_weight, of_bias
-    images = x, upper, sums, pixels, piece
+    images, lengths = (x, upper, sums), (pixels, piece)
     strides = *x.stride(), *upper.stride()
-    options = {
-        **_named(kernel, geometry),
-        **{"CHANNELS": channels, "HEIGHT": height, "WIDTH": width, "ROWS": rows},
-        **{"COLUMNS": columns, "BIASED": biased},
-    }
+    options = _named(x, (rows, columns), kernel, geometry) | {"BIASED": biased}
     with torch.cuda.device_of(x):
         if pieces and geometry.depthwise:
-            tiles = triton.cdiv(channels, _CHANNELS) * (places + biased)
-            _weight_sums_depthwise[(tiles * pieces, clients)](
-                *images, *strides, N=_CHANNELS, K=_PIXELS, **options
+            tiles = triton.cdiv(channels, _CHANNELS) * (places + biased) * pieces
+            _depthwise_weight_sums[(tiles * clients,)](
+                *images, tiles, *lengths, *strides, N=_CHANNELS, K=_PIXELS, **options
             )
         elif pieces:
             tiles = triton.cdiv(channels * places, tile.rows) * triton.cdiv(results, tile.columns)
-            _weight_sums[(tiles * pieces, clients)](
+            tiles *= pieces
+            _weight_sums[(tiles * clients,)](
                 *images,
+                tiles,
+                *lengths,
                 _ORIGIN,
                 *strides,
                 RESULTS=results,
@@ -795,10 +821,12 @@ def weight_gradient(
                 **options,
                 **tile.options,
             )
-        _add_pieces[(triton.cdiv(entries, _BLOCK), clients)](
+        tiles = triton.cdiv(entries, _BLOCK)
+        _add_pieces[(tiles * clients,)](
             sums,
             of_weight,
             of_bias,
+            tiles,
             pieces,
             RESULTS=results,
             CHANNELS=read,
@@ -809,18 +837,24 @@ def weight_gradient(
     return of_weight, of_bias
 
 
-def _named(kernel: tuple[int, int], geometry: Geometry) -> dict[str, int]:
-    sizes = {
+def _named(
+    x: Tensor, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry
+) -> dict[str, int]:
+    """Return the sizes of a convolution in the kernels' words.
+
+    ``size`` is height and width of the images that are not ``x``.
+    """
+    names = ("CHANNELS", "HEIGHT", "WIDTH", "ROWS", "COLUMNS")
+    found = dict(zip(names, (*x.shape[2:], *size), strict=True))
+    pairs = {
         "": kernel,
         "STRIDE_": geometry.stride,
         "PADDING_": geometry.padding,
         "DILATION_": geometry.dilation,
     }
-    return {
-        name + way: size
-        for name, both in sizes.items()
-        for way, size in zip(("DOWN", "ACROSS"), both, strict=True)
-    }
+    for name, (down, across) in pairs.items():
+        found |= {f"{name}DOWN": down, f"{name}ACROSS": across}
+    return found
 
 
 def _packs(channels: int, inner: int) -> bool:
@@ -834,7 +868,7 @@ def _step(geometry: Geometry, axis: int) -> int:
     return stride // math.gcd(stride, geometry.dilation[axis])
 
 
-def gather_tile(channels: int, results: int, pixels: int, precision: str) -> Tile:
+def convolution_tile(channels: int, results: int, pixels: int, precision: str) -> Tile:
     """Choose the tile of a convolution or its gradient by the input.
 
     It depends on the layer alone, so that results do not depend on who shares the stack. These
@@ -870,10 +904,10 @@ def gather_tile(channels: int, results: int, pixels: int, precision: str) -> Til
     return replace(tile, columns=columns, inner=inner)
 
 
-def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
+def weight_tile(results: int, entries: int, pixels: int, precision: str) -> tuple[Tile, int]:
     """Choose the tile of a gradient by the weights and the pixels of a piece, from the layer alone.
 
-    Measured as for :func:`gather_tile`.
+    Measured as for :func:`convolution_tile`.
 
     Parameters
     ----------
@@ -881,6 +915,8 @@ def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
         Channels that the layer writes.
     entries : int
         Weights of one of them.
+    pixels : int
+        Pixels of an image that the layer writes.
     precision : str
         As for :func:`convolve`.
     """
@@ -892,7 +928,9 @@ def weight_tile(results: int, entries: int, precision: str) -> tuple[Tile, int]:
         # More stages would let Triton copy single numbers and transpose them on the way.
         tile, piece = Tile(64, 64, 32, 4, 1), 512
     columns, rows = (max(16, triton.next_power_of_2(size)) for size in (results, entries))
-    return replace(tile, columns=min(tile.columns, columns), rows=min(tile.rows, rows)), piece
+    tile = replace(tile, columns=min(tile.columns, columns), rows=min(tile.rows, rows))
+    # At most two pieces an image, because each takes as much memory as the weights.
+    return tile, max(piece, triton.cdiv(pixels, 2))
 
 
 # ---- differentiation -----------------------------------------------------------------------------
@@ -952,7 +990,7 @@ class StackedConvolution(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         """Convolve."""
-        return gather(x, weight, bias, geometry, precision, relu=relu)
+        return convolution(x, weight, bias, geometry, precision, relu=relu)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -996,7 +1034,7 @@ class StackedInputGradient(torch.autograd.Function):
         upper: Tensor, weight: Tensor, geometry: Geometry, precision: str, size: tuple[int, int]
     ) -> Tensor:
         """Return the gradient by images of a size."""
-        return gather(upper, weight, None, geometry, precision, size=size)
+        return convolution(upper, weight, None, geometry, precision, size=size)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

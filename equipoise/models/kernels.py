@@ -899,10 +899,11 @@ def _plain_pool_gradient(
 _HASHES = 512
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["tiles", "threshold"])
 def _draw(
     keys: tl.tensor,
     factors: tl.tensor,
+    tiles: tl.tensor,
     count: tl.tensor,
     threshold: tl.tensor,
     scale: tl.tensor,
@@ -912,8 +913,8 @@ def _draw(
     HASHES: tl.constexpr,
 ) -> None:
     """Write zero or the scale for four elements a hash: what ``random.keep_mask`` draws."""
-    client = tl.program_id(1).to(tl.int64)
-    number = tl.program_id(0) * HASHES + tl.arange(0, HASHES)
+    client = (tl.program_id(0) // tiles).to(tl.int64)
+    number = (tl.program_id(0) % tiles) * HASHES + tl.arange(0, HASHES)
     key = tl.load(keys + client).to(tl.uint64, bitcast=True)
     mixed = key + (number.to(tl.uint64) + 1) * GOLDEN
     mixed = (mixed ^ (mixed >> 30)) * FIRST
@@ -959,11 +960,12 @@ class StackedDraw(torch.autograd.Function):
         """Draw ``[clients, count]`` factors."""
         keys = keys.contiguous()
         factors = torch.empty(len(keys), count, device=keys.device)
-        grid = triton.cdiv(count, 4 * _HASHES), len(keys)
+        tiles = triton.cdiv(count, 4 * _HASHES)
         with torch.cuda.device_of(keys):
-            _draw[grid](
+            _draw[(tiles * len(keys),)](
                 keys,
                 factors,
+                tiles,
                 count,
                 threshold,
                 65536 / threshold,

@@ -246,8 +246,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         column = (-1,) + (1,) * (x.dim() - 2)
         scale = (var + self.eps).rsqrt()
         scale = scale if self.weight is None else scale * self.weight
-        shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        return x * scale.view(column) + shift.view(column)
+        y = (x - mean.view(column)) * scale.view(column)
+        return y if self.bias is None else y + self.bias.view(column)
 
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
@@ -877,7 +877,10 @@ _ANY_LAYOUT = (
 
 
 def _takes_any_layout(part: nn.Module) -> bool:
-    """Say whether a module can be stacked however images lie: a model's own code may call anything."""
+    """Say whether a module can be stacked however images lie in memory.
+
+    A model's own code may call anything.
+    """
     return type(part) in _ANY_LAYOUT or type(part).__module__.startswith("equipoise.models.")
 
 

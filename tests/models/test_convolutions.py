@@ -15,8 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tasks
 from equipoise.engine.network import Network
+from equipoise.engine.settings import Machine, Training
+from equipoise.methods import build as method_named
 from equipoise.models import build, layers
 from equipoise.models.layers import Convolution, Forward, Sequential, convert, forward_pass
+from equipoise.optimizers import optimizer_named
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
+from tests.engine.comparison import distance
+from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
@@ -306,8 +313,8 @@ def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch)
     "other", [nn.GroupNorm(1, 3), nn.AdaptiveAvgPool2d(1), nn.Module()], ids=str
 )
 def test_results_lie_as_usual_where_another_layer_needs_it(other, everywhere):
-    layer, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), other))
-    alone, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+    layer, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), other).to(DEVICE))
+    alone, *_ = convert(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()).to(DEVICE))
     with forward_pass(Forward(train=True, stacked=True)):
         assert layer(normal(2, 2, 3, 4)).is_contiguous()
         assert lies_channels_last(alone(normal(2, 2, 3, 4)))
@@ -415,3 +422,29 @@ def test_sizes_of_real_models(case, precision):
     assert all(torch.equal(own, other) for own, other in zip(again, found, strict=True))
     alone = [tensor[:1] for tensor in tensors]
     assert torch.equal(stacked(geometry, precision=precision)(*alone), found[0][:1])
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("machine", "error"),
+    [({}, 1e-4), ({"tf32": True}, 2e-2), ({"precision": "bfloat16"}, 1e-1)],
+    ids=["float32", "tf32", "bfloat16"],
+)
+def test_a_gpu_trains_as_a_cpu_does_one_client_at_a_time(machine, error):
+    def trained(**machine):
+        module = build("cnn4", shape=(2, 5, 5), classes=4, channels=(4, 5, 6, 5)).double()
+        training = Training(
+            rounds=3, cohort=10, batch_size=8, epochs=1, optimizer=optimizer_named("sgd", lr=0.05)
+        )
+        method, evaluation = method_named("fedavg"), Evaluation(every=0)
+        trainer = Trainer(
+            images(), method, module, training, Machine(**machine), evaluation, seed=0
+        )
+        trainer.run()
+        return {name: tensor.cpu() for name, tensor in trainer.state.model.items()}
+
+    wanted = trained(device="cpu", precision="float64", chunk=1)
+    found = trained(device="cuda", chunk=10, **machine)
+    assert distance(found, wanted) <= error
+    again = trained(device="cuda", chunk=10, **machine)
+    assert all(torch.equal(found[name], again[name]) for name in found)

@@ -16,6 +16,7 @@ from torch.func import vmap
 from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
+from equipoise.models import layers
 from equipoise.models.base import Model
 from equipoise.models.layers import (
     BatchNorm,
@@ -456,6 +457,21 @@ def test_patches_of_a_batch_all_clients_share():
     found = vmap(lambda w: _PatchProduct.apply(x, w, (1, 1), (1, 1))[0])(weight)
     wanted = torch.stack([F.conv2d(x, w, padding=1) for w in weight])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batchnorm_at_rest_on_a_gpu_is_pytorchs(affine, monkeypatch):
+    """It is made of elementary operations there: PyTorch cannot stack channels innermost."""
+    layer = nn.BatchNorm2d(3, affine=affine).double()
+    layer.running_mean, layer.running_var = normal(3, seed=1), normal(3, seed=2).abs()
+    if affine:
+        layer.weight.data, layer.bias.data = normal(3, seed=3), normal(3, seed=4)
+    x = normal(4, 2, 5, 6, 3).movedim(-1, 2)
+    wanted = torch.stack([copy.deepcopy(layer).eval()(own) for own in x])
+    own = BatchNorm(layer)
+    monkeypatch.setattr(layers, "_stacked_on_gpu", lambda x: True)
+    with forward_pass(Forward(train=False, stacked=True)):
+        torch.testing.assert_close(vmap(own)(x), wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias", [True, False])
