@@ -16,10 +16,11 @@ from equipoise.engine.contract import Engine, Personal, RoundCohort
 from equipoise.engine.layout import Layout
 from equipoise.engine.settings import FineTune, Training
 from equipoise.errors import InputError, RunError, unknown
+from equipoise.fairness import summarize
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
 from equipoise.metrics import Metric, check_metrics, computed, several_from
-from equipoise.run.records import Row, client_rows, summarize_rows
+from equipoise.run.records import Row, client_rows
 from equipoise.tree import PERSONAL, Tree
 
 
@@ -329,18 +330,25 @@ class Evaluator:
         """Record the latest scores, and return whether to keep the models as the best so far."""
         shown = "personal" if self.has_personal else "global"
         followed = [row for row in rows if row["model"] == shown and not row["unseen"]]
-        of_split = (
-            summarize_rows(followed, self.engine.network.task, split=split)
-            for split in ("test", "val")
+        tested, judged = (
+            [row for row in followed if row["split"] == split] for split in ("test", "val")
         )
         # Seen clients may have only validation data.
-        if summary := next(
-            filter(None, (found.get(shown, {}).get("seen") for found in of_split)), None
-        ):
-            names = {"mean": "mean", "worst": "worst_client", "sigma": "sigma_clients"}
-            self.latest = {name: summary[metric] for name, metric in names.items()}
+        if shown_rows := tested or judged:
+            task = self.engine.network.task
+            # All in one group: what is shown does not depend on groups.
+            summary = summarize(
+                [row[task.score] for row in shown_rows],
+                np.zeros(len(shown_rows), np.int64),
+                weights=[row["n"] for row in shown_rows],
+                higher_is_better=task.higher_is_better,
+            )
+            self.latest = {
+                "mean": summary.mean,
+                "worst": summary.worst_client,
+                "sigma": summary.sigma_clients,
+            }
         on_server = self.evaluation.select_on == "server"
-        judged = [row for row in followed if row["split"] == "val"]
         if on_server:
             judged = [row for row in server if row["split"] == "val"]
         values = [row[self._by] for row in judged if self._by in row]
