@@ -189,7 +189,8 @@ def latest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> cell = {"model": "mlp-1k", "precision": "tf32", "cohort": 10, "chunk": "auto", "device": "cpu"}
+    >>> cell = {"model": "mlp-1k", "precision": "tf32", "cohort": 10, "chunk": "auto"}
+    >>> cell["device"] = "cpu"
     >>> latest([{**cell, "rounds": 1}, {**cell, "rounds": 2}])[0]["rounds"]
     2
     """

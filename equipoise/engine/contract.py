@@ -177,7 +177,7 @@ class Engine(Protocol):
 
     @property
     def not_replayed(self) -> str | None:
-        """Why steps that should be replayed on a GPU ran from Python, if some did and it is known here."""
+        """Why steps that should be replayed on a GPU ran from Python, if some are known to."""
 
     @property
     def remembering(self) -> list[int]:

@@ -313,7 +313,7 @@ class PhaseRun:
             self._of_task.clear()
 
     def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
-        """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
+        """Return the loss function of a batch, which records BatchNorm statistics once."""
         active = self._active
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
@@ -354,7 +354,7 @@ class PhaseRun:
         seen: Tensor,
         key: Tensor,
     ) -> tuple[Tensor, Tree, Tree]:
-        """Return one client's mean loss, that of the task if it is another, and the BatchNorm statistics."""
+        """Return a client's mean loss, the task's loss if it differs, and BatchNorm statistics."""
         client = Client(
             network=self.chunk.network,
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
@@ -403,7 +403,7 @@ def _named(loss: Loss) -> str:
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
-    """Clip each client's gradient to the limit, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Clip each client's gradient, like ``torch.nn.utils.clip_grad_norm_``."""
     return scaled(gradients, (limit / (norms(gradients, stacked=stacked) + 1e-6)).clamp(max=1.0))
 
 
