@@ -93,7 +93,8 @@ def table(
     """
     textual = set(texts)
     head = "".join(
-        f'<th scope="col"{TEXT if position in textual or not position else ""}>{escape(name).replace("_", "_<wbr>")}</th>'
+        f'<th scope="col"{TEXT if position in textual or not position else ""}>'
+        f"{escape(name).replace('_', '_<wbr>')}</th>"
         for position, name in enumerate(header)
     )
     body = "".join(f"<tr>{_row(row, textual)}</tr>" for row in rows)
@@ -115,6 +116,18 @@ def _row(row: Sequence[str | Cell], textual: set[int]) -> str:
         look = " ".join(filter(None, ["text" if position in textual else "", cell.look]))
         pieces.append(f'<td class="{look}">{cell.html}</td>' if look else f"<td>{cell.html}</td>")
     return "".join(pieces)
+
+
+def listing(label: str, text: str) -> str:
+    """Return text as it is written. Long lines scroll, also with the keyboard.
+
+    Examples
+    --------
+    >>> listing("settings", "a < b")
+    '<pre role="region" aria-label="settings" tabindex="0"><code>a &lt; b</code></pre>'
+    """
+    said = escape(label, quote=True)
+    return f'<pre role="region" aria-label="{said}" tabindex="0"><code>{escape(text)}</code></pre>'
 
 
 def details(summary: str, body: str) -> str:
