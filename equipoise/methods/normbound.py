@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class NormBound(Guard):
     multiple : float
         The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
         always for buffers and uploads.
+    drop : float, optional
+        Clients are dropped if the norm of their parameters, their buffers or one of their uploads
+        is more than so many times the cohort's median norm. Without it, nobody is dropped.
 
     Examples
     --------
@@ -40,55 +44,65 @@ class NormBound(Guard):
 
     bound: float | None = None
     multiple: float = 1.0
+    drop: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
         real(self.multiple, "norm.multiple")
         if self.bound is not None:
             real(self.bound, "norm.bound")
+        if self.drop is not None:
+            real(self.drop, "norm.drop", least=1.0)
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
         """Scale what is too long, and note the norms of the parameters and who was scaled."""
-        params, lengths, scaled = self._bounded(updates.params, received, self.bound)
-        buffers, _, more = self._bounded(updates.buffers, received)
-        scaled = scaled | more
-        uploads = {}
-        for name, tree in updates.uploads.items():
-            uploads[name], _, more = self._bounded(tree, {})
-            scaled = scaled | more
-        ids = [int(client) for client, cut in zip(cohort.ids, scaled.tolist(), strict=True) if cut]
-        bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
-        return Screened(bounded, notes={"norms": lengths, "scaled": ids})
+        params = self._bounded(updates.params, received, self.bound)
+        buffers = self._bounded(updates.buffers, received)
+        uploads = {name: self._bounded(tree, {}) for name, tree in updates.uploads.items()}
+        kinds = [kind for kind in (params, buffers, *uploads.values()) if kind.tree]
+        dropped = torch.stack([kind.far for kind in kinds]).any(0)
+        scaled = torch.stack([kind.long for kind in kinds]).any(0) & ~dropped
+        bounded = replace(
+            updates,
+            params=params.tree,
+            buffers=buffers.tree,
+            uploads={name: kind.tree for name, kind in uploads.items()},
+        )
+        norms = params.norms[~dropped] if params.tree else params.norms
+        notes = {"norms": norms, "scaled": cohort.ids[scaled.numpy()].tolist()}
+        return Screened(bounded, tuple(cohort.ids[dropped.numpy()].tolist()), notes)
 
-    def _bounded(
-        self, stacked: Tree, origin: Tree, bound: float | None = None
-    ) -> tuple[Tree, Tensor, Tensor]:
-        """Return one kind of tensors within its bound, their norms, and which clients were scaled."""
-        clients = len(next(iter(stacked.values()))) if stacked else 1
-        lengths = (
-            norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
-        )
-        limit = (
-            self.multiple * lengths.median()
-            if bound is None
-            else torch.tensor(bound, dtype=torch.float64)
-        )
+    def _bounded(self, stacked: Tree, origin: Tree, bound: float | None = None) -> _Bounded:
+        """Return one kind of tensors within its bound."""
+        if not stacked:
+            none = torch.zeros(1, dtype=torch.bool)
+            return _Bounded({}, torch.zeros(1, dtype=torch.float64), none, none)
+        lengths = norms_from(origin, stacked)
+        median = lengths.median()
+        limit = self.multiple * median if bound is None else torch.full_like(median, bound)
         long = lengths > limit
-        if not bool(long.any()):
-            return stacked, lengths, long
-        factors = torch.where(long, limit / lengths, 1.0)
-        return (
-            {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()},
-            lengths,
-            long,
-        )
+        # If half of the clients send zeros, the others are not suspicious.
+        far = lengths > (self.drop * median if self.drop and median > 0 else torch.inf)
+        if bool((long & ~far).any()):
+            factors = torch.where(long & ~far, limit / lengths, 1.0)
+            stacked = {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}
+        return _Bounded(stacked, lengths, long, far)
+
+
+class _Bounded(NamedTuple):
+    """Tensors within their bound, their norms, and which clients were above it or far above."""
+
+    tree: Tree
+    norms: Tensor
+    long: Tensor
+    far: Tensor
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
-    """Return the L2 norm of each client's difference from a tree, over all tensors, in float64 on the CPU.
+    """Return the L2 norm of each client's difference from a tree, over all tensors.
 
-    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it
-    does not hold are measured from zero.
+    Norms are computed in float64 and returned on the CPU. Numbers that are not finite in the tree,
+    such as a mask of −∞, do not count. Tensors that it does not hold are measured from zero.
 
     Examples
     --------
@@ -104,7 +118,7 @@ def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> T
 
 
 def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
-    """Go through the differences of clients' tensors from another one, as matrices of a row a client.
+    """Go through the differences of clients' tensors from another one, a row a client.
 
     Numbers that are not finite in the other one make no difference.
 
@@ -117,12 +131,22 @@ def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
     if origin is None:
         yield from rows
         return
-    finite = torch.isfinite(origin).flatten()
-    whole, start = bool(finite.all()), 0
+    finite, start = _where_finite(origin), 0
     for piece in rows:
         here = slice(start, start := start + piece.shape[1])
         difference = piece - origin.flatten()[here]
-        yield difference if whole else torch.where(finite[here], difference, 0.0)
+        yield difference if finite is None else difference.where(finite.flatten()[here], 0.0)
+
+
+def _where_finite(tensor: Tensor) -> Tensor | None:
+    """Return which numbers are finite, or None if all of them are.
+
+    A sum is much faster than a look at every number, and not finite if one of them is not.
+    """
+    if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        return None
+    finite = torch.isfinite(tensor)
+    return None if bool(finite.all()) else finite
 
 
 def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
@@ -131,5 +155,5 @@ def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
     if origin is None:
         return stack * factor
     moved = torch.lerp(origin, stack, factor)
-    finite = torch.isfinite(origin)
-    return moved if bool(finite.all()) else torch.where(finite, moved, stack)
+    finite = _where_finite(origin)
+    return moved if finite is None else torch.where(finite, moved, stack)
