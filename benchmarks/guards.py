@@ -21,21 +21,22 @@ from tests.attacks import ATTACKS, LIAR, SGD, accuracy, lying, trained
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
-    "fedavg, guard: norm": {"name": "fedavg", "guard": "norm"},
-    "fedavg, guard: {name: norm, multiple: 2.0}": {
-        "name": "fedavg",
-        "guard": {"name": "norm", "multiple": 2.0},
+    **{
+        f"fedavg, guard: {shown}": {"name": "fedavg", "guard": guard}
+        for shown, guard in {
+            "norm": "norm",
+            "{name: norm, multiple: 2.0}": {"name": "norm", "multiple": 2.0},
+            "{name: norm, bound: 3.0}": {"name": "norm", "bound": 3.0},
+            "{name: norm, drop: null}": {"name": "norm", "drop": None},
+            "{name: norm, multiple: 2.0, drop: null}": {
+                "name": "norm",
+                "multiple": 2.0,
+                "drop": None,
+            },
+            "krum": "krum",
+            "multikrum": "multikrum",
+        }.items()
     },
-    "fedavg, guard: {name: norm, multiple: 2.0, drop: 5.0}": {
-        "name": "fedavg",
-        "guard": {"name": "norm", "multiple": 2.0, "drop": 5.0},
-    },
-    "fedavg, guard: {name: norm, bound: 3.0}": {
-        "name": "fedavg",
-        "guard": {"name": "norm", "bound": 3.0},
-    },
-    "fedavg, guard: krum": {"name": "fedavg", "guard": "krum"},
-    "fedavg, guard: multikrum": {"name": "fedavg", "guard": "multikrum"},
     "median": {"name": "median"},
     "trimmedmean": {"name": "trimmedmean"},
 }

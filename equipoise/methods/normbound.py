@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ class NormBound(Guard):
         The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
         always for buffers and uploads.
     drop : float, optional
-        Clients are dropped if the norm of their parameters, their buffers or one of their uploads
-        is more than so many times the cohort's median norm. Without it, nobody is dropped.
+        Clients whose parameters moved by more than so many times the median norm are dropped,
+        because even the direction of their update is not to be trusted. With None, nobody is.
 
     Examples
     --------
@@ -44,10 +43,10 @@ class NormBound(Guard):
 
     bound: float | None = None
     multiple: float = 1.0
-    drop: float | None = None
+    drop: float | None = 5.0
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
+        """Refuse bounds that are not positive, and a drop that half of the clients may exceed."""
         real(self.multiple, "norm.multiple")
         if self.bound is not None:
             real(self.bound, "norm.bound")
@@ -56,46 +55,50 @@ class NormBound(Guard):
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
         """Scale what is too long, and note the norms of the parameters and who was scaled."""
-        params = self._bounded(updates.params, received, self.bound)
-        buffers = self._bounded(updates.buffers, received)
-        uploads = {name: self._bounded(tree, {}) for name, tree in updates.uploads.items()}
-        kinds = [kind for kind in (params, buffers, *uploads.values()) if kind.tree]
-        dropped = torch.stack([kind.far for kind in kinds]).any(0)
-        scaled = torch.stack([kind.long for kind in kinds]).any(0) & ~dropped
-        bounded = replace(
-            updates,
-            params=params.tree,
-            buffers=buffers.tree,
-            uploads={name: kind.tree for name, kind in uploads.items()},
-        )
-        norms = params.norms[~dropped] if params.tree else params.norms
-        notes = {"norms": norms, "scaled": cohort.ids[scaled.numpy()].tolist()}
-        return Screened(bounded, tuple(cohort.ids[dropped.numpy()].tolist()), notes)
+        params, lengths, scaled = self._bounded(updates.params, received, self.bound)
+        buffers, _, more = self._bounded(updates.buffers, received)
+        scaled = scaled | more
+        uploads = {}
+        for name, tree in updates.uploads.items():
+            uploads[name], _, more = self._bounded(tree, {})
+            scaled = scaled | more
+        # What nobody sends has one norm, zero.
+        lengths, scaled = lengths.expand(len(cohort.ids)), scaled.expand(len(cohort.ids))
+        dropped = self._far(lengths)
+        ids = torch.from_numpy(cohort.ids)
+        bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
+        notes = {"norms": lengths[~dropped], "scaled": ids[scaled & ~dropped].tolist()}
+        return Screened(bounded, tuple(ids[dropped].tolist()), notes)
 
-    def _bounded(self, stacked: Tree, origin: Tree, bound: float | None = None) -> _Bounded:
-        """Return one kind of tensors within its bound."""
-        if not stacked:
-            none = torch.zeros(1, dtype=torch.bool)
-            return _Bounded({}, torch.zeros(1, dtype=torch.float64), none, none)
-        lengths = norms_from(origin, stacked)
+    def _far(self, lengths: Tensor) -> Tensor:
+        """Return which clients are dropped. If half of them did not move, the others are not."""
         median = lengths.median()
-        limit = self.multiple * median if bound is None else torch.full_like(median, bound)
+        if self.drop is None or not median > 0:
+            return torch.zeros_like(lengths, dtype=torch.bool)
+        return lengths > self.drop * median
+
+    def _bounded(
+        self, stacked: Tree, origin: Tree, bound: float | None = None
+    ) -> tuple[Tree, Tensor, Tensor]:
+        """Return tensors within their bound, their norms, and which clients were scaled."""
+        clients = len(next(iter(stacked.values()))) if stacked else 1
+        lengths = (
+            norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
+        )
+        limit = (
+            self.multiple * lengths.median()
+            if bound is None
+            else torch.tensor(bound, dtype=torch.float64)
+        )
         long = lengths > limit
-        # If half of the clients send zeros, the others are not suspicious.
-        far = lengths > (self.drop * median if self.drop and median > 0 else torch.inf)
-        if bool((long & ~far).any()):
-            factors = torch.where(long & ~far, limit / lengths, 1.0)
-            stacked = {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}
-        return _Bounded(stacked, lengths, long, far)
-
-
-class _Bounded(NamedTuple):
-    """Tensors within their bound, their norms, and which clients were above it or far above."""
-
-    tree: Tree
-    norms: Tensor
-    long: Tensor
-    far: Tensor
+        if not bool(long.any()):
+            return stacked, lengths, long
+        factors = torch.where(long, limit / lengths, 1.0)
+        return (
+            {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()},
+            lengths,
+            long,
+        )
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
