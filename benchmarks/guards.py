@@ -25,12 +25,11 @@ METHODS: dict[str, dict[str, Any]] = {
         f"fedavg, guard: {shown}": {"name": "fedavg", "guard": guard}
         for shown, guard in {
             "norm": "norm",
-            "{name: norm, multiple: 2.0}": {"name": "norm", "multiple": 2.0},
+            "{name: norm, multiple: 1.0}": {"name": "norm", "multiple": 1.0},
             "{name: norm, bound: 3.0}": {"name": "norm", "bound": 3.0},
-            "{name: norm, drop: null}": {"name": "norm", "drop": None},
-            "{name: norm, multiple: 2.0, drop: null}": {
+            "{name: norm, multiple: 1.0, drop: null}": {
                 "name": "norm",
-                "multiple": 2.0,
+                "multiple": 1.0,
                 "drop": None,
             },
             "krum": "krum",

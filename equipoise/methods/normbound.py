@@ -37,12 +37,12 @@ class NormBound(Guard):
 
     Examples
     --------
-    >>> NormBound(bound=2.0).multiple
-    1.0
+    >>> NormBound(bound=1.0).multiple
+    2.0
     """
 
     bound: float | None = None
-    multiple: float = 1.0
+    multiple: float = 2.0
     drop: float | None = 5.0
 
     def __post_init__(self) -> None:

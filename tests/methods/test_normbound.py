@@ -59,7 +59,7 @@ def by_hand(stacked, origin, bound, multiple):
 def test_steps_have_the_lengths_computed_by_hand(options, drop):
     received, updates = random_updates()
     screened = NormBound(**options, drop=drop).screen(received, updates, COHORT)
-    bound, multiple = options.get("bound"), options.get("multiple", 1.0)
+    bound, multiple = options.get("bound"), options.get("multiple", 2.0)
     # The last client's steps are a thousand times as long as those of the first.
     assert screened.dropped == (() if drop is None else (9,))
     for before, after, origin, limit in (
@@ -92,7 +92,7 @@ def test_updates_within_the_bound_keep_their_bits_and_others_are_named():
 def test_half_of_the_clients_cannot_raise_the_median():
     received = {"w": torch.zeros(1)}
     updates = Updates({"w": torch.tensor([[1.0], [2.0], [1e6], [1e6]])}, {}, {}, {})
-    screened = NormBound(drop=None).screen(received, updates, COHORT)
+    screened = NormBound(multiple=1.0, drop=None).screen(received, updates, COHORT)
     assert screened.updates.params["w"].flatten().tolist() == [1.0, 2.0, 2.0, 2.0]
 
 
@@ -116,7 +116,7 @@ def test_uploads_far_above_the_median_are_bounded_and_not_dropped():
     """Sums over samples, for example, differ as much as sizes of clients do."""
     uploads = {"sums": {"s": torch.tensor([[1.0], [2.0], [3.0], [100.0]])}}
     updates = Updates({"w": torch.ones(4, 1)}, {}, uploads, {})
-    screened = NormBound().screen({"w": torch.zeros(1)}, updates, COHORT)
+    screened = NormBound(multiple=1.0).screen({"w": torch.zeros(1)}, updates, COHORT)
     assert screened.dropped == ()
     assert screened.updates.uploads["sums"]["s"].flatten().tolist() == [1.0, 2.0, 2.0, 2.0]
     assert screened.notes["scaled"] == [7, 9]
