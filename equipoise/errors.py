@@ -82,14 +82,12 @@ def near_files(path: str | Path) -> str:
     >>> near_files("pyprojekt.toml")
     "; did you mean 'pyproject.toml'?"
     """
-    folder = Path(path).parent
+    missing = Path(path)
     try:
-        names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        files = sorted(entry for entry in missing.parent.iterdir() if entry.is_file())
     except OSError:
         return ""
-    # The name may lack its ending only, and one letter must not hide in a long ending.
-    missing = Path(path).name
-    ends = [name for name in names if Path(name).stem == missing]
-    if ends:
-        return near(ends[0], ends)
-    return near(missing, [name for name in names if Path(name).suffix == Path(missing).suffix])
+    # Names are compared without their endings, which would make all of them alike.
+    names = {file.stem: file.name for file in files if missing.suffix in ("", file.suffix)}
+    found = get_close_matches(missing.stem, names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]!r}?" if found else ""
