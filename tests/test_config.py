@@ -396,7 +396,10 @@ def test_keys_that_are_merged_may_be_replaced(tmp_path):
 
 @pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "betas"])
 def test_options_of_the_optimizer_are_pointed_to(key):
-    message = rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? Valid: .*training\.rounds"
+    message = (
+        rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? "
+        r"Valid: .*training\.rounds"
+    )
     with pytest.raises(InputError, match=message):
         experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
 

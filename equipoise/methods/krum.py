@@ -1,4 +1,4 @@
-"""Krum and multi-Krum (Blanchard et al., 2017): only updates that have close neighbours are used."""
+"""Krum and multi-Krum (Blanchard et al., 2017): only updates with close neighbours are used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from equipoise.tree import Tree
 
 @dataclass(frozen=True)
 class _Neighbours(Guard):
-    """What Krum and multi-Krum share: the score of a client is the sum of its n − f − 2 smallest squared distances.
+    """What Krum and multi-Krum share: the scores of clients.
 
+    The score of a client is the sum of its n − f − 2 smallest squared distances from others.
     The distance of two clients covers everything they send. With parameters only, it is the paper's
     ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms; if there are any,
     each term is divided by its median over pairs of clients, because their scales differ. Of
@@ -108,7 +109,7 @@ def krum_scores(distances: Tensor, f: int) -> Tensor:
 
 
 def squared_distances(received: Tree, updates: Updates) -> Tensor:
-    """Return the squared distances between the updates of all pairs of clients, in float64 on the CPU.
+    """Return the squared distances between all pairs of clients, in float64 on the CPU.
 
     Examples
     --------
