@@ -1,4 +1,4 @@
-"""Checks of single values: each returns the value it was given or raises an `InputError` that says what is valid."""
+"""Checks of single values: each returns the value, or raises an error that says what is valid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def count(value: object, what: str, *, least: int = 1) -> int:
     3
     >>> count(0, "width of model 'resnet18'")
     Traceback (most recent call last):
-    equipoise.errors.InputError: width of model 'resnet18' must be a whole number of at least 1, got 0
+    equipoise.errors.InputError: width of model 'resnet18' must be a whole number of at least 1,
+    got 0
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InputError(f"{what} must be a whole number of at least {least}, got {value!r}")
@@ -196,23 +197,28 @@ def image(shape: tuple[int, ...], model: str, *, smallest: int) -> tuple[int, in
     (1, 28, 28)
     >>> image((1, 3, 28), "cnn2", smallest=4)
     Traceback (most recent call last):
-    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at least 4 x 4
+    equipoise.errors.InputError: shape (1, 3, 28) is too small for model 'cnn2': images must be at
+    least 4 x 4
     """
     if len(shape) != 3:
+        hint = "; x[:, None] gives grey images their channel" if len(shape) == 2 else ""
         raise InputError(
-            f"model {model!r} needs images of shape (channels, height, width), got shape {shape}"
+            f"model {model!r} needs images of shape (channels, height, width), got shape "
+            f"{shape}{hint}"
         )
     channels, height, width = shape
     if min(height, width) < smallest:
+        channels_last = width in (1, 3, 4) and channels > width
+        hint = "; numpy.moveaxis(x, -1, 1) moves channels to the front" if channels_last else ""
         raise InputError(
             f"shape {shape} is too small for model {model!r}: images must be at least {smallest} x "
-            f"{smallest}"
+            f"{smallest}{hint}"
         )
     return channels, height, width
 
 
 def name_and_options(value: object, what: str) -> tuple[str, dict[str, Any]]:
-    """Return a name and the options that belong to it, from the name alone or from a mapping with ``name``.
+    """Return a name and its options, given the name alone or a mapping with ``name``.
 
     Parameters
     ----------
@@ -272,7 +278,8 @@ def name(value: object, what: str) -> str:
     'ward 3'
     >>> name("ward\x1b[2J", "group")
     Traceback (most recent call last):
-    equipoise.errors.InputError: group must be text in one line without control characters, got 'ward\x1b[2J'
+    equipoise.errors.InputError: group must be text in one line without control characters, got
+    'ward\x1b[2J'
     """
     if not isinstance(value, str):
         raise InputError(f"{what} must be text, got {value!r}")

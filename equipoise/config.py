@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,7 @@ from equipoise.data.augment import AUGMENTATIONS, augmentation_from
 from equipoise.documents import yaml_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError, near_files, unknown
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.imports import file_of, import_own
@@ -432,7 +432,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml_from(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+        hint = near_files(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot read {path}: {error.strerror}{hint}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} is not valid YAML: {_line(error)}") from error
     if not isinstance(content, dict):
@@ -505,6 +506,19 @@ class Origins:
                 places = set_for_it or [self.where]
             named = ", ".join(filter(None, dict.fromkeys(places)))
             raise InputError(f"{named}: {error}" if named else str(error)) from error
+
+
+@contextmanager
+def _keyed(path: str, options: Iterable[str]) -> Iterator[None]:
+    """Put the whole key before messages that begin with an option, or with the end of its path."""
+    try:
+        yield
+    except InputError as error:
+        above, _, last = path.rpartition(".")
+        said = re.match(rf"(?:({re.escape(last)})\.)?(\w+) ", str(error))
+        if said is None or said[2] not in options:
+            raise
+        raise InputError(f"{above if said[1] else path}.{error}") from error
 
 
 class _Reader:
@@ -609,7 +623,7 @@ class _Reader:
             return None
         name, options = self.named(given, path, "partition", data.PARTITIONS)
         checked = self.fields(options, _types(data.PARTITIONS[name]), path)
-        with self.origins.named("data"):
+        with self.origins.named("data"), _keyed(path, checked):
             made: Any = data.make_partition(name, **checked)
         return {"name": name, **dataclasses.asdict(made)}
 
@@ -650,7 +664,7 @@ class _Reader:
             types = _types(_OPTIMIZERS[name])
             types.pop("decoupled", None)
             options = self.fields(options, types, path)
-        with self.origins.named("training"):
+        with self.origins.named("training"), _keyed(path, options):
             return optimizer_from({"name": name, **_read_scientific(options)})
 
     def loss(self, given: Any, path: str) -> Any:

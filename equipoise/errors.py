@@ -1,13 +1,17 @@
-"""The two ways an Equipoise command can end badly, and the complaints that all parts phrase alike."""
+"""The two kinds of errors of Equipoise, and messages that all modules share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class InputError(ValueError):
-    """What was asked for is wrong: the message names the value, where it came from and what would be valid (exit code 2)."""
+    """What was asked for is wrong (exit code 2).
+
+    The message names the value, where it came from and what would be valid.
+    """
 
 
 class RunError(RuntimeError):
@@ -18,7 +22,12 @@ class RunError(RuntimeError):
 
 
 def unknown(
-    kind: str, name: object, valid: Iterable[str], *, where: str | None = None
+    kind: str,
+    name: object,
+    valid: Iterable[str],
+    *,
+    where: str | None = None,
+    listed: str | None = None,
 ) -> InputError:
     """Return the error for an unknown name. It suggests the most similar valid name.
 
@@ -32,6 +41,9 @@ def unknown(
         All valid names.
     where : str, optional
         Where the value came from: a file, a key, a command line option.
+    listed : str, optional
+        What lists all valid names, if there are too many for a message. Then the message names the
+        nearest ones only.
 
     Returns
     -------
@@ -44,7 +56,38 @@ def unknown(
     "unknown method 'fedvag'; did you mean 'fedavg'? Valid: fedavg, local"
     """
     valid = sorted(valid)
-    near = get_close_matches(str(name), valid, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = near(str(name), valid, most=3 if listed else 1) or "."
     place = f" in {where}" if where else ""
-    return InputError(f"unknown {kind} {name!r}{place}{hint} Valid: {', '.join(valid)}")
+    rest = f"All are listed by: {listed}" if listed else f"Valid: {', '.join(valid)}"
+    return InputError(f"unknown {kind} {name!r}{place}{hint} {rest}")
+
+
+def near(name: str, valid: Iterable[str], *, most: int = 1) -> str:
+    """Return the end of a sentence that suggests the nearest names, or nothing if none is near.
+
+    Examples
+    --------
+    >>> near("fedvag", ["fedavg", "local"])
+    "; did you mean 'fedavg'?"
+    """
+    found = get_close_matches(name, sorted(valid), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def near_files(path: str | Path) -> str:
+    """Suggest the files with names like that of a file that is missing, from its directory.
+
+    Examples
+    --------
+    >>> near_files("pyprojekt.toml")
+    "; did you mean 'pyproject.toml'?"
+    """
+    missing = Path(path)
+    try:
+        files = sorted(entry for entry in missing.parent.iterdir() if entry.is_file())
+    except OSError:
+        return ""
+    # Names are compared without their endings, which would make all of them alike.
+    names = {file.stem: file.name for file in files if missing.suffix in ("", file.suffix)}
+    found = get_close_matches(missing.stem, names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]!r}?" if found else ""

@@ -54,7 +54,9 @@ class Updates:
         chosen = torch.from_numpy(np.flatnonzero(which))
 
         def of_chosen(tree: Mapping[str, Tensor]) -> Tree:
-            return {name: stack[chosen.to(stack.device)] for name, stack in tree.items()}
+            return {
+                name: stack.index_select(0, chosen.to(stack.device)) for name, stack in tree.items()
+            }
 
         uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
         return Updates(

@@ -558,8 +558,9 @@ def explain(key: str = "") -> list[Setting]:
         raise unknown(
             "key",
             key,
-            dict.fromkeys(setting.key for setting in every),
+            {setting.key for setting in every},
             where="experiments and studies",
+            listed="equipoise explain --markdown",
         )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -141,7 +142,8 @@ def test_every_method_has_types_that_can_be_checked(name):
         ),
         (
             ["method=fedprox", "method.mu=-1"],
-            "x.yaml, --set method=fedprox, --set method.mu=-1: fedprox.mu must be at least 0, got "
+            "x.yaml, --set method=fedprox, --set method.mu=-1: method.mu: fedprox.mu must be at "
+            "least 0, got "
             "-1.0",
         ),
         (
@@ -394,7 +396,10 @@ def test_keys_that_are_merged_may_be_replaced(tmp_path):
 
 @pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "betas"])
 def test_options_of_the_optimizer_are_pointed_to(key):
-    message = rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? Valid: .*training\.rounds"
+    message = (
+        rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? "
+        r"Valid: .*training\.rounds"
+    )
     with pytest.raises(InputError, match=message):
         experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
 
@@ -402,6 +407,51 @@ def test_options_of_the_optimizer_are_pointed_to(key):
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match=r"^cannot read nowhere\.yaml: No such file"):
         load_experiment("nowhere.yaml")
+
+
+@pytest.mark.parametrize("given", ["studdy.yaml", "study", "Study.yaml", "stduy.yaml"])
+def test_files_with_names_like_that_of_a_missing_one_are_suggested(given, tmp_path):
+    for name in ("study.yaml", "other.yaml", "studdy.md"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "studd.yaml").mkdir()
+    with pytest.raises(
+        InputError, match=r"No such file or directory; did you mean 'study.yaml'\?$"
+    ):
+        load_experiment(tmp_path / given)
+    with pytest.raises(InputError, match=r"No such file or directory$"):
+        load_experiment(tmp_path / "nothing.yaml")
+    with pytest.raises(InputError, match=r"No such file or directory$"):
+        load_experiment(tmp_path / "missing" / "study.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"method": {"name": "fedavg", "aggregation": {"name": "fedadam", "lr": -1}}},
+            "a.yaml: method.aggregation.lr: fedadam.lr must be a finite number of at least 0",
+        ),
+        (
+            {"method": {"name": "fedprox", "mu": -1}},
+            "a.yaml: method.mu: fedprox.mu must be at least 0",
+        ),
+        (
+            {"method": {"name": "client2vec", "host": {"name": "fedprox", "mu": -1}}},
+            "a.yaml: method.host.mu: fedprox.mu must be at least 0",
+        ),
+        (
+            {"method": {"name": "fedavg", "guard": {"name": "norm", "drop": 0.5}}},
+            "a.yaml: method.guard.drop: norm.drop must be a finite number of at least 1",
+        ),
+        (
+            {"training": {"optimizer": {"name": "sgd", "momentum": 2}}},
+            "a.yaml: training.optimizer.momentum must be at least 0 and below 1",
+        ),
+    ],
+)
+def test_values_that_a_part_refuses_are_named_with_their_whole_key(settings, message):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+        experiment_from({"data": "digits", **settings}, "a.yaml")
 
 
 def test_fine_tuning_is_read_from_a_mapping():

@@ -177,7 +177,9 @@ def test_explain_finds_keys_by_their_ends_and_names_mistakes():
     assert {setting.key for setting in explain("training.rounds")} == {"training.rounds"}
     assert "training" in {setting.key for setting in explain()}
     with pytest.raises(
-        InputError, match="unknown key 'training.epoch'.*did you mean 'training.epochs'"
+        InputError,
+        match="unknown key 'training.epoch' .*; did you mean 'training.epochs' or "
+        r".*\? All are listed by: equipoise explain --markdown$",
     ):
         explain("training.epoch")
 

@@ -87,18 +87,37 @@ def test_the_commands_of_the_first_report(folder):
     assert Path("runs/fedavg/report.html").exists()
 
 
-def test_files_of_different_length(folder):
-    np.save("y.npy", np.arange(50) % 3)
-    Path("experiment.yaml").write_text(experiment(0))
-    assert "y.npy (data.y) has 50 rows and x.npy (data.x) has 60" in told(
-        "run", "experiment.yaml", code=2
-    )
+def test_two_files_are_enough(folder):
+    (inline,) = re.findall(r"`(data: \{.*?\})`", FIRST.read_text(), re.DOTALL)
+    given = {**yaml.safe_load(experiment(0)), **yaml.safe_load(inline)}
+    Path("experiment.yaml").write_text(yaml.safe_dump(given))
+    told("run", "experiment.yaml", "--out", "run", code=0)
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {row["client"] for row in rows} == set(range(10))
+    assert Path("run/report.html").exists()
 
 
-def test_labels_that_are_no_whole_numbers(folder):
-    np.save("y.npy", np.arange(60) % 3 + 0.5)
-    Path("experiment.yaml").write_text(experiment(0))
-    assert "whole numbers" in told("run", "experiment.yaml", code=2)
+@pytest.mark.parametrize(
+    ("name", "array", "model", "message"),
+    [
+        ("y", np.arange(50) % 3, "mlp", "y.npy (data.y) has 50 rows and x.npy (data.x) has 60"),
+        ("y", np.arange(60) % 3 + 0.5, "mlp", "whole numbers"),
+        ("y", np.arange(60) % 10 + 1, "mlp", "has labels from 1 to 10; labels count from 0"),
+        ("y", np.eye(3)[np.arange(60) % 3], "mlp", "has shape (60, 3); valid: one label for each"),
+        ("x", np.arange(60.0), "mlp", "x.npy (data.x) has shape (60,); valid: a row of one or"),
+        ("x", np.zeros((60, 8, 8)), "cnn2", "got shape (8, 8); x[:, None] gives grey images"),
+        ("x", np.zeros((60, 8, 8, 3)), "cnn2", "numpy.moveaxis(x, -1, 1) moves channels to the"),
+    ],
+)
+def test_files_that_do_not_fit_get_one_line_that_says_what_to_do(
+    folder, name, array, model, message
+):
+    np.save(f"{name}.npy", array)
+    given = {**yaml.safe_load(experiment(0)), "model": model}
+    Path("experiment.yaml").write_text(yaml.safe_dump(given))
+    said = told("run", "experiment.yaml", code=2)
+    assert message in said
+    assert said.startswith("error: experiment.yaml: ")
 
 
 def test_a_client_of_three_samples(folder):

@@ -51,7 +51,8 @@ def arrays(
     >>> np.save(folder / "x.npy", np.zeros((6, 2)))
     >>> np.save(folder / "y.npy", np.arange(6) % 2)
     >>> np.save(folder / "clinic.npy", ["north"] * 3 + ["south"] * 3)
-    >>> arrays(x=f"{folder}/x.npy", y=f"{folder}/y.npy", clients=f"{folder}/clinic.npy").ids[[0, 5]].tolist()
+    >>> files = {"x": f"{folder}/x.npy", "y": f"{folder}/y.npy"}
+    >>> arrays(**files, clients=f"{folder}/clinic.npy").ids[[0, 5]].tolist()
     ['north', 'south']
     """
     files = {"x": x, "y": y, "clients": clients, "groups": groups}
@@ -63,6 +64,11 @@ def arrays(
                 f"{files[option]} (data.{option}) has {len(array)} rows and {x} (data.x) has "
                 f"{len(samples)}; valid: a row for each sample"
             )
+    if samples.ndim == 1:
+        raise InputError(
+            f"{x} (data.x) has shape {samples.shape}; valid: a row of one or more values for each "
+            f"sample, such as {(len(samples), 1)}"
+        )
     for option in ("clients", "groups"):
         if option in read and read[option].ndim != 1:
             raise InputError(
@@ -74,9 +80,12 @@ def arrays(
     if "groups" in read:
         found, number = np.unique(read["groups"], return_inverse=True)
         names = [str(name) for name in found]
+    targets = tasks.build(task).targets(_floating(labels, f"{y} (data.y)"))
+    if tasks.build(task).labels:
+        _check_labels(targets, classes, f"{y} (data.y)")
     return Source(
-        x=_floating(samples),
-        y=tasks.build(task).targets(_floating(labels)),
+        x=_floating(samples, f"{x} (data.x)"),
+        y=targets,
         task=task,
         classes=classes,
         name=Path(x).stem,
@@ -114,8 +123,8 @@ def recipe(
     --------
     >>> recipe(seed=0, x="nowhere.npy", y="y.npy")
     Traceback (most recent call last):
-    equipoise.errors.InputError: cannot read nowhere.npy (data.x): [Errno 2] No such file or directory: 'nowhere.npy';
-    valid: a file of numpy.save, without Python objects
+    equipoise.errors.InputError: cannot read nowhere.npy (data.x): No such file or directory; valid:
+    a file of numpy.save, without Python objects
     """
     source = arrays(x=x, y=y, clients=clients, groups=groups, classes=classes, task=task)
     return source, Natural(1) if clients is not None else Dirichlet(clients=10, beta=0.5)
@@ -126,8 +135,8 @@ def _read(path: str, option: str) -> NDArray[Any]:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(
-            f"cannot read {path} (data.{option}): {error}; valid: a file of numpy.save, without "
-            "Python objects"
+            f"cannot read {path} (data.{option}): {getattr(error, 'strerror', None) or error}; "
+            "valid: a file of numpy.save, without Python objects"
         ) from error
     if not isinstance(array, np.ndarray):
         array.close()
@@ -141,9 +150,29 @@ def _read(path: str, option: str) -> NDArray[Any]:
     return array
 
 
-def _floating(array: NDArray[Any]) -> torch.Tensor:
+def _check_labels(labels: torch.Tensor, classes: int | None, where: str) -> None:
+    """Refuse labels of several values a sample, and labels that begin above 0."""
+    if labels.dim() != 1:
+        raise InputError(
+            f"{where} has shape {tuple(labels.shape)}; valid: one label for each sample, shape "
+            f"{(len(labels),)}. Use numpy.ravel for a column, numpy.argmax(y, 1) for one-hot rows"
+        )
+    if classes is None and len(labels) and (first := int(labels.min())) > 0:
+        largest = int(labels.max())
+        raise InputError(
+            f"{where} has labels from {first} to {largest}; labels count from 0. Subtract {first} "
+            f"from them, or give data.classes: {largest + 1} if there are classes without samples"
+        )
+
+
+def _floating(array: NDArray[Any], where: str) -> torch.Tensor:
     """Make a tensor, with floating point numbers in single precision."""
     if array.dtype.kind not in "biuf":
-        raise InputError(f"samples and labels must be numbers, got an array of {array.dtype}")
+        hint = (
+            "; numpy.unique(y, return_inverse=True)[1] numbers names of classes"
+            if array.dtype.kind in "US"
+            else ""
+        )
+        raise InputError(f"{where} must hold numbers, got an array of {array.dtype}{hint}")
     kind = np.float32 if array.dtype.kind == "f" else array.dtype.newbyteorder("=")
     return torch.from_numpy(np.ascontiguousarray(array, dtype=kind))

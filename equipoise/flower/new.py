@@ -22,10 +22,12 @@ EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml"
 # on the task.
 _GUARD = Template(
     """
-# One client that sends wrong updates can spoil the model. To bound every update by twice the median norm of all of them,
-# add a guard to the method (docs/security.md of Equipoise says what it stops, what not, and what it costs):
-#   method: {name: $method, guard: {name: norm, multiple: 2.0}}
-# or with a fixed bound on the norm, a little above those that honest clients reach (guard_norms in rounds.jsonl):
+# One client that sends wrong updates can spoil the model. To bound every update by twice the median
+# norm of all of them, and to drop those beyond five times the median, add a guard to the method
+# (docs/security.md of Equipoise says what it stops, what not, and what it costs):
+#   method: {name: $method, guard: {name: norm, multiple: 2.0, drop: 5.0}}
+# or with a fixed bound on the norm, a little above those that honest clients reach (guard_norms in
+# rounds.jsonl):
 #   method: {name: $method, guard: {name: norm, bound: 2.0}}
 """
 )

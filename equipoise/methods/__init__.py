@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from numbers import Integral, Real
@@ -309,6 +310,8 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
         # The part's own error comes first, because it is more specific.
         try:
             part = kind(**{key: _hashable(value) for key, value in options.items()})
+        except InputError as error:
+            raise InputError(_with_key(str(error), kind.name, where)) from error
         except (AttributeError, TypeError):
             _check_types(kind, options, where)
             raise
@@ -362,7 +365,22 @@ def _made_from(value: Any, wanted: type[Method] | str, where: str) -> Any:
             return make_part(value, wanted)
         return build(**({"name": value} if isinstance(value, str) else {"name": "fedavg", **value}))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        # Inside the other part, the method is found at another key.
+        inner = re.match(r"method(?=[.:])", str(error))
+        said = str(error)[inner.end() :] if inner else f": {error}"
+        raise InputError(f"{where}{said}") from error
+
+
+def _with_key(message: str, part: str, where: str) -> str:
+    """Put the key of an option before what its part says about it.
+
+    Examples
+    --------
+    >>> _with_key("fedadam.lr must be at least 0", "fedadam", "method.aggregation")
+    'method.aggregation.lr: fedadam.lr must be at least 0'
+    """
+    option = re.match(rf"{re.escape(part)}\.(\w+)", message)
+    return f"{where}.{option[1]}: {message}" if option else message
 
 
 def _hashable(value: Any) -> Any:

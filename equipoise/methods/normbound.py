@@ -31,21 +31,27 @@ class NormBound(Guard):
     multiple : float
         The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
         always for buffers and uploads.
+    drop : float, optional
+        Clients whose parameters moved by more than so many times the median norm are dropped,
+        because even the direction of their update is not to be trusted. With None, nobody is.
 
     Examples
     --------
-    >>> NormBound(bound=2.0).multiple
-    1.0
+    >>> NormBound(bound=1.0).multiple
+    2.0
     """
 
     bound: float | None = None
-    multiple: float = 1.0
+    multiple: float = 2.0
+    drop: float | None = 5.0
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
+        """Refuse bounds that are not positive, and a drop that half of the clients may exceed."""
         real(self.multiple, "norm.multiple")
         if self.bound is not None:
             real(self.bound, "norm.bound")
+        if self.drop is not None:
+            real(self.drop, "norm.drop", least=1.0)
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
         """Scale what is too long, and note the norms of the parameters and who was scaled."""
@@ -56,14 +62,25 @@ class NormBound(Guard):
         for name, tree in updates.uploads.items():
             uploads[name], _, more = self._bounded(tree, {})
             scaled = scaled | more
-        ids = [int(client) for client, cut in zip(cohort.ids, scaled.tolist(), strict=True) if cut]
+        # What nobody sends has one norm, zero.
+        lengths, scaled = lengths.expand(len(cohort.ids)), scaled.expand(len(cohort.ids))
+        dropped = self._far(lengths)
+        ids = torch.from_numpy(cohort.ids)
         bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
-        return Screened(bounded, notes={"norms": lengths, "scaled": ids})
+        notes = {"norms": lengths[~dropped], "scaled": ids[scaled & ~dropped].tolist()}
+        return Screened(bounded, tuple(ids[dropped].tolist()), notes)
+
+    def _far(self, lengths: Tensor) -> Tensor:
+        """Return which clients are dropped. If half of them did not move, the others are not."""
+        median = lengths.median()
+        if self.drop is None or not median > 0:
+            return torch.zeros_like(lengths, dtype=torch.bool)
+        return lengths > self.drop * median
 
     def _bounded(
         self, stacked: Tree, origin: Tree, bound: float | None = None
     ) -> tuple[Tree, Tensor, Tensor]:
-        """Return one kind of tensors within its bound, their norms, and which clients were scaled."""
+        """Return tensors within their bound, their norms, and which clients were scaled."""
         clients = len(next(iter(stacked.values()))) if stacked else 1
         lengths = (
             norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
@@ -85,10 +102,10 @@ class NormBound(Guard):
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
-    """Return the L2 norm of each client's difference from a tree, over all tensors, in float64 on the CPU.
+    """Return the L2 norm of each client's difference from a tree, over all tensors.
 
-    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it
-    does not hold are measured from zero.
+    Norms are computed in float64 and returned on the CPU. Numbers that are not finite in the tree,
+    such as a mask of −∞, do not count. Tensors that it does not hold are measured from zero.
 
     Examples
     --------
@@ -104,7 +121,7 @@ def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> T
 
 
 def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
-    """Go through the differences of clients' tensors from another one, as matrices of a row a client.
+    """Go through the differences of clients' tensors from another one, a row a client.
 
     Numbers that are not finite in the other one make no difference.
 
@@ -117,12 +134,22 @@ def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
     if origin is None:
         yield from rows
         return
-    finite = torch.isfinite(origin).flatten()
-    whole, start = bool(finite.all()), 0
+    finite, start = _where_finite(origin), 0
     for piece in rows:
         here = slice(start, start := start + piece.shape[1])
         difference = piece - origin.flatten()[here]
-        yield difference if whole else torch.where(finite[here], difference, 0.0)
+        yield difference if finite is None else difference.where(finite.flatten()[here], 0.0)
+
+
+def _where_finite(tensor: Tensor) -> Tensor | None:
+    """Return which numbers are finite, or None if all of them are.
+
+    A sum is much faster than a look at every number, and not finite if one of them is not.
+    """
+    if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        return None
+    finite = torch.isfinite(tensor)
+    return None if bool(finite.all()) else finite
 
 
 def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
@@ -131,5 +158,5 @@ def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
     if origin is None:
         return stack * factor
     moved = torch.lerp(origin, stack, factor)
-    finite = torch.isfinite(origin)
-    return moved if bool(finite.all()) else torch.where(finite, moved, stack)
+    finite = _where_finite(origin)
+    return moved if finite is None else torch.where(finite, moved, stack)

@@ -118,6 +118,18 @@ def _row(row: Sequence[str | Cell], textual: set[int]) -> str:
     return "".join(pieces)
 
 
+def listing(label: str, text: str) -> str:
+    """Return text as it is written. Long lines scroll, also with the keyboard.
+
+    Examples
+    --------
+    >>> listing("settings", "a < b")
+    '<pre role="region" aria-label="settings" tabindex="0"><code>a &lt; b</code></pre>'
+    """
+    said = escape(label, quote=True)
+    return f'<pre role="region" aria-label="{said}" tabindex="0"><code>{escape(text)}</code></pre>'
+
+
 def details(summary: str, body: str) -> str:
     """Return an element that is collapsed at first."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"

@@ -15,7 +15,17 @@ from equipoise.data import SOURCES
 from equipoise.fairness import METRICS
 from equipoise.report import attributes
 from equipoise.report.charts import Chart, Series
-from equipoise.report.html import Cell, Section, details, number, paragraph, plural, size, table
+from equipoise.report.html import (
+    Cell,
+    Section,
+    details,
+    listing,
+    number,
+    paragraph,
+    plural,
+    size,
+    table,
+)
 from equipoise.report.reading import Part, RunRecord, Weighed
 from equipoise.report.svg import HUES
 from equipoise.run.records import averaged_over
@@ -254,7 +264,7 @@ def strip(
 def ranked(
     record: RunRecord, order: Sequence[int], values: Mapping[int, float], colours: Palette
 ) -> list[Series]:
-    """Return a mark for the value of each client, clients in the given order, a series for each colour."""
+    """Return marks for the values of clients in the given order, a series for each colour."""
     rank = {client: position for position, client in enumerate(order, start=1)}
     return [
         Series(
@@ -288,7 +298,10 @@ def gained(
     sign = 1 if record.task.higher_is_better else -1
     better = sum(sign * personal[client] > sign * shared[client] for client in both)
     worse = sum(sign * personal[client] < sign * shared[client] for client in both)
-    says = f"The personal model is better for {better} of {plural(len(both), 'seen client')}, and worse for {worse}."
+    says = (
+        f"The personal model is better for {better} of {plural(len(both), 'seen client')}, "
+        f"and worse for {worse}."
+    )
     axes = (f"{record.score} of the global model", f"{record.score} of the personal model")
     return Chart(
         "personal-against-global",
@@ -435,7 +448,10 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
 
 
 def weights(record: RunRecord, before: str = "") -> Section:
-    """Return the weights of clients against their losses; ``before`` makes the names of charts unique."""
+    """Return the weights of clients against their losses.
+
+    ``before`` makes the names of charts unique.
+    """
     title = "Weights against losses"
     if not record.weighed:
         return Section(
@@ -545,7 +561,8 @@ def sampling(record: RunRecord) -> Section:
     if not counts:
         return Section("sampling", title, missing="No client that took part was evaluated.")
     if set(record.sampled.values()) == {rounds}:
-        every = f"All {len(record.sampled):,} clients took part in each of the {plural(rounds, 'round')}."
+        clients = f"All {len(record.sampled):,} clients"
+        every = f"{clients} took part in each of the {plural(rounds, 'round')}."
         return Section("sampling", title, paragraph(every))
     colours = palette(record)
     order = sorted(counts, key=counts.__getitem__)
@@ -688,7 +705,7 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
         known = record.config["data"]["name"] in SOURCES or record.config.get("imports")
         command = f"equipoise run {record.directory}/config.yaml --out NEW"
         if known:
-            how = f"<pre><code>{escape(command)}</code></pre>"
+            how = f'<pre class="command"><code>{escape(command)}</code></pre>'
         else:
             how = paragraph(
                 "The run was started from Python with custom data. To reproduce it, use the same "
@@ -696,9 +713,8 @@ def reproduce(records: Sequence[RunRecord]) -> Section:
                 f"{record.config['resolved'].get('fingerprint', 'unknown')}."
             )
         written = yaml.safe_dump(record.config, sort_keys=False, allow_unicode=True)
-        body += how + details(
-            f"Configuration of {record.directory}", f"<pre><code>{escape(written)}</code></pre>"
-        )
+        title = f"Configuration of {record.directory}"
+        body += how + details(title, listing(title, written))
     return Section("reproduce", "Configuration and how to reproduce", body)
 
 

@@ -49,7 +49,7 @@ h1{{font-size:1.75rem;line-height:1.2;margin:0 0 .3rem}}
 h2{{font-size:1.3rem;line-height:1.3;margin:0 0 .6rem;padding-top:1.4rem;
 border-top:1px solid var(--grid)}}
 h3{{font-size:1.02rem;margin:1.2rem 0 .4rem}}
-h4{{font-size:.95rem;margin:0}}
+figcaption h3{{font-size:.95rem;margin:0}}
 p{{margin:.4rem 0;max-width:72ch}}
 .soft,header p,figcaption p,.missing{{color:var(--soft)}}
 a{{color:var(--h0)}}
@@ -59,9 +59,10 @@ padding:4px 8px}}
 nav ul{{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;padding:0;
 margin:.9rem 0 1.2rem;font-size:.92rem}}
 section{{margin:0 0 1.8rem}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;margin:.4rem 0 .8rem}}
-.tiles div{{background:var(--panel);border-radius:8px;padding:10px 14px;display:flex;flex-direction:column-reverse;
-justify-content:flex-end}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;
+margin:.4rem 0 .8rem}}
+.tiles div{{background:var(--panel);border-radius:8px;padding:10px 14px;display:flex;
+flex-direction:column-reverse;justify-content:flex-end}}
 .tiles dt{{color:var(--soft);font-size:.84rem}}
 .tiles dd{{margin:0;font-size:1.6rem;font-weight:600;font-variant-numeric:tabular-nums;
 line-height:1.25}}
@@ -82,34 +83,45 @@ svg .band{{stroke:none;fill-opacity:.16}}
 .defs{{position:absolute}}
 {"".join(f".h{n}{{fill:var(--h{n});stroke:var(--h{n})}}" for n in range(len(_LIGHT)))}
 svg use{{stroke:none;fill-opacity:.85}}
-.legend{{display:flex;flex-wrap:wrap;gap:.1rem .9rem;list-style:none;margin:.45rem 0 0;padding:0;font-size:.84rem;
-align-content:start}}
+.legend{{display:flex;flex-wrap:wrap;gap:.1rem .9rem;list-style:none;margin:.45rem 0 0;padding:0;
+font-size:.84rem;align-content:start}}
 figure::after{{content:"";height:18px;grid-row:3;align-self:end}}.legend{{margin-bottom:20px}}
-.legend li{{display:flex;align-items:center;gap:.35rem}}.legend svg{{width:22px;height:12px;flex:none}}
+.legend li{{display:flex;align-items:center;gap:.35rem}}
+.legend svg{{width:22px;height:12px;flex:none}}
 .scroll{{overflow-x:auto;margin:.8rem 0}}
 table{{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}}
 caption{{text-align:left;font-weight:600;padding-bottom:.3rem}}
 caption span{{display:inline-block;position:sticky;left:0;max-width:calc(100vw - 40px)}}
-th,td{{padding:.28rem .7rem .28rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);
-white-space:nowrap}}
-thead th{{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal;min-width:3.4rem}}
+th,td{{padding:.28rem .7rem .28rem 0;text-align:right;vertical-align:top;
+border-bottom:1px solid var(--grid);white-space:nowrap}}
+thead th{{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal;
+min-width:3.4rem}}
 tbody th,.text{{text-align:left}}tbody th{{font-weight:500}}
-td.text{{white-space:normal;font-weight:400;min-width:5rem}}td.long{{white-space:normal;text-align:left;min-width:17rem}}
-td.best{{font-weight:700}}td.second{{text-decoration:underline;text-underline-offset:3px}}td.worst{{color:var(--warn);font-weight:600}}
-{"".join(f".heat{n}{{background:color-mix(in srgb,var(--h0) {n * 15}%,transparent)}}" for n in range(5))}
-details{{margin:.6rem 0}}summary{{cursor:pointer;font-weight:600;font-size:.92rem;overflow-wrap:anywhere}}
+td.text{{white-space:normal;font-weight:400;min-width:5rem}}
+td.long{{white-space:normal;text-align:left;min-width:17rem}}
+td.best{{font-weight:700}}td.second{{text-decoration:underline;text-underline-offset:3px}}
+td.worst{{color:var(--warn);font-weight:600}}
+{_HEAT}
+details{{margin:.6rem 0}}summary{{cursor:pointer;font-weight:600;font-size:.92rem;
+overflow-wrap:anywhere}}
 details[open]>.scroll{{max-height:28rem;overflow:auto}}
-pre{{background:var(--panel);border-radius:8px;padding:10px 14px;overflow-x:auto;font-size:.84rem;line-height:1.45}}
-.caution{{border-left:4px solid var(--warn);padding:.1rem 0 .1rem 14px;margin:1rem 0}}.caution h3{{margin-top:.2rem}}
+pre{{background:var(--panel);border-radius:8px;padding:10px 14px;overflow-x:auto;font-size:.84rem;
+line-height:1.45}}
+.command{{white-space:pre-wrap;overflow-wrap:anywhere}}
+.caution{{border-left:4px solid var(--warn);padding:.1rem 0 .1rem 14px;margin:1rem 0}}
+.caution h3{{margin-top:.2rem}}
 footer{{padding-top:1rem;padding-bottom:2.5rem;font-size:.86rem;color:var(--soft)}}
 @media (max-width:600px){{header,main,footer,nav{{padding-left:14px;padding-right:14px}}
 h1{{font-size:1.45rem}}.tiles{{grid-template-columns:1fr 1fr}}
 .figures{{grid-template-columns:minmax(0,1fr)}}}}
 @media print{{:root{{color-scheme:light;{_variables("light", _LIGHT)}--warn:#9c3c00}}
-body{{font-size:10.5pt}}nav,.skip{{display:none}}header,main,footer{{max-width:none;padding-left:0;padding-right:0}}
-figure,tr,.tiles{{break-inside:avoid}}h2,h3,h4,caption{{break-after:avoid}}
+body{{font-size:10.5pt}}nav,.skip{{display:none}}
+header,main,footer{{max-width:none;padding-left:0;padding-right:0}}
+figure,tr,.tiles{{break-inside:avoid}}h2,h3,caption{{break-after:avoid}}
 .figures{{grid-template-columns:1fr 1fr}}.scroll,pre{{overflow:visible;white-space:pre-wrap}}
-th,td{{padding:.2rem .4rem .2rem 0}}thead th{{min-width:0}}table{{font-size:7pt}}td.long,td.text{{min-width:0}}td{{white-space:normal}}*{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
+th,td{{padding:.2rem .4rem .2rem 0}}thead th{{min-width:0}}table{{font-size:7pt}}
+td.long,td.text{{min-width:0}}td{{white-space:normal}}
+*{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
 """
 
 

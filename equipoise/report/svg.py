@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: colours are those of the page, so that they follow its light or dark scheme."""
+"""Charts as SVG inside a page, in the colours of its light or dark scheme."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ def figure(chart: Chart) -> str:
     (True, True)
     """
     said = escape(f"{chart.title}. {chart.says}", quote=True)
-    drawing = f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" aria-label="{said}">{_drawing(chart)}</svg>'
-    caption = f"<figcaption><h4>{escape(chart.title)}</h4><p>{escape(chart.says)}</p></figcaption>"
+    drawing = (
+        f'<svg viewBox="0 0 {WIDTH:g} {_height(chart):g}" role="img" aria-label="{said}">'
+        f"{_drawing(chart)}</svg>"
+    )
+    caption = f"<figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.says)}</p></figcaption>"
     return (
         f'<figure id="{escape(chart.name, quote=True)}">{caption}{drawing}{_legend(chart)}</figure>'
     )
@@ -185,4 +188,5 @@ def _key(series: Series) -> str:
         if not series.line or len(series.x) <= MARKED
         else ""
     )
-    return f'<svg viewBox="0 0 22 12" aria-hidden="true"><g class="points h{hue}">{line}{marker}</g></svg>'
+    drawn = f'<g class="points h{hue}">{line}{marker}</g>'
+    return f'<svg viewBox="0 0 22 12" aria-hidden="true">{drawn}</svg>'

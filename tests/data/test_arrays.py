@@ -79,13 +79,35 @@ def test_other_byte_orders_and_whole_numbers(files):
             {"x": np.float64(1)},
             r"x.npy \(data.x\) holds a single value; valid: a row for each sample",
         ),
-        ({"x": CLINICS}, "samples and labels must be numbers, got an array of <U5"),
+        (
+            {"x": np.arange(18.0)},
+            r"x.npy \(data.x\) has shape \(18,\); valid: a row of .* such as \(18, 1\)",
+        ),
+        ({"x": np.stack([CLINICS], 1)}, r"x.npy \(data.x\) must hold numbers, got an array of <U5"),
+        ({"y": CLINICS}, r"y.npy \(data.y\) must hold numbers, .*numpy.unique"),
+        (
+            {"y": (np.arange(18) % 3)[:, None]},
+            r"y.npy \(data.y\) has shape \(18, 1\); valid: one label .* \(18,\). Use numpy.ravel",
+        ),
+        ({"y": np.eye(3)[np.arange(18) % 3]}, r"has shape \(18, 3\); .*argmax\(y, 1\) for one-hot"),
+        (
+            {"y": np.arange(18) % 10 + 1},
+            r"y.npy \(data.y\) has labels from 1 to 10; labels count from 0. Subtract 1 from them, "
+            "or give data.classes: 11",
+        ),
         ({"y": np.arange(18) - 3}, "label"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(files, wrong, message):
     with pytest.raises(InputError, match=message):
         load("arrays", **files(**{**samples(), "clients": CLINICS, **wrong}))
+
+
+def test_labels_above_0_are_used_if_the_number_of_classes_is_given(files):
+    given = {**samples(), "y": np.arange(18) % 3 + 1, "clients": CLINICS}
+    federation = load("arrays", **files(**given), classes=4)
+    assert federation.classes == 4
+    assert set(federation.y.tolist()) == {1, 2, 3}
 
 
 def test_files_of_another_kind_are_refused(tmp_path, files):

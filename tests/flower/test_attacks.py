@@ -5,9 +5,11 @@ them.
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
+from tests.flower import malformed
 from tests.flower.loop import own_nodes
 from tests.flower.processes import Flower, marked, wait_until
 from tests.flower.world import PATIENCE, assert_same_run, replayed, world
@@ -55,11 +57,49 @@ def _hostile(self, clients, round_, model, versions=None, **settings):
 
 FlowerEngine.messages = _hostile
 """
+# What clients 0 and 1 answer in each round, from the catalogue of malformed answers.
+LIES = {
+    0: {1: "update: header of brackets"},
+    1: {1: "update: cut off"},
+    2: {0: "update: pickle"},
+    3: {0: "update: real shape huge", 1: "train_loss as a list"},
+    4: {0: "update: an escape sequence as name", 1: "another client"},
+}
+LYING = f"""
+import malformed
+
+LIES = {LIES}
+WRONG = {{
+    **malformed.wrong_arrays("update", "head.bias"),
+    **malformed.wrong_numbers("reports", "train_loss"),
+    **malformed.wrong_notes(),
+}}
+_honest = dict(client._registered_funcs)
+
+
+def _lying(message, context):
+    reply = _honest["train.default"](message, context)
+    if not reply.has_error():
+        note = reply.content["note"]
+        if lie := LIES[note["round"]].get(note["client"]):
+            WRONG[lie](reply.content)
+    return reply
+
+
+def _boasting(message, context):
+    reply = _honest["evaluate.models"](message, context)
+    if not reply.has_error() and reply.content["note"]["client"] == 1:
+        malformed.in_numbers("global.test", accuracy=7.5)(reply.content)
+    return reply
+
+
+client._registered_funcs |= {{"train.default": _lying, "evaluate.models": _boasting}}
+"""
 
 
 def test_attacks_over_real_processes(tmp_path):
-    """Identity theft, a stranger, path traversal, another rule and DP switched off, in one
-    federation.
+    """Identity theft, a stranger, path traversal, another rule, DP switched off and malformed
+    answers, in one federation.
     """
     roster, out = tmp_path / "roster.yaml", tmp_path / "out"
     roster.write_text("{0: , 1: , 2: , 3: }\n")
@@ -70,7 +110,8 @@ def test_attacks_over_real_processes(tmp_path):
         flower={"timeout": PATIENCE, "roster": str(roster), "privacy": {"clip": CLIP}},
     )
     with (tmp_path / "app" / "app.py").open("a") as file:
-        file.write(HOSTILE)
+        file.write(HOSTILE + LYING)
+    shutil.copy(malformed.__file__, tmp_path / "app")
     configs = own_nodes(tmp_path)
     thief = {**configs[3], "memory": str(tmp_path / "memory" / "thief")}
     stranger = {**configs[0], "client": 7, "memory": str(tmp_path / "memory" / "stranger")}
@@ -100,7 +141,10 @@ def test_attacks_over_real_processes(tmp_path):
         flower.begin(
             tmp_path / "app", name="weakened", out=str(weakened), set="flower.privacy=null"
         )
-        reason = "cannot take part: the client refuses: the run weakens flower.privacy: none instead of clip 0.05"
+        reason = (
+            "cannot take part: the client refuses: the run weakens flower.privacy: none instead of "
+            "clip 0.05"
+        )
         wait_until(
             lambda: flower.log("weakened").count(reason) == 6, PATIENCE, "all six nodes to refuse"
         )
@@ -112,7 +156,19 @@ def test_attacks_over_real_processes(tmp_path):
     rows = rows_of(out, "rounds")
     left_out = [set(row.get("left_out", {})) for row in rows]
     # Client 3 returns in round 3, 4 or 5, whenever its process is ready.
-    assert [left - {"3"} for left in left_out] == [set(), {"0"}, {"1"}, set(), set()], log[-3000:]
+    ordered = [set(), {"0"}, {"1"}, set(), set()]
+    lied = [{str(client) for client in lies} for lies in LIES.values()]
+    assert [left - {"3"} for left in left_out] == [
+        refused | lying for refused, lying in zip(ordered, lied, strict=True)
+    ], log[-3000:]
+    for number, lies in LIES.items():
+        for client in lies:
+            said = rows[number]["left_out"][str(client)]
+            assert said.startswith("answered "), said
+            assert said.isprintable()
+    assert list(rows[-1]["not_evaluated"]) == ["1"]
+    assert "answered with 7.5 as test accuracy" in rows[-1]["not_evaluated"]["1"]
+    assert "Traceback" not in log
     assert "3" in left_out[1]
     assert "3" not in left_out[4]
     assert "'../../../escaped' is not a name for a run" in rows[1]["left_out"]["0"]

@@ -58,6 +58,16 @@ def test_scores_and_choices_equal_the_papers(f):
         assert screened.updates is updates
 
 
+def test_float32_updates_are_scored_as_exactly_as_they_are():
+    draws = torch.Generator().manual_seed(0)
+    received = {"w": torch.randn(300_000, generator=draws)}
+    moved = received["w"] + 0.01 * torch.randn(8, 300_000, generator=draws)
+    scores = krum_scores(squared_distances(received, Updates({"w": moved}, {}, {}, {})), 1)
+    # Differences as float32 has them.
+    exact = (moved - received["w"]).double()
+    np.testing.assert_allclose(scores.numpy(), scores_by_hand({"w": exact}, 1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["params", "buffers", "uploads"])
 def test_a_client_far_away_in_anything_it_sends_is_dropped(where):
     received, updates = updates_of(7)

@@ -55,11 +55,13 @@ def by_hand(stacked, origin, bound, multiple):
 @pytest.mark.parametrize(
     "options", [{}, {"multiple": 1.5}, {"bound": 3.0}, {"bound": 3.0, "multiple": 4.0}]
 )
-def test_steps_have_the_lengths_computed_by_hand(options):
+@pytest.mark.parametrize("drop", [None, 5.0])
+def test_steps_have_the_lengths_computed_by_hand(options, drop):
     received, updates = random_updates()
-    screened = NormBound(**options).screen(received, updates, COHORT)
-    bound, multiple = options.get("bound"), options.get("multiple", 1.0)
-    assert screened.dropped == ()
+    screened = NormBound(**options, drop=drop).screen(received, updates, COHORT)
+    bound, multiple = options.get("bound"), options.get("multiple", 2.0)
+    # The last client's steps are a thousand times as long as those of the first.
+    assert screened.dropped == (() if drop is None else (9,))
     for before, after, origin, limit in (
         (updates.params, screened.updates.params, received, bound),
         (updates.buffers, screened.updates.buffers, received, None),
@@ -75,13 +77,14 @@ def test_steps_have_the_lengths_computed_by_hand(options):
 
 def test_updates_within_the_bound_keep_their_bits_and_others_are_named():
     received, updates = random_updates()
-    screened = NormBound(bound=20.0, multiple=1e6).screen(received, updates, COHORT)
+    guard = NormBound(bound=20.0, multiple=1e6, drop=None)
+    screened = guard.screen(received, updates, COHORT)
     for name, stack in updates.params.items():
         assert torch.equal(screened.updates.params[name][:3], stack[:3])
     assert screened.notes["scaled"] == [9]
     lengths = screened.notes["norms"]
     assert lengths[2] < 20 < lengths[3]
-    untouched = NormBound(bound=1e9, multiple=1e9).screen(received, updates, COHORT)
+    untouched = NormBound(bound=1e9, multiple=1e9, drop=1e9).screen(received, updates, COHORT)
     assert untouched.updates.params is updates.params
     assert untouched.notes["scaled"] == []
 
@@ -89,8 +92,34 @@ def test_updates_within_the_bound_keep_their_bits_and_others_are_named():
 def test_half_of_the_clients_cannot_raise_the_median():
     received = {"w": torch.zeros(1)}
     updates = Updates({"w": torch.tensor([[1.0], [2.0], [1e6], [1e6]])}, {}, {}, {})
-    screened = NormBound().screen(received, updates, COHORT)
+    screened = NormBound(multiple=1.0, drop=None).screen(received, updates, COHORT)
     assert screened.updates.params["w"].flatten().tolist() == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_clients_far_above_the_median_are_dropped():
+    received, cohort = {"w": torch.zeros(1)}, SimpleNamespace(ids=np.arange(5))
+
+    def screened(*steps, **options):
+        stack = torch.tensor(steps).view(-1, 1)
+        return NormBound(**options).screen(received, Updates({"w": stack}, {}, {}, {}), cohort)
+
+    found = screened(1.0, -2.0, 2.0, 10.0, 10.1)
+    assert found.dropped == (4,)
+    assert found.notes["norms"].tolist() == [1.0, 2.0, 2.0, 10.0]
+    assert found.notes["scaled"] == [3]
+    assert screened(1.0, -2.0, 2.0, 10.0, 10.1, drop=3.0).dropped == (3, 4)
+    # Clients that learn while most others have nothing to learn from.
+    assert screened(0.0, 0.0, 0.0, 1.0, 2.0).dropped == ()
+
+
+def test_uploads_far_above_the_median_are_bounded_and_not_dropped():
+    """Sums over samples, for example, differ as much as sizes of clients do."""
+    uploads = {"sums": {"s": torch.tensor([[1.0], [2.0], [3.0], [100.0]])}}
+    updates = Updates({"w": torch.ones(4, 1)}, {}, uploads, {})
+    screened = NormBound(multiple=1.0).screen({"w": torch.zeros(1)}, updates, COHORT)
+    assert screened.dropped == ()
+    assert screened.updates.uploads["sums"]["s"].flatten().tolist() == [1.0, 2.0, 2.0, 2.0]
+    assert screened.notes["scaled"] == [7, 9]
 
 
 def test_a_mask_of_minus_infinity_stays_and_does_not_count():
@@ -98,6 +127,11 @@ def test_a_mask_of_minus_infinity_stays_and_does_not_count():
     updates = Updates({"mask": torch.tensor([[3.0, -torch.inf], [1.0, -torch.inf]])}, {}, {}, {})
     screened = NormBound(bound=2.0).screen(received, updates, SimpleNamespace(ids=np.arange(2)))
     assert screened.updates.params["mask"].tolist() == [[2.0, -torch.inf], [1.0, -torch.inf]]
+
+
+def test_a_drop_below_the_median_is_refused():
+    with pytest.raises(InputError, match=r"norm\.drop must be a finite number of at least 1"):
+        NormBound(drop=0.5)
 
 
 @pytest.mark.parametrize(

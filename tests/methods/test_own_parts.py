@@ -66,7 +66,7 @@ class Varied(LocalRule):
         # Where a part knows more than the type, its own words count.
         (
             {"name": "fedrep", "head_epochs": 1.5},
-            "^fedrep.head_epochs must be a whole number of at least 1, got 1.5",
+            "^method.head_epochs: fedrep.head_epochs must be a whole number of at least 1, got 1.5",
         ),
         (
             {"name": "fedavgm", "variant": 3},

@@ -51,6 +51,15 @@ def test_one_liar_of_ten_costs_at_most_two_points(method, attack):
     assert accuracy(trained(HOLDING[method], engine=lying(ATTACKS[attack]))) >= honest() - 0.02
 
 
+@pytest.mark.parametrize("method", ["norm", "multikrum"])
+def test_a_slow_learning_rate_does_not_help_the_liar(method):
+    """Far from convergence, a liar that is bounded but not dropped costs ten points."""
+    slow = {"optimizer": Sgd(lr=0.1), "rounds": 8}
+    without = accuracy(trained("fedavg", unseen=(LIAR,), **slow))
+    attacked = trained(HOLDING[method], engine=lying(ATTACKS["flipped"]), **slow)
+    assert accuracy(attacked) >= without - 0.02
+
+
 @pytest.mark.parametrize("attack", ["x1e6", "flipped"])
 def test_without_a_guard_one_liar_spoils_the_model(attack):
     assert accuracy(trained("fedavg", engine=lying(ATTACKS[attack]))) < honest() - 0.3
@@ -113,7 +122,10 @@ def test_a_bound_that_nobody_reaches_changes_no_byte(name, tmp_path):
     small_run(tmp_path / "without", method=name)
     small_run(
         tmp_path / "with",
-        method={"name": name, "guard": {"name": "norm", "bound": 1e9, "multiple": 1e9}},
+        method={
+            "name": name,
+            "guard": {"name": "norm", "bound": 1e9, "multiple": 1e9, "drop": 1e9},
+        },
     )
     without, guarded = promised(tmp_path / "without"), promised(tmp_path / "with")
     assert without.keys() == guarded.keys()
@@ -141,7 +153,7 @@ def test_dropped_clients_are_named_and_do_not_count(tmp_path):
 
 
 def test_who_was_scaled_is_noted(tmp_path):
-    method = {"name": "fedavg", "guard": {"name": "norm", "multiple": 3.0}}
+    method = {"name": "fedavg", "guard": {"name": "norm", "multiple": 3.0, "drop": None}}
     (row,) = trained(method, engine=lying(ATTACKS["flipped"]), rounds=1).rounds
     assert row["notes"]["guard_scaled"] == [LIAR]
     lengths = row["notes"]["guard_norms"]
