@@ -103,10 +103,43 @@ def server_sees() -> str:
     return _table(("server sees", "methods", "under secure aggregation"), rows)
 
 
+def speed() -> str:
+    """Return the table of speed, from the first table of each machine in ``results/speed.md``."""
+    wanted = ("job", "Equipoise", "against bare", "against pfl", "against Flower")
+    rows: list[tuple[str, ...]] = []
+    text = (DOCS / "results" / "speed.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        machine = section.partition("\n")[0]
+        tables = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+        measured = next(
+            (made for made in map(_cells, tables) if set(wanted[:3]) <= set(made[0])), ()
+        )
+        for cells in measured[1:]:
+            found = dict(zip(measured[0], cells, strict=True))
+            job, rate, *ratios = (found.get(name, "") for name in wanted)
+            # Without the details in brackets: the range of repeats, how often it was measured.
+            rows.append((machine, _plain(job), _plain(rate), *(ratio or "–" for ratio in ratios)))
+    if not rows:
+        raise SystemExit(f"docs/results/speed.md has no table with {', '.join(wanted[:3])}")
+    head = ("machine", "job", "client-steps/s", "bare PyTorch loop", "pfl-research", "Flower")
+    return _table(head, rows)
+
+
+def _cells(table: str) -> list[list[str]]:
+    """Return the cells of a Markdown table, its header first."""
+    lines = [line for line in table.splitlines() if not set(line) <= set("|-: ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r" \(.*?\)", "", cell)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "purposes": purposes,
     "parts": parts,
     "server sees": server_sees,
+    "speed": speed,
 }
 
 
