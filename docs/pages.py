@@ -150,7 +150,10 @@ def filled(text: str) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
 
     return re.sub(
-        r"(<!-- table: ([a-z ]+) -->)\n.*?\n(<!-- end of table -->)", made, text, flags=re.DOTALL
+        r"(<!-- table: ([a-z ]+) -->)\n(?:.*?\n)??(<!-- end of table -->)",
+        made,
+        text,
+        flags=re.DOTALL,
     )
 
 

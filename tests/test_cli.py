@@ -850,8 +850,9 @@ def test_the_demo_is_a_valid_study():
 def test_the_front_page_fits_a_screen_and_its_links_hold():
     text = README.read_text()
     assert len(text.splitlines()) < 120
-    named = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    named = re.findall(r"(?:\]\(|src=\")(?!https?:)([^)#\"]+)", text)
     assert len(named) > 20
+    assert "docs/results/demo-clients.png" in named
     assert [name for name in named if not (README.parent / name).is_file()] == []
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "digits.md"
 BEGIN, END = "<!-- tables of compare -->", "<!-- end of tables -->"
+REPORT = "[The report of all runs](digits-report.html) has figures, all clients and intervals."
 
 
 def filled(page: str, tables: str) -> str:
     """Return the page with what is between the two comments replaced by the tables of methods and groups.
 
-    The report has the others.
+    A link to the report, which has the others, follows.
     """
-    tables = tables.partition("**base: 95% bootstrap")[0]
+    shown = f"{tables.partition('**base: 95% bootstrap')[0].strip()}\n\n{REPORT}"
     pattern = f"({re.escape(BEGIN)}\n).*?({re.escape(END)})"
     new, count = re.subn(
-        pattern, lambda found: f"{found[1]}{tables.strip()}\n{found[2]}", page, flags=re.DOTALL
+        pattern, lambda found: f"{found[1]}{shown}\n{found[2]}", page, flags=re.DOTALL
     )
     if count != 1:
         raise SystemExit(f"{PAGE} must have {BEGIN} and {END} once")

@@ -81,7 +81,9 @@ def test_the_tables_and_the_report_go_into_the_documentation(tmp_path, monkeypat
     assert "report.html is missing" in capsys.readouterr().err
     (runs / "report.html").write_text("<p>report")
     script.main()
-    assert page.read_text() == f"before\n{script.BEGIN}\n| new |\n|---|\n{script.END}\nafter\n"
+    tables = f"| new |\n|---|\n\n{script.REPORT}"
+    assert page.read_text() == f"before\n{script.BEGIN}\n{tables}\n{script.END}\nafter\n"
+    assert "(digits-report.html)" in script.REPORT
     assert (tmp_path / "digits-report.html").read_text() == "<p>report"
     with pytest.raises(SystemExit, match="must have"):
         script.filled("no comments", "| new |")
