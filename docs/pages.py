@@ -167,9 +167,8 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
     """Return the page of a method."""
     part = methods.part_class(name)
     about = described["methods"][name]
-    results = (
-        ", ".join(f"[{page}](../results/{page}.md)" for page in about["results"]) or "none yet"
-    )
+    # The study of the digits has every method.
+    results = ", ".join(f"[{page}](../results/{page}.md)" for page in (*about["results"], "digits"))
     lines = [
         f"# {about['title']}",
         "",
