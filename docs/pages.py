@@ -30,20 +30,21 @@ KINDS = {
 
 SECURE_AGGREGATION = {
     Sees.NOTHING: "nothing is sent",
-    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used (SCAFFOLD: two sums; "
-    "HarmoFL: one more before round 1, of amplitudes)",
-    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights are computed from these, "
-    "the model from a weighted sum. TERM needs all losses before it can compute weights",
-    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single numbers of all "
-    "updates are compared",
-    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: the server sends the "
-    "mean images and labels of single clients to all clients)",
+    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used "
+    "(SCAFFOLD: two sums; HarmoFL: one more before round 1, of amplitudes)",
+    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights "
+    "are computed from these, the model from a weighted sum. TERM needs all losses before it can "
+    "compute weights",
+    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single "
+    "numbers of all updates are compared",
+    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: "
+    "the server sends the mean images and labels of single clients to all clients)",
     Sees.DATA: "not available on Flower",
 }
 
 
 def read() -> dict[str, Any]:
-    """Read ``methods.yaml``, and refuse it if it does not describe exactly the methods of the library."""
+    """Read ``methods.yaml``; refuse it if it does not describe exactly the methods there are."""
     described: dict[str, Any] = yaml.safe_load((DOCS / "methods.yaml").read_text(encoding="utf-8"))
     listed = {name for group in described["purposes"].values() for name in group}
     for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
@@ -144,7 +145,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew."""
+    """Return a page with its tables made anew.
+
+    A table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+    """
 
     def made(match: re.Match[str]) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"

@@ -764,7 +764,10 @@ def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(paths, "TemporaryFile", refuse)
-    says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
+    says = (
+        r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); "
+        "choose another"
+    )
     with pytest.raises(InputError, match=says):
         paths.check_directory(tmp_path / "x" / "y", "choose another")
     with pytest.raises(

@@ -1,5 +1,6 @@
-"""Put the results of ``experiments/digits/all.yaml`` into the documentation: the tables into ``digits.md``, the report beside it.
+"""Put the results of ``experiments/digits/all.yaml`` into the documentation.
 
+Tables go into ``docs/results/digits.md``, the report beside it:
 ``python experiments/digits/page.py runs/digits-all``, after ``equipoise compare
 experiments/digits/all.yaml --out runs/digits-all --markdown runs/digits-all/table.md``.
 """
@@ -17,9 +18,9 @@ REPORT = "[The report of all runs](digits-report.html) has figures, all clients 
 
 
 def filled(page: str, tables: str) -> str:
-    """Return the page with what is between the two comments replaced by the tables of methods and groups.
+    """Return the page with the tables of methods and groups between the two comments.
 
-    A link to the report, which has the others, follows.
+    A link to the report, which has the other tables, follows.
     """
     shown = f"{tables.partition('**base: 95% bootstrap')[0].strip()}\n\n{REPORT}"
     pattern = f"({re.escape(BEGIN)}\n).*?({re.escape(END)})"
