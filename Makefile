@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PYTHON3 ?= $(shell command -v python3.11 || command -v python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test test-slow trials lint format settings dist bench clean
+.PHONY: help setup demo digits docs test test-slow trials lint format settings dist bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -20,8 +20,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-demo: $(READY)  ## compare federated averaging with its two points of reference: who is left behind? (under a minute)
+demo: $(READY)  ## who does federated averaging leave behind, and which methods help? (under a minute)
 	$(VENV)/bin/equipoise compare demo --jobs 2 --out runs/demo
+
+digits: $(READY)  ## compare every method on the embedded digits, and write docs/results/digits.md (under 15 minutes)
+	$(VENV)/bin/equipoise compare experiments/digits/all.yaml --jobs 2 --out runs/digits-all --markdown runs/digits-all/table.md
+	$(PYTHON) experiments/digits/page.py runs/digits-all
 
 # One thread a worker: threads of two workers that wait for each other on two cores can take thrice as long.
 test: $(READY) lint  ## check the code and run all quick tests and the examples of the documentation

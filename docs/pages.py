@@ -30,20 +30,21 @@ KINDS = {
 
 SECURE_AGGREGATION = {
     Sees.NOTHING: "nothing is sent",
-    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used (SCAFFOLD: two sums; "
-    "HarmoFL: one more before round 1, of amplitudes)",
-    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights are computed from these, "
-    "the model from a weighted sum. TERM needs all losses before it can compute weights",
-    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single numbers of all "
-    "updates are compared",
-    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: the server sends the "
-    "mean images and labels of single clients to all clients)",
+    Sees.SUMS: "yes: weights are known before clients train, and only the weighted sum is used "
+    "(SCAFFOLD: two sums; HarmoFL: one more before round 1, of amplitudes)",
+    Sees.SCALARS: "only if every client's loss is visible (FedNova: its number of steps): weights "
+    "are computed from these, the model from a weighted sum. TERM needs all losses before it can "
+    "compute weights",
+    Sees.UPDATES: "no: the weights are computed from inner products of single updates, or single "
+    "numbers of all updates are compared",
+    Sees.REPRESENTATIONS: "no: clients are clustered by vectors that describe their data (FedMix: "
+    "the server sends the mean images and labels of single clients to all clients)",
     Sees.DATA: "not available on Flower",
 }
 
 
 def read() -> dict[str, Any]:
-    """Read ``methods.yaml``, and refuse it if it does not describe exactly the methods of the library."""
+    """Read ``methods.yaml``; refuse it if it does not describe exactly the methods there are."""
     described: dict[str, Any] = yaml.safe_load((DOCS / "methods.yaml").read_text(encoding="utf-8"))
     listed = {name for group in described["purposes"].values() for name in group}
     for what, found in (("methods", set(described["methods"])), ("purposes", listed)):
@@ -103,21 +104,60 @@ def server_sees() -> str:
     return _table(("server sees", "methods", "under secure aggregation"), rows)
 
 
+def speed() -> str:
+    """Return the table of speed, from the first table of each machine in ``results/speed.md``."""
+    wanted = ("job", "Equipoise", "against bare", "against pfl", "against Flower")
+    rows: list[tuple[str, ...]] = []
+    text = (DOCS / "results" / "speed.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        machine = section.partition("\n")[0]
+        tables = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
+        measured = next(
+            (made for made in map(_cells, tables) if set(wanted[:3]) <= set(made[0])), ()
+        )
+        for cells in measured[1:]:
+            found = dict(zip(measured[0], cells, strict=True))
+            job, rate, *ratios = (found.get(name, "") for name in wanted)
+            # Without the details in brackets: the range of repeats, how often it was measured.
+            rows.append((machine, _plain(job), _plain(rate), *(ratio or "–" for ratio in ratios)))
+    if not rows:
+        raise SystemExit(f"docs/results/speed.md has no table with {', '.join(wanted[:3])}")
+    head = ("machine", "job", "client-steps/s", "bare PyTorch loop", "pfl-research", "Flower")
+    return _table(head, rows)
+
+
+def _cells(table: str) -> list[list[str]]:
+    """Return the cells of a Markdown table, its header first."""
+    lines = [line for line in table.splitlines() if not set(line) <= set("|-: ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def _plain(cell: str) -> str:
+    return re.sub(r" \(.*?\)", "", cell)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "purposes": purposes,
     "parts": parts,
     "server sees": server_sees,
+    "speed": speed,
 }
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` made anew."""
+    """Return a page with its tables made anew.
+
+    A table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+    """
 
     def made(match: re.Match[str]) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
 
     return re.sub(
-        r"(<!-- table: ([a-z ]+) -->)\n.*?\n(<!-- end of table -->)", made, text, flags=re.DOTALL
+        r"(<!-- table: ([a-z ]+) -->)\n(?:.*?\n)??(<!-- end of table -->)",
+        made,
+        text,
+        flags=re.DOTALL,
     )
 
 
@@ -131,9 +171,8 @@ def page_of(name: str, described: Mapping[str, Any]) -> str:
     """Return the page of a method."""
     part = methods.part_class(name)
     about = described["methods"][name]
-    results = (
-        ", ".join(f"[{page}](../results/{page}.md)" for page in about["results"]) or "none yet"
-    )
+    # The study of the digits has every method.
+    results = ", ".join(f"[{page}](../results/{page}.md)" for page in (*about["results"], "digits"))
     lines = [
         f"# {about['title']}",
         "",

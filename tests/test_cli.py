@@ -763,7 +763,10 @@ def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(paths, "TemporaryFile", refuse)
-    says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
+    says = (
+        r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); "
+        "choose another"
+    )
     with pytest.raises(InputError, match=says):
         paths.check_directory(tmp_path / "x" / "y", "choose another")
     with pytest.raises(
@@ -797,25 +800,27 @@ def test_the_tables_are_written_even_if_nobody_reads_them(call, strange, monkeyp
 # ---- the front page ------------------------------------------------------------------------------
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 
 
-def test_the_examples_of_the_front_page(monkeypatch):
-    # What README registers must not stay with the tests that come after.
+def test_the_examples_of_the_front_page_and_of_extending(monkeypatch):
+    # What the pages register must not stay with the tests that come after.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._PARTS))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
     monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))
     monkeypatch.setattr(metrics, "_METRICS", dict(metrics._discover()))
-    failed, tried = doctest.testfile(
-        str(README), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
-    )
-    assert tried >= 10
-    assert failed == 0
+    for page, least in ((README, 5), (DOCS / "extending.md", 10)):
+        failed, tried = doctest.testfile(
+            str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+        )
+        assert tried >= least
+        assert failed == 0
 
 
-def test_the_experiment_and_the_commands_of_the_front_page():
-    text = README.read_text()
+def test_the_experiment_and_the_commands_of_the_page_on_the_command_line():
+    text = (DOCS / "command_line.md").read_text()
     experiment_from(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     commands = {line.split()[1] for line in text.splitlines() if line.startswith("equipoise ")}
     assert commands == {
@@ -826,21 +831,46 @@ def test_the_experiment_and_the_commands_of_the_front_page():
         "compare",
         "report",
         "advise",
-        "flower",
     }
 
 
-def test_the_front_page_names_the_commands_with_json(call):
-    named = re.search(r"`--help`; (.*?)\s+have `--json`", README.read_text(), re.DOTALL)[1]
+def test_the_page_on_the_command_line_names_the_commands_with_json(call):
+    text = (DOCS / "command_line.md").read_text()
+    named = re.search(r"`--help`; (.*?)\s+have `--json`", text, re.DOTALL)[1]
     commands = {"run", "methods", "explain", "data", "compare", "report", "advise", "flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
 
 
 def test_the_demo_is_a_valid_study():
-    study = load_study(README.parent / "experiments" / "digits.yaml")
-    assert (study.methods, study.seeds) == (("fedavg", "local", "central"), (0, 1, 2))
+    study = load_study(README.parent / "equipoise" / "demo.yaml")
+    assert study.methods == ("fedavg", "local", "central", "fedbn", "ditto")
+    assert study.seeds == (0, 1, 2)
     assert study.jobs[0].experiment.data["imbalance"] == 10
+
+
+def test_the_front_page_fits_a_screen_and_its_links_hold():
+    text = README.read_text()
+    assert len(text.splitlines()) < 120
+    named = re.findall(r"(?:\]\(|src=\")(?!https?:)([^)#\"]+)", text)
+    assert len(named) > 20
+    assert "docs/results/demo-clients.png" in named
+    assert [name for name in named if not (README.parent / name).is_file()] == []
+
+
+def test_the_front_page_counts_the_methods_that_there_are():
+    purposes = yaml.safe_load((DOCS / "methods.yaml").read_text())["purposes"]
+    rows = {
+        row.split("|")[1].strip(): row.split("|")[2].strip()
+        for row in README.read_text().splitlines()
+        if row.startswith("| methods ")
+    }
+    assert rows == {
+        "methods for fairness between clients or groups": str(
+            len(purposes["fairness between clients or groups"])
+        ),
+        "methods with personal models": str(len(purposes["personal models"])),
+    }
 
 
 def test_python_runs_the_package_as_the_command():

@@ -41,6 +41,28 @@ def test_a_table_that_has_changed_is_made_anew(pages):
     assert all(f"`{name}`" in made for name in pages.own_methods())
 
 
+def test_an_empty_table_is_filled_without_the_text_after_it(pages):
+    empty = "<!-- table: purposes -->\n<!-- end of table -->\n"
+    made = pages.filled(f"{empty}between\n{empty}")
+    assert made.count("| purpose |") == 2
+    assert "<!-- end of table -->\nbetween\n<!-- table: purposes -->" in made
+
+
+def test_the_table_of_speed_has_the_numbers_of_the_page_on_speed(pages):
+    page = (DOCS / "results" / "speed.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in pages.speed().splitlines()[2:]]
+    assert len({machine for machine, *_ in rows}) >= 2
+    for machine, job, rate, *ratios in rows:
+        section = page.partition(f"## {machine}\n")[2].partition("\n## ")[0]
+        (line,) = [
+            line
+            for line in section.splitlines()
+            if line.startswith(f"| {job}") and f"| {rate}" in line
+        ]
+        for ratio in ratios:
+            assert ratio == "–" or f"| {ratio} |" in line
+
+
 def test_results_that_are_named_are_there(pages):
     described = pages.read()["methods"]
     for name, about in described.items():

@@ -128,7 +128,13 @@ def test_the_wheel_alone_runs_the_demo_and_the_commands(installed, tmp_path):
     small = ("--seed", "0", "--set", "training.rounds=2", "--json")
     results = json.loads(run(command, "compare", "demo", *small, cwd=tmp_path))
     assert results["failures"] == {}
-    assert {row["method"] for row in results["results"]} == {"fedavg", "local", "central"}
+    assert {row["method"] for row in results["results"]} == {
+        "fedavg",
+        "local",
+        "central",
+        "fedbn",
+        "ditto",
+    }
     assert Path(tmp_path, results["report"]).exists()
 
 
