@@ -99,15 +99,38 @@ class StackedCohort:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
-        engine = self.engine
+        model = shared["model"]
+        self._count_down(shared, each, Layout(local, model))
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
+        sent, uploads, reports = self.carry_out(shared, each, local)
+        buffers = self.engine.network.buffers
+        updates = Updates(
+            params={n: t for n, t in sent.items() if n not in buffers},
+            buffers={n: t for n, t in sent.items() if n in buffers},
+            uploads=uploads,
+            reports=reports,
+        )
+        self.bytes_up += size_in_bytes(
+            [updates.params, updates.buffers, updates.uploads, updates.reports]
+        )
+        return self._usable(updates, model)
+
+    def carry_out(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> tuple[Tree, dict[str, Tree], Reports]:
+        """Train all clients, and write their memories beside those committed.
+
+        Returns
+        -------
+        tuple
+            What clients send back of the model, their uploads and their reports, stacked in the
+            order of ``ids``.
+        """
         model = shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
-        self._count_down(shared, each, layout)
-        self.messages += len(self.ids)
-        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
-
-        work = self._work(local)
+        work = self.work_of(local)
         # The larger of two clients comes first if they make as many steps.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined
@@ -117,7 +140,7 @@ class StackedCohort:
         size = (
             1
             if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases())
-            else engine.chunk
+            else self.engine.chunk
         )
         start = 0
         for members in chunks(order, work, size):
@@ -146,17 +169,7 @@ class StackedCohort:
         # A round that is repeated after a failure starts from what was committed before it.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
-        sent = gather_tree([stack])
-        updates = Updates(
-            params={n: t for n, t in sent.items() if n not in engine.network.buffers},
-            buffers={n: t for n, t in sent.items() if n in engine.network.buffers},
-            uploads=gather_trees(list(uploads)),
-            reports=gather_tree(list(reports)),
-        )
-        self.bytes_up += size_in_bytes(
-            [updates.params, updates.buffers, updates.uploads, updates.reports]
-        )
-        return self._usable(updates, model)
+        return gather_tree([stack]), gather_trees(list(uploads)), gather_tree(list(reports))
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
         """Leave out clients whose updates cannot be used, unless that is all of them.
@@ -238,7 +251,7 @@ class StackedCohort:
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
         return {**remembered, **facts}, {**uploads, **sent_facts}, reports
 
-    def _work(self, local: LocalRule) -> list[NDArray[np.int64]]:
+    def work_of(self, local: LocalRule) -> list[NDArray[np.int64]]:
         """Return how many steps each client makes, one array a phase."""
         training, keys, adapting = self.engine.training, self._keys(self.ids), bool(self.purpose)
         work: list[NDArray[np.int64]] = []
@@ -395,10 +408,7 @@ class StackedCohort:
 
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
-        engine = self.engine
-        measured = evaluate_shared(
-            engine.network, engine.data, params, engine.view.split(split), self.ids
-        )
+        measured = self.measured(params, split)
         self.bytes_down += len(self.ids) * self._size_sent(
             params, Layout(self.method.local, params)
         )
@@ -407,6 +417,13 @@ class StackedCohort:
         answer = {name: torch.from_numpy(values) for name, values in measured.items()}
         self.bytes_up += size_in_bytes(answer)
         return answer
+
+    def measured(self, params: Tree, split: str) -> Measured:
+        """Return loss and metrics of a model on the clients' own split."""
+        engine = self.engine
+        return evaluate_shared(
+            engine.network, engine.data, params, engine.view.split(split), self.ids
+        )
 
     def ask(
         self,
@@ -417,6 +434,27 @@ class StackedCohort:
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        question_of(self.method, question)
+        rows = dict(each or {})
+        check_rows(rows, len(self.ids))
+        said = self.answers(question, args, model, split, rows)
+        self.messages += len(self.ids)
+        sent = 0
+        if model is not None:
+            sent = self._size_sent(model, Layout(self.method.local, model))
+        self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
+        self.bytes_up += size_in_bytes(tree_flatten(said)[0])
+        return said
+
+    def answers(
+        self,
+        question: str,
+        args: Sequence[Any],
+        model: Tree | None,
+        split: str,
+        rows: Mapping[str, Tensor],
+    ) -> Any:
+        """Return the clients' answers to a question, stacked in the order of ``ids``."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
         finished_by = getattr(answer, "finished_by", None)
@@ -424,8 +462,7 @@ class StackedCohort:
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
-        kept, rows = memory.pop(KEPT, {}), dict(each or {})
-        check_rows(rows, len(self.ids))
+        kept = memory.pop(KEPT, {})
         answers = []
         for start in range(0, len(self.ids), engine.chunk):
             here = torch.arange(start, min(start + engine.chunk, len(self.ids)), device=seen.device)
@@ -449,12 +486,8 @@ class StackedCohort:
                 asked, lambda client: answer(client, *args), f"the question {question!r}"
             )
             answers.append(vmap(finish)(sums) if finish else sums)
-        self.messages += len(self.ids)
-        sent = 0 if model is None else self._size_sent(model, Layout(local, model))
-        self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
         leaves = [tree_flatten(said) for said in answers]
         joined = [torch.cat(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
-        self.bytes_up += size_in_bytes(joined)
         return tree_unflatten(joined, leaves[0][1])
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> StackedCohort:

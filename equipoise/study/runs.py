@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
+from equipoise.run.processes import end_with_parent
 from equipoise.run.records import Row, average_rows, summarize_rows, task_of
 from equipoise.study.metrics import WHICH
 
@@ -238,7 +238,7 @@ def carry_out(
     threads = max(1, torch.get_num_threads() // jobs)
     # Not forked: PyTorch's threads do not survive that.
     pool = ProcessPoolExecutor(
-        min(jobs, len(missing)), multiprocessing.get_context("spawn"), initializer=_end_with_parent
+        min(jobs, len(missing)), multiprocessing.get_context("spawn"), initializer=end_with_parent
     )
     try:
         futures: dict[Future[dict[str, Any] | str], Job] = {
@@ -276,15 +276,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _end_with_parent() -> None:
-    """End a process when its study is killed, so that it does not write at the same time as the next one."""
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
