@@ -171,6 +171,8 @@ class MemoryStore:
                     clients[kept],
                     {name: stack[where.to(stack.device)] for name, stack in flat.items()},
                 )
+            if not len(clients):
+                continue
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
             slots = torch.tensor([self._slot[int(client)] for client in clients])

@@ -34,7 +34,7 @@ from equipoise.federation import Federation
 from equipoise.imports import import_own
 from equipoise.method import Method
 from equipoise.run.evaluation import Evaluation
-from equipoise.run.trainer import Trainer
+from equipoise.run.trainer import MakeEngine, Trainer
 
 _SETTING = "machine.processes"
 # What torchrun tells every process that it starts.
@@ -68,7 +68,7 @@ class Work:
         import_own(self.imports)
         return Share(self.trainer().engine, self.method)  # type: ignore[arg-type]
 
-    def trainer(self) -> Trainer:
+    def trainer(self, engine: MakeEngine = StackedEngine) -> Trainer:
         """Make a trainer that writes nothing."""
         return Trainer(
             self.federation,
@@ -78,6 +78,7 @@ class Work:
             self.machine,
             self.evaluation,
             self.seed,
+            engine=engine,
         )
 
 
@@ -178,7 +179,7 @@ def follow(work: Work) -> Any:
         The result that process 0 tells.
     """
     link = Link(_group_of_torchrun())
-    _choose_gpu(int(os.environ.get(_LOCAL, link.rank)), work.machine)
+    use_gpu(int(os.environ.get(_LOCAL, link.rank)))
     with exact_arithmetic(work.machine):
         result, failure = serve(link, work.share)
     if failure is not None:
@@ -193,7 +194,7 @@ def follow(work: Work) -> Any:
 def joined(work: Work) -> Iterator[Team]:
     """Work with the processes that ``torchrun`` has started."""
     link = Link(_group_of_torchrun())
-    _choose_gpu(int(os.environ.get(_LOCAL, link.rank)), work.machine)
+    use_gpu(int(os.environ.get(_LOCAL, link.rank)))
     team = Team(work.method, lambda: link)
     try:
         yield team
@@ -215,10 +216,14 @@ def _group_of_torchrun() -> Any:
     return distributed.group.WORLD
 
 
-def _choose_gpu(number: int, machine: Machine) -> None:
-    """Let the processes of one machine use its GPUs in turn, unless the settings name one."""
-    device = machine.torch_device
-    if device.type == "cuda" and device.index is None:
+def use_gpu(number: int) -> None:
+    """Use one of the machine's GPUs, in turn, wherever the settings do not name one.
+
+    Examples
+    --------
+    >>> use_gpu(0)
+    """
+    if torch.cuda.is_available():
         torch.cuda.set_device(number % torch.cuda.device_count())
 
 
@@ -313,7 +318,7 @@ def _work_there(folder: Path, rank: int, processes: int, threads: int, told: Con
     torch.set_num_threads(threads)
     try:
         work: Work = pickle.loads((folder / "work").read_bytes())
-        _choose_gpu(rank, work.machine)
+        use_gpu(rank)
         share = work.share()
     except Exception as error:
         told.send(f"{type(error).__name__}: {error}")
