@@ -228,6 +228,7 @@ def carry_out(
         )
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
+        cores //= max((job.experiment.machine.processes for job in missing), default=1)
         device = next((device for device in devices if device.type == "cuda"), None)
         use = {}
         if device is not None:

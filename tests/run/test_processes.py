@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,6 @@ import torch
 from equipoise import Machine
 from equipoise.engine.link import ProcessLost
 from equipoise.errors import InputError, RunError
-from equipoise.run.api import read_config
 from equipoise.run.processes import processes_of, rank_of_torchrun, threads_of_each
 from tests.run.small import PROMISED, federation, promised, rows_of, small_run
 
@@ -156,27 +156,20 @@ def test_two_processes_give_the_numbers_of_one_and_the_same_bytes_twice(method, 
 
 @pytest.mark.slow
 def test_a_killed_run_ends_all_its_processes_and_is_resumed_to_the_same_bytes(tmp_path):
-    ended(program(tmp_path, "scaffold", "alone", 2, 12))
-    process = program(tmp_path, "scaffold", "killed", 2, 12)
+    ended(program(tmp_path, "scaffold", "alone", 2, 9))
+    process = program(tmp_path, "scaffold", "killed", 2, 9)
     assert [process.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
     workers = children_of(process)
     assert len(workers) == 1
     process.kill()
-    process.wait()
+    process.communicate()
     deadline = time.monotonic() + 30
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, workers))
     assert not (tmp_path / "killed" / "summary.json").exists()
-    ended(program(tmp_path, "scaffold", "killed", 2, 12))
+    ended(program(tmp_path, "scaffold", "killed", 2, 9))
     assert promised(tmp_path / "killed") == promised(tmp_path / "alone")
-    # And with another number of processes to the same numbers.
-    ended(program(tmp_path, "scaffold", "other", 1, 5))
-    ended(program(tmp_path, "scaffold", "other", 2, 9))
-    ended(program(tmp_path, "scaffold", "other", 1, 12))
-    apart = losses(tmp_path / "other") - losses(tmp_path / "alone")
-    assert apart.abs().max() <= 1e-9
-    assert "processes" not in read_config(tmp_path / "other")["resolved"]
 
 
 @pytest.mark.slow
@@ -235,7 +228,7 @@ def test_the_command_line_speaks_once_under_torchrun(tmp_path):
 
     first = command("--json", "--no-report")
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count('"method"') == 1
+    assert json.loads(first.stdout)["config"]["resolved"]["processes"] == 2
     again = command()
     assert again.returncode != 0
     assert again.stderr.count("error: run already holds a run") == 1
