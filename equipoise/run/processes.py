@@ -68,6 +68,11 @@ class Work:
         import_own(self.imports)
         return Share(self.trainer().engine, self.method)  # type: ignore[arg-type]
 
+    def use_gpu(self, number: int) -> None:
+        """Use one of the machine's GPUs, if the run is on a GPU."""
+        if self.machine.torch_device.type == "cuda":
+            use_gpu(number)
+
     def trainer(self, engine: MakeEngine = StackedEngine) -> Trainer:
         """Make a trainer that writes nothing."""
         return Trainer(
@@ -179,7 +184,7 @@ def follow(work: Work) -> Any:
         The result that process 0 tells.
     """
     link = Link(_group_of_torchrun())
-    use_gpu(int(os.environ.get(_LOCAL, link.rank)))
+    work.use_gpu(int(os.environ.get(_LOCAL, link.rank)))
     with exact_arithmetic(work.machine):
         result, failure = serve(link, work.share)
     if failure is not None:
@@ -194,7 +199,7 @@ def follow(work: Work) -> Any:
 def joined(work: Work) -> Iterator[Team]:
     """Work with the processes that ``torchrun`` has started."""
     link = Link(_group_of_torchrun())
-    use_gpu(int(os.environ.get(_LOCAL, link.rank)))
+    work.use_gpu(int(os.environ.get(_LOCAL, link.rank)))
     team = Team(work.method, lambda: link)
     try:
         yield team
@@ -221,10 +226,10 @@ def use_gpu(number: int) -> None:
 
     Examples
     --------
-    >>> use_gpu(0)
+    >>> if torch.cuda.is_available():
+    ...     use_gpu(0)
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number % torch.cuda.device_count())
+    torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 # ---- started here --------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def started(work: Work, processes: int) -> Iterator[Team]:
         return Link(_group_here(folder, 0, processes))
 
     try:
-        (folder / "work").write_bytes(_pickled(work))
+        _write(work, folder / "work")
         each = threads_of_each(processes)
         children += [_Child(folder, rank, processes, each) for rank in range(1, processes)]
         # All together use as many threads as one process would.
@@ -262,9 +267,9 @@ def started(work: Work, processes: int) -> Iterator[Team]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _pickled(work: Work) -> bytes:
+def _write(work: Work, path: Path) -> None:
     try:
-        return pickle.dumps(work, protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save(work, path)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
             f"{_SETTING}: data, model and method must be picklable to reach other processes "
@@ -317,8 +322,9 @@ def _work_there(folder: Path, rank: int, processes: int, threads: int, told: Con
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
-        work: Work = pickle.loads((folder / "work").read_bytes())
-        use_gpu(rank)
+        # Mapped, so that all processes share one copy of the samples.
+        work: Work = torch.load(folder / "work", weights_only=False, mmap=True)
+        work.use_gpu(rank)
         share = work.share()
     except Exception as error:
         told.send(f"{type(error).__name__}: {error}")

@@ -257,7 +257,7 @@ def carry_out(
         min(jobs, len(missing)),
         context,
         initializer=_begin_process,
-        initargs=(context.Value("i", 0),),
+        initargs=(context.Value("i", 0), _on_gpu(missing)),
     )
     try:
         futures: dict[Future[dict[str, Any] | str], Job] = {
@@ -290,12 +290,17 @@ def _recorded_threads(directory: Path, otherwise: int) -> int:
     return recorded
 
 
-def _begin_process(begun: Any) -> None:
+def _on_gpu(jobs: Sequence[Job]) -> bool:
+    return any(job.experiment.machine.torch_device.type == "cuda" for job in jobs)
+
+
+def _begin_process(begun: Any, on_gpu: bool) -> None:
     """Let the processes of a study use the GPUs of the machine in turn, and end with the study."""
     end_with_parent()
     with begun.get_lock():
         number, begun.value = begun.value, begun.value + 1
-    use_gpu(number)
+    if on_gpu:
+        use_gpu(number)
 
 
 @contextmanager

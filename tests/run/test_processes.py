@@ -19,6 +19,7 @@ from equipoise import Machine
 from equipoise.engine.link import ProcessLost
 from equipoise.errors import InputError, RunError
 from equipoise.run.processes import processes_of, rank_of_torchrun, threads_of_each
+from tests.engine.gpu import needs_gpu
 from tests.run.small import PROMISED, federation, promised, rows_of, small_run
 
 ROOT = Path(__file__).parents[2]
@@ -237,3 +238,16 @@ def test_the_command_line_speaks_once_under_torchrun(tmp_path):
 def test_the_federation_of_these_tests_is_divided():
     # Otherwise one process would do everything.
     assert len(federation().seen) == 8
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedcrc"])
+def test_two_processes_on_a_gpu_give_the_numbers_of_one(method, tmp_path):
+    runs = {}
+    for processes in (1, 2):
+        machine = Machine(device="cuda", precision="float64", processes=processes)
+        runs[processes] = small_run(tmp_path / str(processes), method, machine=machine, rounds=3)
+    assert torch.allclose(losses(tmp_path / "2"), losses(tmp_path / "1"), atol=1e-9, rtol=0)
+    engine = runs[2].trainer.engine
+    memories = [tensor for tensor in engine.export().values() if tensor.is_floating_point()]
+    assert all(tensor.is_cuda for tensor in (*runs[2].trainer.state.model.values(), *memories))
