@@ -204,7 +204,7 @@ class StackedCohort:
         seen: Tensor,
         work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
+        """Train one chunk in place, and return its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
@@ -433,7 +433,7 @@ class StackedCohort:
         split: str = "train",
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        """Ask every client a question; see :meth:`equipoise.method.Cohort.ask`."""
         question_of(self.method, question)
         rows = dict(each or {})
         check_rows(rows, len(self.ids))
@@ -458,7 +458,8 @@ class StackedCohort:
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
         finished_by = getattr(answer, "finished_by", None)
-        finish = getattr(answer.__self__, finished_by) if finished_by else None  # type: ignore[attr-defined]
+        asked_part = getattr(answer, "__self__", None)
+        finish = getattr(asked_part, finished_by) if finished_by else None
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
@@ -491,7 +492,7 @@ class StackedCohort:
         return tree_unflatten(joined, leaves[0][1])
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> StackedCohort:
-        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
+        """Return the cohort less some clients; see `equipoise.engine.contract.RoundCohort`."""
         rest = copy.copy(self)
         rest._leave_out(dict.fromkeys(ids, dropped or LOST))
         return rest
@@ -508,7 +509,7 @@ class StackedCohort:
     # ---- reports and bytes -----------------------------------------------------------------------
 
     def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
-        """Compute the reports somebody needs, of the models as they are before or after local training."""
+        """Compute the wanted reports of the models before or after local training."""
         reports: Reports = {}
         evaluated: dict[str, Measured] = {}
         if when == "after" and self.evaluates_local:
@@ -531,7 +532,7 @@ class StackedCohort:
         return reports
 
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
-        """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
+        """Evaluate the models of a trained chunk, and add the values to ``local_metrics``."""
         evaluated = {
             split: self._measure(
                 chunk, self.engine.view.split(split), self.ids[members], evaluation=True
@@ -547,9 +548,10 @@ class StackedCohort:
     def _measure(
         self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
     ) -> Measured:
-        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``).
+        """Evaluate each client's model as it is now.
 
-        Only for ``evaluation`` there is more than the loss and the task's own metrics.
+        It has the parts that the client keeps, but no second copies (``personal.``). Only for
+        ``evaluation`` there is more than the loss and the task's own metrics.
         """
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
@@ -561,7 +563,7 @@ class StackedCohort:
     def _reported(
         self, split: Split, clients: NDArray[np.int64]
     ) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' numbers in that split."""
+        """Return the samples that clients' reports look at, and the clients' numbers in it."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
@@ -598,7 +600,9 @@ class StackedCohort:
 
 
 def evaluations_for(reports: Iterable[str]) -> int:
-    """Count the evaluations of a model on a split that some reports take; loss and score come from the same one.
+    """Count the evaluations that some reports take.
+
+    Loss and score of a model on a split come from the same evaluation.
 
     Examples
     --------
@@ -613,7 +617,7 @@ def evaluations_for(reports: Iterable[str]) -> int:
 def _gradient_weight(
     paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float
 ) -> Tensor:
-    """Return the sum of the weights with which gradients enter each client's update, over all phases."""
+    """Return the sum of the weights with which gradients enter each client's update."""
     weights = []
     for pace, steps in zip(paces, work, strict=True):
         lr = torch.as_tensor(pace.lr, dtype=torch.float64).cpu().expand(len(steps)).numpy()

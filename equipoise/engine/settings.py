@@ -18,7 +18,7 @@ from equipoise.optimizers import Optimizer, Schedule, Sgd, check_optimizer
 
 
 def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
-    """Check that settings are whole numbers of at least 1; those that are None by default may be None."""
+    """Check that settings are whole numbers of at least 1, or None where that is the default."""
     for name in names:
         value = getattr(settings, name)
         if value is not None or name not in ("steps", "report_samples"):

@@ -16,7 +16,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -382,10 +383,7 @@ class SpreadEngine:
         answers = self.carry_out(
             "evaluate", clients, self.divided(clients, work), model=model, adapted=adapted
         )
-        return {
-            split: answers.measured(lambda found, split=split: found[split])  # type: ignore[misc]
-            for split in ("val", "test")
-        }
+        return {split: answers.measured(itemgetter(split)) for split in ("val", "test")}
 
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
         """Evaluate the global model on the samples that the server holds, by split."""
@@ -507,7 +505,7 @@ class Answers:
     def tree(self, part: Callable[[Any], Mapping[str, Tensor]]) -> Tree:
         """Put the stacks of a tree in the order of clients."""
         names = part(self.given[0][1]) if self.given else {}
-        return {name: self.stack(lambda found, name=name: part(found)[name]) for name in names}  # type: ignore[misc]
+        return {name: self.stack(partial(_leaf_of, part, name)) for name in names}
 
     def measured(self, part: Callable[[Any], Measured]) -> Measured:
         """Put measured values in the order of clients; NaN where a process has not measured one."""
@@ -516,6 +514,10 @@ class Answers:
             for name, values in part(found).items():
                 joined.setdefault(name, np.full(self.clients, np.nan))[where] = values
         return joined
+
+
+def _leaf_of(part: Callable[[Any], Mapping[str, Tensor]], name: str, found: Any) -> Tensor:
+    return part(found)[name]
 
 
 class SpreadCohort(StackedCohort):
@@ -554,16 +556,18 @@ class SpreadCohort(StackedCohort):
             wanted=sorted(self.wanted_reports),
             evaluates_local=self.evaluates_local,
         )
-        _, (_, names, _, splits) = answers.given[0]
+        sent, uploads, reports, local_metrics = (
+            answers.changed(lambda found, count, part=part: found[part])  # type: ignore[misc]
+            for part in range(4)
+        )
         self.local_metrics = {
-            split: answers.measured(lambda found, split=split: found[3].get(split, {}))  # type: ignore[misc]
-            for split in splits
+            split: local_metrics.measured(itemgetter(split)) for split in local_metrics.given[0][1]
         }
-        uploads = {
-            name: answers.tree(lambda found, name=name: found[1][name])  # type: ignore[misc]
-            for name in names
-        }
-        return answers.tree(lambda found: found[0]), uploads, answers.tree(lambda found: found[2])
+        return (
+            sent.tree(lambda found: found),
+            {name: uploads.tree(itemgetter(name)) for name in uploads.given[0][1]},
+            reports.tree(lambda found: found),
+        )
 
     def measured(self, params: Tree, split: str) -> Measured:
         """Return loss and metrics of a model on the clients' own split."""
@@ -581,10 +585,8 @@ class SpreadCohort(StackedCohort):
         """Return the clients' answers to a question, stacked in the order of ``ids``."""
         answers = self._asked_of_all(split, "ask", rows, question=question, args=args, model=model)
         flat, form = tree_flatten(answers.given[0][1])
-        leaves = [
-            answers.stack(lambda found, leaf=leaf: tree_flatten(found)[0][leaf])  # type: ignore[misc]
-            for leaf in range(len(flat))
-        ]
+        said = answers.changed(lambda found, count: tree_flatten(found)[0])
+        leaves = [said.stack(itemgetter(leaf)) for leaf in range(len(flat))]
         return tree_unflatten(leaves, form)
 
     def _asked_of_all(

@@ -16,7 +16,9 @@ from equipoise.tree import Tree
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:
-    """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
+    """View the first rows of a stack; a single row loses the leading axis.
+
+    Then it needs no ``vmap``.
 
     Examples
     --------
@@ -88,7 +90,8 @@ def why_not_stacked(error: Exception) -> str:
 
 
 _REASONS = {
-    "data-dependent control flow": "it has an if or a loop that depends on values, and every client has values of its own",
+    "data-dependent control flow": "it has an if or a loop that depends on values, and every "
+    "client has values of its own",
     ".item()": "it calls .item(), float() or the like, and every client has a value of its own",
     "vmap: inplace": "it changes a tensor in place that all clients share",
     "randomness error mode": "it draws random numbers, which would not be those of one client",
@@ -97,7 +100,7 @@ _REASONS = {
 
 @contextmanager
 def in_plain_words(what: str) -> Iterator[None]:
-    """Say what PyTorch's errors about code that is called for many clients at once mean, and what to do.
+    """Explain PyTorch's errors about code that is called for many clients at once.
 
     Parameters
     ----------
@@ -109,9 +112,9 @@ def in_plain_words(what: str) -> Iterator[None]:
     >>> with in_plain_words("the loss mine"):
     ...     raise RuntimeError("vmap: It looks like you're calling .item() on a Tensor.")
     Traceback (most recent call last):
-    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls .item(), float() or the
-    like, and every client has a value of its own; valid: operations on tensors, such as torch.where(condition, a, b) or
-    client.seen as a factor, or machine.chunk: 1
+    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls
+    .item(), float() or the like, and every client has a value of its own; valid: operations on
+    tensors, such as torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1
     """
     try:
         yield
@@ -127,11 +130,11 @@ def in_plain_words(what: str) -> Iterator[None]:
 
 
 def over_clients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function of one client for stacked clients: :func:`torch.func.vmap` over the first axis of all tensors.
+    """Call a function of one client for stacked clients.
 
-    Arguments and results are tensors, None, and dictionaries, lists and tuples of these. They are
-    taken apart here, because PyTorch's code for any kind of structure takes longer than the
-    arithmetic of a small model.
+    This is :func:`torch.func.vmap` over the first axis of all tensors. Arguments and results are
+    tensors, None, and dictionaries, lists and tuples of these. They are taken apart here, because
+    PyTorch's code for any kind of structure takes longer than the arithmetic of a small model.
 
     Parameters
     ----------

@@ -106,7 +106,7 @@ class Run:
         return _undivided(module, self.config)
 
     def local_model(self, client: int | str) -> nn.Module:
-        """Return a client's local model: as it was after its training in the last round, before aggregation.
+        """Return a client's local model of the last round: after its training, before aggregation.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class Run:
 
 
 class Followed(Run):
-    """A finished run as processes of ``torchrun`` other than process 0 see it: without its models."""
+    """A finished run in a process of ``torchrun`` other than process 0: without its models."""
 
     def model(self, client: int | str | None = None) -> nn.Module:
         """Refuse: process 0 has the models."""
@@ -144,7 +144,7 @@ class Followed(Run):
 
 
 def _names_arguments(function: F) -> F:
-    """Call settings in errors what the caller calls them: ``rounds`` instead of ``training.rounds``."""
+    """Name settings in errors as the caller does: ``rounds``, not ``training.rounds``."""
 
     @functools.wraps(function)
     def called(*args: Any, **given: Any) -> Any:
@@ -287,8 +287,8 @@ def train(
     work = Work(federation, made, module, training, machine, evaluation, seed, imports)
     processes = _processes(machine, engine)
     if rank_of_torchrun():
-        told = follow(work)
-        return Followed(told["summary"], told["config"], None, work.trainer())
+        told, follower = follow(work)
+        return Followed(told["summary"], told["config"], None, follower)
     warm = start_from(start)
     begun = warm.tensors(module) if warm else {}
     config = {
@@ -625,7 +625,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _number(client: int | str | None, names: Sequence[str] | None) -> int | None:
-    """Return a client's number by its name, and refuse a number that could be mistaken for a name."""
+    """Return a client's number by its name; a number that may be a name is refused."""
     if client is None:
         return None
     if not isinstance(client, str):
@@ -751,7 +751,10 @@ def _open(
     attached: Mapping[str, bytes],
     processes: int,
 ) -> tuple[dict[str, Any], bool, bool]:
-    """Complete the configuration, check the directory, and say whether its run is finished, and whether it gets longer."""
+    """Complete the configuration, and check the directory.
+
+    The result also says whether its run is finished, and whether it gets longer.
+    """
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -848,7 +851,10 @@ def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, 
     if reason is None and note.get("total_was_read"):
         reason = f"its method {method.name!r} has used the number of rounds"
     if best and IF_LONGER in note and note[IF_LONGER]["best_round"] != note["best_round"]:
-        reason = "clients have kept their memories of its last round, which was evaluated only because it was the last"
+        reason = (
+            "clients have kept their memories of its last round, which was evaluated only because "
+            "it was the last"
+        )
     if reason:
         raise InputError(
             f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ "
@@ -882,7 +888,7 @@ def _left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
 
 
 def _identity(config: Mapping[str, Any]) -> str:
-    """Hash the settings of a run that stay the same when it is made longer or followed by another tracker."""
+    """Hash the settings of a run, without its length and its trackers."""
     resolved = {
         name: value
         for name, value in config["resolved"].items()
@@ -898,7 +904,10 @@ def _sha256(content: bytes) -> str:
 
 
 def _architecture(module: nn.Module) -> str:
-    """Hash the architecture of a module: its layers as printed, and the names, shapes and types of its tensors."""
+    """Hash the architecture of a module.
+
+    That is its layers as printed, and the names, shapes and types of its tensors.
+    """
     # Functions are printed with their address, which differs between processes.
     layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
     named = [*module.named_parameters(), *module.named_buffers()]

@@ -6,6 +6,7 @@ and carry out what it asks for (:mod:`equipoise.engine.spread`).
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -132,7 +133,7 @@ def rank_of_torchrun() -> int:
 
 
 def processes_of(machine: Machine) -> int:
-    """Return how many processes a run has: as many as ``torchrun`` has started, or as the settings say.
+    """Return how many processes a run has: those of ``torchrun``, or as the settings say.
 
     Examples
     --------
@@ -175,21 +176,27 @@ def threads_of_each(processes: int) -> int:
     return threads if started_by_torchrun() else max(1, threads // processes)
 
 
-def follow(work: Work) -> Any:
+def follow(work: Work) -> tuple[Any, Trainer]:
     """Do the work of a process that ``torchrun`` has started besides process 0.
 
     Returns
     -------
-    object
-        The result that process 0 tells.
+    tuple
+        The result that process 0 tells, and a trainer with the settings of the run.
     """
     link = Link(_group_of_torchrun())
     work.use_gpu(int(os.environ.get(_LOCAL, link.rank)))
+    trainers: list[Trainer] = []
+
+    def share() -> Share:
+        trainers.append(work.trainer())
+        return Share(trainers[0].engine, work.method)  # type: ignore[arg-type]
+
     with exact_arithmetic(work.machine):
-        result, failure = serve(link, work.share)
+        result, failure = serve(link, share)
     if failure is not None:
         raise ProcessLost(0, failure)
-    return result
+    return result, trainers[0]
 
 
 # ---- started by torchrun -------------------------------------------------------------------------
@@ -207,7 +214,8 @@ def joined(work: Work) -> Iterator[Team]:
     except ProcessLost:
         raise
     except BaseException as error:
-        link.broadcast((STOP, 0, (None, f"{type(error).__name__}: {error}")))
+        with suppress(ProcessLost):
+            link.broadcast((STOP, 0, (None, f"{type(error).__name__}: {error}")))
         raise
     link.broadcast((STOP, 0, (team.result, None)))
 
@@ -218,7 +226,15 @@ def _group_of_torchrun() -> Any:
     if distributed.is_initialized():
         return distributed.new_group(backend="gloo", timeout=PATIENCE)
     distributed.init_process_group("gloo", timeout=PATIENCE)
+    # Otherwise its threads may still run when Python ends, and abort the process.
+    atexit.register(_leave_group_of_torchrun)
     return distributed.group.WORLD
+
+
+def _leave_group_of_torchrun() -> None:
+    _group_of_torchrun.cache_clear()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def use_gpu(number: int) -> None:

@@ -59,7 +59,9 @@ def _difference(directory: Path, job: Job) -> str | None:
 
 
 def carry_over(job: Job, tuning: Path, out: Path) -> bool:
-    """Copy the finished run of the same experiment from the directory of tuning, if there is one and it is missing here.
+    """Copy the finished run of the same experiment from the directory of tuning.
+
+    Nothing is copied if there is none, or if the study has the run already.
 
     Parameters
     ----------
@@ -105,7 +107,10 @@ def flat(mapping: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def finished(directory: Path, split: str, *, validation: bool = False) -> dict[str, Any] | None:
-    """Return the summary of a split if the run is done; ``validation``: whether that of validation data is needed."""
+    """Return the summary of a split if the run is done.
+
+    ``validation``: whether that of validation data is needed.
+    """
     path = directory / SUMMARY
     if not path.exists() or not (directory / CONFIG).exists():
         return None
@@ -141,7 +146,7 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
 
 
 def _validated(summary: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Compute the results on validation data of a run of an earlier release, whose summary has none."""
+    """Compute results on validation data, which summaries of earlier releases do not have."""
     journal = Journal(directory / "metrics.jsonl")
     try:
         rows = [row for row in journal if row["round"] == summary["round"]]
@@ -284,7 +289,7 @@ def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] 
 
 
 def _recorded_threads(directory: Path, otherwise: int) -> int:
-    """Return the threads of all processes of a run: with another number it would round differently."""
+    """Return the threads of all processes of a run; others would round differently."""
     resolved = read_config(directory)["resolved"]
     recorded: int = resolved.get("threads", otherwise) * resolved.get("processes", 1)
     return recorded
