@@ -30,8 +30,8 @@ class ProcessLost(RunError):
 
     Parameters
     ----------
-    rank : int
-        Which one.
+    rank : int or None
+        Which one, if that is known.
     reason : str, optional
         Why, if it has said so.
 
@@ -41,11 +41,9 @@ class ProcessLost(RunError):
     'process 1 of the run has ended'
     """
 
-    def __init__(self, rank: int, reason: str | None = None) -> None:
-        self.rank = rank
-        super().__init__(
-            f"process {rank} of the run has ended" + (f" ({reason})" if reason else "")
-        )
+    def __init__(self, rank: int | None, reason: str | None = None) -> None:
+        which = "another process" if rank is None else f"process {rank}"
+        super().__init__(f"{which} of the run has ended" + (f" ({reason})" if reason else ""))
 
 
 class Link:
@@ -84,7 +82,7 @@ class Link:
         """Send a message from process 0 to all others, and return it everywhere."""
         sends = self.rank == 0
         head, tensors = _packed(message) if sends else (None, [])
-        with self._talking_to(0):
+        with self._talking_to(None if sends else 0):
             length = torch.tensor([len(head) if head is not None else 0])
             self._group.broadcast(length, 0).wait()
             head = torch.empty(int(length), dtype=torch.uint8) if head is None else head
@@ -115,7 +113,7 @@ class Link:
         return self._unpacked(head, tensors)
 
     @contextmanager
-    def _talking_to(self, rank: int) -> Iterator[None]:
+    def _talking_to(self, rank: int | None) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

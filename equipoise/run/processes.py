@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +274,7 @@ def started(work: Work, processes: int) -> Iterator[Team]:
             yield team
             team.gather()
         except ProcessLost as lost:
-            raise children[lost.rank - 1].error() from lost
+            raise _first_ended(children).error() from lost
     finally:
         torch.set_num_threads(threads)
         for child in children:
@@ -331,6 +331,13 @@ class _Child:
         return RunError(f"process {self._rank} of {self._processes} {how}{hint}")
 
 
+def _first_ended(children: Sequence[_Child]) -> _Child:
+    """Find a process that has ended."""
+    wait([child.process.sentinel for child in children], timeout=10)
+    ended = [child for child in children if not child.process.is_alive()]
+    return (ended or list(children))[0]
+
+
 def _work_there(folder: Path, rank: int, processes: int, threads: int, told: Connection) -> None:
     """Be one of the other processes."""
     end_with_parent()
@@ -367,9 +374,9 @@ def end_with_parent() -> None:
     """End this process when the one that has started it is killed."""
     parent = multiprocessing.parent_process()
 
-    def wait() -> None:
+    def watch() -> None:
         if parent is not None:
             parent.join()
             os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
