@@ -74,6 +74,8 @@ class Job:
     timed: Pass
     exact: Pass
     tf32: bool = False
+    # Of Equipoise. They share the threads of one.
+    processes: int = 1
 
     @property
     def steps_per_round(self) -> int:

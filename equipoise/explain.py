@@ -96,6 +96,7 @@ EXAMPLES: dict[str, Any] = {
     "machine.precision": "float64",
     "machine.chunk": 8,
     "machine.frozen": "bfloat16",
+    "machine.processes": 2,
     "data.partition": "{name: dirichlet, clients: 20, beta: 0.3}",
     "data.unseen": 3,
     "data.leave_out": "rotated",

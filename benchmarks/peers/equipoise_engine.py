@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch import Tensor
 from benchmarks.protocol import Pass, Work, run_peer
 from benchmarks.whole_run import InTurn
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.federation import Federation, Split
 from equipoise.methods import build
 from equipoise.optimizers import Sgd
+from equipoise.run import processes
 from equipoise.run.evaluation import Evaluation
-from equipoise.run.trainer import Trainer
 
 
 def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
@@ -35,23 +37,28 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
         classes=job.classes,
     )
     del x, y
-    trainer = Trainer(
+    training = Training(
+        rounds=stage.warmup + stage.rounds,
+        cohort=job.cohort,
+        epochs=job.epochs,
+        batch_size=job.batch,
+        optimizer=Sgd(lr=job.lr),
+        shuffle=stage.shuffle,
+    )
+    tf32 = job.tf32 and stage is job.timed
+    all_of_it = processes.Work(
         federation,
         build("fedavg", sampling=InTurn()),
         work.model(stage).cpu(),
-        Training(
-            rounds=stage.warmup + stage.rounds,
-            cohort=job.cohort,
-            epochs=job.epochs,
-            batch_size=job.batch,
-            optimizer=Sgd(lr=job.lr),
-            shuffle=stage.shuffle,
-        ),
-        Machine(device=str(work.device), tf32=job.tf32 and stage is job.timed),
+        training,
+        Machine(device=str(work.device), tf32=tf32, processes=job.processes),
         Evaluation(every=0),
-        seed=job.seed,
+        job.seed,
     )
-    trainer.run(on_round=lambda progress: round_done())
+    alone = job.processes == 1
+    with nullcontext() if alone else processes.started(all_of_it, job.processes) as team:
+        trainer = all_of_it.trainer(StackedEngine if team is None else team.engine)
+        trainer.run(on_round=lambda progress: round_done())
     buffers = trainer.engine.network.buffers
     return {
         name: tensor.cpu() for name, tensor in trainer.state.model.items() if name not in buffers

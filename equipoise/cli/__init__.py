@@ -141,7 +141,9 @@ def run(
             out = _directory_of(experiment)
         from equipoise.cli import show
         from equipoise.config import experiment_from, read_yaml
+        from equipoise.engine.link import ProcessLost
         from equipoise.imports import import_of_run
+        from equipoise.run.processes import rank_of_torchrun
 
         overrides = _overrides(flags, set_)
         content: dict[str, Any] = (
@@ -157,6 +159,13 @@ def run(
             import_of_run(content.get("imports", []), experiment.parent, trust=trust)
         where = "" if experiment is None else str(experiment)
         made = experiment_from(content, where, overrides, on_import=_say_import)
+        if rank_of_torchrun():
+            # Process 0 writes the directory, and says what there is to say.
+            try:
+                made.run()
+            except ProcessLost:
+                raise typer.Exit(1) from None
+            return
         directory = out or _fresh(RUNS / f"{made.data['name']}-{made.method.name}-seed{made.seed}")
         if not resume:
             check_directory(directory, "choose another with --out")

@@ -100,15 +100,38 @@ class StackedCohort:
         """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
-        engine = self.engine
+        model = shared["model"]
+        self._count_down(shared, each, Layout(local, model))
+        self.messages += len(self.ids)
+        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
+        sent, uploads, reports = self.carry_out(shared, each, local)
+        buffers = self.engine.network.buffers
+        updates = Updates(
+            params={n: t for n, t in sent.items() if n not in buffers},
+            buffers={n: t for n, t in sent.items() if n in buffers},
+            uploads=uploads,
+            reports=reports,
+        )
+        self.bytes_up += size_in_bytes(
+            [updates.params, updates.buffers, updates.uploads, updates.reports]
+        )
+        return self._usable(updates, model)
+
+    def carry_out(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> tuple[Tree, dict[str, Tree], Reports]:
+        """Train all clients, and write their memories beside those committed.
+
+        Returns
+        -------
+        tuple
+            What clients send back of the model, their uploads and their reports, stacked in the
+            order of ``ids``.
+        """
         model = shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
-        self._count_down(shared, each, layout)
-        self.messages += len(self.ids)
-        self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
-
-        work = self._work(local)
+        work = self.work_of(local)
         # The larger of two clients comes first if they make as many steps.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined
@@ -118,7 +141,7 @@ class StackedCohort:
         size = (
             1
             if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases())
-            else even_chunks(len(self.ids), engine.chunk)
+            else even_chunks(len(self.ids), self.engine.chunk)
         )
         start = 0
         for members in chunks(order, work, size):
@@ -147,17 +170,7 @@ class StackedCohort:
         # A round that is repeated after a failure starts from what was committed before it.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
-        sent = gather_tree([stack])
-        updates = Updates(
-            params={n: t for n, t in sent.items() if n not in engine.network.buffers},
-            buffers={n: t for n, t in sent.items() if n in engine.network.buffers},
-            uploads=gather_trees(list(uploads)),
-            reports=gather_tree(list(reports)),
-        )
-        self.bytes_up += size_in_bytes(
-            [updates.params, updates.buffers, updates.uploads, updates.reports]
-        )
-        return self._usable(updates, model)
+        return gather_tree([stack]), gather_trees(list(uploads)), gather_tree(list(reports))
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
         """Leave out clients whose updates cannot be used, unless that is all of them.
@@ -192,7 +205,7 @@ class StackedCohort:
         seen: Tensor,
         work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
+        """Train one chunk in place, and return its new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
@@ -239,7 +252,7 @@ class StackedCohort:
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
         return {**remembered, **facts}, {**uploads, **sent_facts}, reports
 
-    def _work(self, local: LocalRule) -> list[NDArray[np.int64]]:
+    def work_of(self, local: LocalRule) -> list[NDArray[np.int64]]:
         """Return how many steps each client makes, one array a phase."""
         training, keys, adapting = self.engine.training, self._keys(self.ids), bool(self.purpose)
         work: list[NDArray[np.int64]] = []
@@ -396,10 +409,7 @@ class StackedCohort:
 
     def evaluate(self, params: Tree, split: str) -> Reports:
         """Ask for loss and metrics of a model on the clients' own split."""
-        engine = self.engine
-        measured = evaluate_shared(
-            engine.network, engine.data, params, engine.view.split(split), self.ids
-        )
+        measured = self.measured(params, split)
         self.bytes_down += len(self.ids) * self._size_sent(
             params, Layout(self.method.local, params)
         )
@@ -409,6 +419,13 @@ class StackedCohort:
         self.bytes_up += size_in_bytes(answer)
         return answer
 
+    def measured(self, params: Tree, split: str) -> Measured:
+        """Return loss and metrics of a model on the clients' own split."""
+        engine = self.engine
+        return evaluate_shared(
+            engine.network, engine.data, params, engine.view.split(split), self.ids
+        )
+
     def ask(
         self,
         question: str,
@@ -417,16 +434,37 @@ class StackedCohort:
         split: str = "train",
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        """Ask every client a question; see :meth:`equipoise.method.Cohort.ask`."""
+        question_of(self.method, question)
+        rows = dict(each or {})
+        check_rows(rows, len(self.ids))
+        said = self.answers(question, args, model, split, rows)
+        self.messages += len(self.ids)
+        sent = 0
+        if model is not None:
+            sent = self._size_sent(model, Layout(self.method.local, model))
+        self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
+        self.bytes_up += size_in_bytes(tree_flatten(said)[0])
+        return said
+
+    def answers(
+        self,
+        question: str,
+        args: Sequence[Any],
+        model: Tree | None,
+        split: str,
+        rows: Mapping[str, Tensor],
+    ) -> Any:
+        """Return the clients' answers to a question, stacked in the order of ``ids``."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
         finished_by = getattr(answer, "finished_by", None)
-        finish = getattr(answer.__self__, finished_by) if finished_by else None  # type: ignore[attr-defined]
+        asked_part = getattr(answer, "__self__", None)
+        finish = getattr(asked_part, finished_by) if finished_by else None
         samples = engine.view.split(split)
         begun = engine.network.initial() if model is None else model
         memory, seen = self._read_memory(local, begun)
-        kept, rows = memory.pop(KEPT, {}), dict(each or {})
-        check_rows(rows, len(self.ids))
+        kept = memory.pop(KEPT, {})
         answers = []
         for start in range(0, len(self.ids), engine.chunk):
             here = torch.arange(start, min(start + engine.chunk, len(self.ids)), device=seen.device)
@@ -450,16 +488,12 @@ class StackedCohort:
                 asked, lambda client: answer(client, *args), f"the question {question!r}"
             )
             answers.append(vmap(finish)(sums) if finish else sums)
-        self.messages += len(self.ids)
-        sent = 0 if model is None else self._size_sent(model, Layout(local, model))
-        self.bytes_down += len(self.ids) * (size_in_bytes(args) + sent) + size_in_bytes(rows)
         leaves = [tree_flatten(said) for said in answers]
         joined = [torch.cat(parts) for parts in zip(*(flat for flat, _ in leaves), strict=True)]
-        self.bytes_up += size_in_bytes(joined)
         return tree_unflatten(joined, leaves[0][1])
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> StackedCohort:
-        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
+        """Return the cohort less some clients; see `equipoise.engine.contract.RoundCohort`."""
         rest = copy.copy(self)
         rest._leave_out(dict.fromkeys(ids, dropped or LOST))
         return rest
@@ -476,7 +510,7 @@ class StackedCohort:
     # ---- reports and bytes -----------------------------------------------------------------------
 
     def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
-        """Compute the reports somebody needs, of the models as they are before or after local training."""
+        """Compute the wanted reports of the models before or after local training."""
         reports: Reports = {}
         evaluated: dict[str, Measured] = {}
         if when == "after" and self.evaluates_local:
@@ -499,7 +533,7 @@ class StackedCohort:
         return reports
 
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
-        """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
+        """Evaluate the models of a trained chunk, and add the values to ``local_metrics``."""
         evaluated = {
             split: self._measure(
                 chunk, self.engine.view.split(split), self.ids[members], evaluation=True
@@ -515,9 +549,10 @@ class StackedCohort:
     def _measure(
         self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
     ) -> Measured:
-        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``).
+        """Evaluate each client's model as it is now.
 
-        Only for ``evaluation`` there is more than the loss and the task's own metrics.
+        It has the parts that the client keeps, but no second copies (``personal.``). Only for
+        ``evaluation`` there is more than the loss and the task's own metrics.
         """
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
@@ -529,7 +564,7 @@ class StackedCohort:
     def _reported(
         self, split: Split, clients: NDArray[np.int64]
     ) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' numbers in that split."""
+        """Return the samples that clients' reports look at, and the clients' numbers in it."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
@@ -566,7 +601,9 @@ class StackedCohort:
 
 
 def evaluations_for(reports: Iterable[str]) -> int:
-    """Count the evaluations of a model on a split that some reports take; loss and score come from the same one.
+    """Count the evaluations that some reports take.
+
+    Loss and score of a model on a split come from the same evaluation.
 
     Examples
     --------
@@ -581,7 +618,7 @@ def evaluations_for(reports: Iterable[str]) -> int:
 def _gradient_weight(
     paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float
 ) -> Tensor:
-    """Return the sum of the weights with which gradients enter each client's update, over all phases."""
+    """Return the sum of the weights with which gradients enter each client's update."""
     weights = []
     for pace, steps in zip(paces, work, strict=True):
         lr = torch.as_tensor(pace.lr, dtype=torch.float64).cpu().expand(len(steps)).numpy()

@@ -31,7 +31,7 @@ from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.memory import checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import STEPS_A_GRAPH, Inputs, Replay
-from equipoise.engine.stack import first_rows, in_plain_words, tree_first_rows
+from equipoise.engine.stack import first_rows, in_plain_words, over_clients, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Reports, Value
@@ -184,6 +184,8 @@ class PhaseRun:
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
         # The task's part of the losses, where a method adds something to it.
         self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
+        # Asked once: whether an object has the methods of a protocol takes Python long to say.
+        self._follows_rate = isinstance(phase.gradient, FollowsRate)
         self._active = 0
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
@@ -294,8 +296,8 @@ class PhaseRun:
             for batch, loss in zip(each_batch, losses_used, strict=True)
         ]
         gradient = self.phase.gradient
-        if isinstance(gradient, FollowsRate):
-            gradient = gradient.at_rate(self._lr)
+        if self._follows_rate:
+            gradient = gradient.at_rate(self._lr)  # type: ignore[attr-defined]
         losses, gradients = gradient(values, self._moving_rows)
         with torch.no_grad():
             if self.pace.clip is not None:
@@ -322,9 +324,8 @@ class PhaseRun:
             first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys)
         )
         mask = None if batch.mask is None else first_rows(batch.mask, active)
-        across = (0, 0, 0, 0, 0, None if mask is None else 0, 0, 0, 0, 0)
         of_one_client = partial(self._of_one_client, loss)
-        of_all = of_one_client if active == 1 else vmap(of_one_client, in_dims=across)
+        of_all = of_one_client if active == 1 else over_clients(of_one_client)
 
         def value(moving: list[Tensor]) -> Tensor:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key

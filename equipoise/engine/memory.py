@@ -40,7 +40,8 @@ def checked_memory(
     --------
     >>> checked_memory({"counter": {"rounds": 1}}, "finish of Mine")
     Traceback (most recent call last):
-    equipoise.errors.InputError: finish of Mine returned 1 for counter.rounds; valid: a tensor, such as torch.tensor(1.0)
+    equipoise.errors.InputError: finish of Mine returned 1 for counter.rounds; valid: a tensor, such
+    as torch.tensor(1.0)
     """
     if not isinstance(given, Mapping):
         raise InputError(
@@ -171,6 +172,8 @@ class MemoryStore:
                     clients[kept],
                     {name: stack[where.to(stack.device)] for name, stack in flat.items()},
                 )
+            if not len(clients):
+                continue
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
             slots = torch.tensor([self._slot[int(client)] for client in clients])

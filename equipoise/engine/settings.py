@@ -18,7 +18,7 @@ from equipoise.optimizers import Optimizer, Schedule, Sgd, check_optimizer
 
 
 def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> None:
-    """Check that settings are whole numbers of at least 1; those that are None by default may be None."""
+    """Check that settings are whole numbers of at least 1, or None where that is the default."""
     for name in names:
         value = getattr(settings, name)
         if value is not None or name not in ("steps", "report_samples"):
@@ -211,6 +211,10 @@ class Machine:
     encode : bool
         Whether samples are encoded once by the model's stem, if it has one, instead of in every
         step. They are not if the method works on images.
+    processes : int
+        How many processes share the work of a run on this machine: its GPUs in turn, or the cores
+        of the CPU. Each process trains and evaluates some of the clients. Processes that
+        ``torchrun`` has started are used without this setting.
 
     Examples
     --------
@@ -225,9 +229,11 @@ class Machine:
     replay: bool = True
     frozen: str | None = None
     encode: bool = True
+    processes: int = field(default=1, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
         """Refuse a device or precision that is not there."""
+        object.__setattr__(self, "processes", count(self.processes, "machine.processes"))
         if self.frozen not in (None, "bfloat16"):
             raise unknown("value", self.frozen, ("bfloat16",), where="machine.frozen")
         if self.precision not in PRECISIONS:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.func import vmap
 
 from equipoise.errors import InputError
 from equipoise.tree import Tree
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:
-    """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
+    """View the first rows of a stack; a single row loses the leading axis.
+
+    Then it needs no ``vmap``.
 
     Examples
     --------
@@ -86,7 +90,8 @@ def why_not_stacked(error: Exception) -> str:
 
 
 _REASONS = {
-    "data-dependent control flow": "it has an if or a loop that depends on values, and every client has values of its own",
+    "data-dependent control flow": "it has an if or a loop that depends on values, and every "
+    "client has values of its own",
     ".item()": "it calls .item(), float() or the like, and every client has a value of its own",
     "vmap: inplace": "it changes a tensor in place that all clients share",
     "randomness error mode": "it draws random numbers, which would not be those of one client",
@@ -95,7 +100,7 @@ _REASONS = {
 
 @contextmanager
 def in_plain_words(what: str) -> Iterator[None]:
-    """Say what PyTorch's errors about code that is called for many clients at once mean, and what to do.
+    """Explain PyTorch's errors about code that is called for many clients at once.
 
     Parameters
     ----------
@@ -107,9 +112,9 @@ def in_plain_words(what: str) -> Iterator[None]:
     >>> with in_plain_words("the loss mine"):
     ...     raise RuntimeError("vmap: It looks like you're calling .item() on a Tensor.")
     Traceback (most recent call last):
-    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls .item(), float() or the
-    like, and every client has a value of its own; valid: operations on tensors, such as torch.where(condition, a, b) or
-    client.seen as a factor, or machine.chunk: 1
+    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls
+    .item(), float() or the like, and every client has a value of its own; valid: operations on
+    tensors, such as torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1
     """
     try:
         yield
@@ -122,3 +127,71 @@ def in_plain_words(what: str) -> Iterator[None]:
             "tensors, such as torch.where(condition, a, b) or client.seen as a factor, or "
             "machine.chunk: 1"
         ) from error
+
+
+def over_clients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function of one client for stacked clients.
+
+    This is :func:`torch.func.vmap` over the first axis of all tensors. Arguments and results are
+    tensors, None, and dictionaries, lists and tuples of these. They are taken apart here, because
+    PyTorch's code for any kind of structure takes longer than the arithmetic of a small model.
+
+    Parameters
+    ----------
+    function : callable
+        Of one client.
+
+    Returns
+    -------
+    callable
+        Of stacked clients.
+
+    Examples
+    --------
+    >>> import torch
+    >>> scaled = over_clients(lambda params, x, mask: {"y": (params["w"] * x).sum()})
+    >>> scaled({"w": torch.tensor([1.0, 2.0])}, torch.ones(2, 3), None)
+    {'y': tensor([3., 6.])}
+    """
+
+    def of_all(*given: Any) -> Any:
+        tensors: list[Tensor] = []
+        form, answered = _taken_apart(given, tensors), None
+
+        def of_one(*own: Tensor) -> tuple[Tensor, ...]:
+            nonlocal answered
+            found: list[Tensor] = []
+            answered = _taken_apart(function(*_put_together(form, iter(own))), found)
+            return tuple(found)
+
+        stacks = vmap(of_one)(*tensors)
+        return _put_together(answered, iter(stacks))
+
+    return of_all
+
+
+# In place of a tensor in the form of a structure.
+_TENSOR = object()
+
+
+def _taken_apart(given: Any, tensors: list[Tensor]) -> Any:
+    """Append the tensors of a structure to a list, and return its form."""
+    if isinstance(given, Tensor):
+        tensors.append(given)
+        return _TENSOR
+    if isinstance(given, dict):
+        return {name: _taken_apart(value, tensors) for name, value in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)([_taken_apart(value, tensors) for value in given])
+    return given
+
+
+def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the structure of a form, with tensors in their places."""
+    if form is _TENSOR:
+        return next(tensors)
+    if isinstance(form, dict):
+        return {name: _put_together(value, tensors) for name, value in form.items()}
+    if isinstance(form, (list, tuple)):
+        return type(form)([_put_together(value, tensors) for value in form])
+    return form

@@ -20,7 +20,7 @@ _LENGTH, _STRAGGLES, _SHARE = range(3)
 
 
 def batches_a_step(phase: Phase) -> int:
-    """Return how many batches of its own a step of a phase takes; the parts of a split batch are not counted."""
+    """Return how many batches a step of a phase takes; a split batch counts once."""
     return 1 if phase.batch == "split" else phase.gradient.batches
 
 
@@ -114,13 +114,15 @@ def chunks(order: Ints, work: Sequence[Ints], size: int) -> Iterator[Ints]:
 
     Examples
     --------
-    >>> [chunk.tolist() for chunk in chunks(np.array([2, 0, 1, 3]), [np.array([4, 4, 5, 1]), np.array([2, 1, 2, 3])], 3)]
+    >>> work = [np.array([4, 4, 5, 1]), np.array([2, 1, 2, 3])]
+    >>> [chunk.tolist() for chunk in chunks(np.array([2, 0, 1, 3]), work, 3)]
     [[2, 0, 1], [3]]
     """
+    rises = np.zeros(len(order), bool)
+    for own in work:
+        rises[1:] |= np.diff(own[order]) > 0
     begin = 0
-    for end in range(1, len(order) + 1):
-        full = end - begin == size
-        rises = end < len(order) and any(own[order[end]] > own[order[end - 1]] for own in work)
-        if full or rises or end == len(order):
-            yield order[begin:end]
-            begin = end
+    for end in [*np.flatnonzero(rises).tolist(), len(order)]:
+        for first in range(begin, end, size):
+            yield order[first : min(first + size, end)]
+        begin = end

@@ -45,6 +45,16 @@ from equipoise.run.checksums import SUMS, read_sums, verify, write_sums
 from equipoise.run.evaluation import Evaluation, Models
 from equipoise.run.files import load_tensors, save_tensors, sole_writer, write_atomically
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.processes import (
+    Work,
+    follow,
+    joined,
+    processes_of,
+    rank_of_torchrun,
+    started,
+    started_by_torchrun,
+    threads_of_each,
+)
 from equipoise.run.start import Start, start_from
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
 from equipoise.tree import Tree, digest
@@ -112,6 +122,25 @@ class Run:
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
         local = _local(self.trainer.local_models(), _number(client, federation.client_names))
         return _undivided(_filled(blank, local), self.config)
+
+
+class Followed(Run):
+    """A finished run in a process of ``torchrun`` other than process 0: without its models."""
+
+    def model(self, client: int | str | None = None) -> nn.Module:
+        """Refuse: process 0 has the models."""
+        raise self._elsewhere
+
+    def local_model(self, client: int | str) -> nn.Module:
+        """Refuse: process 0 has the models."""
+        raise self._elsewhere
+
+    @property
+    def _elsewhere(self) -> InputError:
+        return InputError(
+            "this process has worked for process 0, which alone has the models of the run; load "
+            "them from its directory, or ask for them where RANK is 0"
+        )
 
 
 def _names_arguments(function: F) -> F:
@@ -255,6 +284,12 @@ def train(
         )
     module = made.extend(module, federation.shape, seed)
     count(checkpoint_every, "checkpoint_every")
+    imports = tuple((sections or {}).get("imports", ()))
+    work = Work(federation, made, module, training, machine, evaluation, seed, imports)
+    processes = _processes(machine, engine)
+    if rank_of_torchrun():
+        told, follower = follow(work)
+        return Followed(told["summary"], told["config"], None, follower)
     warm = start_from(start)
     begun = warm.tensors(module) if warm else {}
     config = {
@@ -270,35 +305,40 @@ def train(
         **(sections or {}),
     }
     directory = Path(out) if out is not None else None
-    config, finished, longer = _open(
-        directory, config, federation, machine, module, begun, resume, attached or {}
-    )
-    if longer and directory:
-        _refuse_to_lengthen(
-            directory,
-            training,
-            made,
-            best=evaluation.select == "best" and engine is not StackedEngine,
-        )
-    chosen = config["resolved"].get("chunk")
-    if isinstance(chosen, int):
-        machine = Machine(**{**to_plain(machine), "chunk": chosen})
-    trainer = Trainer(
-        federation,
-        made,
-        module,
-        training,
-        machine,
-        evaluation,
-        seed,
-        directory,
-        checkpoint_every,
-        engine,
-        begun,
-    )
-    if directory:
-        trainer.identity = _identity(config)
     with ExitStack() as until_done:
+        # Processes that torchrun has started wait already, and must hear of errors.
+        waiting = processes > 1 and started_by_torchrun()
+        team = until_done.enter_context(joined(work)) if waiting else None
+        config, finished, longer = _open(
+            directory, config, federation, machine, module, begun, resume, attached or {}, processes
+        )
+        if longer and directory:
+            _refuse_to_lengthen(
+                directory,
+                training,
+                made,
+                best=evaluation.select == "best" and engine is not StackedEngine,
+            )
+        chosen = config["resolved"].get("chunk")
+        if isinstance(chosen, int):
+            machine = Machine(**{**to_plain(machine), "chunk": chosen})
+        if processes > 1 and not (waiting or finished):
+            team = until_done.enter_context(started(work, processes))
+        trainer = Trainer(
+            federation,
+            made,
+            module,
+            training,
+            machine,
+            evaluation,
+            seed,
+            directory,
+            checkpoint_every,
+            team.engine if team else engine,
+            begun,
+        )
+        if directory:
+            trainer.identity = _identity(config)
         there = directory is not None and directory.exists()
         if directory and there:
             until_done.enter_context(sole_writer(directory))
@@ -326,16 +366,31 @@ def train(
                     _refuse_a_run_in(directory)
                 _begin(directory, _yaml(config), attached or {})
         if finished and directory:
-            return Run(read_json(directory / SUMMARY), config, directory, trainer)
-        listeners = Listeners(callbacks, json.loads(json.dumps(config, default=repr)), directory)
-        try:
-            trainer.run(on_round, listeners)
-            run = _finished(trainer, config, directory)
-        except BaseException as error:
-            listeners.end(error=error)
-            raise
-        listeners.end(run.summary)
+            run = Run(read_json(directory / SUMMARY), config, directory, trainer)
+        else:
+            shown = json.loads(json.dumps(config, default=repr))
+            listeners = Listeners(callbacks, shown, directory)
+            try:
+                trainer.run(on_round, listeners)
+                run = _finished(trainer, config, directory)
+            except BaseException as error:
+                listeners.end(error=error)
+                raise
+            listeners.end(run.summary)
+        if team:
+            team.result = {"summary": run.summary, "config": config}
         return run
+
+
+def _processes(machine: Machine, engine: MakeEngine) -> int:
+    """Return how many processes a run has, and refuse several where they are of no use."""
+    processes = processes_of(machine)
+    if processes > 1 and engine is not StackedEngine:
+        raise InputError(
+            f"machine.processes is {processes}, but on Flower every client has a process of its "
+            "own; leave it out"
+        )
+    return processes
 
 
 def _begin(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
@@ -694,6 +749,7 @@ def _open(
     begun: Tree,
     resume: bool,
     attached: Mapping[str, bytes],
+    processes: int,
 ) -> tuple[dict[str, Any], bool, bool]:
     """Complete the configuration and check the directory.
 
@@ -703,7 +759,9 @@ def _open(
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
         "device": machine.torch_device.type,
-        "threads": torch.get_num_threads(),
+        # Those of each process.
+        "threads": threads_of_each(processes),
+        **({"processes": processes} if processes > 1 else {}),
         "fingerprint": federation.fingerprint(),
         "shape": list(federation.shape),
         "outputs": federation.outputs,
@@ -729,6 +787,7 @@ def _open(
         # of their version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
+        _keep_processes(found, config)
         longer = found["training"]["rounds"] < config["training"]["rounds"]
         if longer:
             found["training"]["rounds"] = config["training"]["rounds"]
@@ -766,6 +825,20 @@ def _open(
     ):
         raise InputError(f"{directory} exists and is not a run directory; choose another")
     return config, False, False
+
+
+def _keep_processes(found: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """Let a configuration name the processes with which the run began, if there are others now.
+
+    Their number changes results by rounding only, so a run may be resumed with another one.
+    """
+    there, here = found["resolved"], config["resolved"]
+    if there.get("processes", 1) != here.get("processes", 1):
+        here["threads"] = there["threads"]
+    for before, now in ((there, here), (found["machine"], config["machine"])):
+        now.pop("processes", None)
+        if "processes" in before:
+            now["processes"] = before["processes"]
 
 
 def _refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:

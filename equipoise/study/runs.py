@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from equipoise.models import with_class_names
 from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.checksums import verify
 from equipoise.run.files import Journal
+from equipoise.run.processes import end_with_parent, started_by_torchrun, use_gpu
 from equipoise.run.records import Row, average_rows, summarize_rows, task_of
 from equipoise.study.metrics import WHICH
 
@@ -51,8 +51,10 @@ def _difference(directory: Path, job: Job) -> str | None:
     wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
     # Runs in one process have no Flower settings in their configuration.
     wanted.pop("flower", None)
-    # Results do not depend on trackers.
+    # Results do not depend on trackers, and on processes by rounding only.
     found.pop("tracking", None)
+    for given in (found, wanted):
+        given["machine"].pop("processes", None)
     return first_difference(found, wanted)
 
 
@@ -170,7 +172,7 @@ def counted_rows(directory: Path, summary: Mapping[str, Any]) -> list[Row]:
         return []
 
 
-def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> int:
+def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0, gpus: int = 1) -> int:
     """Return how many runs fill a machine.
 
     Parameters
@@ -184,6 +186,8 @@ def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> in
         On a GPU, the bytes that a run has used at most, and those that there are. A tenth of the
         memory stays free, because runs differ. Beyond ``MOST_ON_GPU`` runs they only wait for each
         other.
+    gpus : int
+        How many GPUs share the runs.
 
     Returns
     -------
@@ -194,10 +198,12 @@ def at_a_time(missing: int, cores: int, *, peak: int = 0, memory: int = 0) -> in
     --------
     >>> at_a_time(30, 16), at_a_time(30, 16, peak=10 * 2**30, memory=80 * 2**30), at_a_time(3, 16)
     (16, 6, 3)
+    >>> at_a_time(30, 16, peak=10 * 2**30, memory=80 * 2**30, gpus=2)
+    12
     """
     fitting = [missing, cores]
     if memory:
-        fitting += [MOST_ON_GPU, int(0.9 * memory) // (peak + GPU_CONTEXT)]
+        fitting += [gpus * min(MOST_ON_GPU, int(0.9 * memory) // (peak + GPU_CONTEXT))]
     return max(1, min(fitting))
 
 
@@ -211,8 +217,14 @@ def carry_out(
 ) -> Iterator[tuple[Job, dict[str, Any] | str]]:
     """Run jobs, and yield the summary of each on a split, or the reason of its failure.
 
-    ``jobs`` is how many run at a time; with None as many as fill the cores or the GPU.
+    ``jobs`` is how many run at a time; with None as many as fill the cores or the GPUs. The
+    processes in which they run use the GPUs of the machine in turn.
     """
+    if started_by_torchrun():
+        raise InputError(
+            "a study starts its processes by itself; start it without torchrun, and say with "
+            "--jobs how many runs there are at a time"
+        )
     if jobs is None:
         cores, devices = (
             torch.get_num_threads(),
@@ -220,6 +232,7 @@ def carry_out(
         )
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
+        cores //= max((job.experiment.machine.processes for job in missing), default=1)
         device = next((device for device in devices if device.type == "cuda"), None)
         use = {}
         if device is not None:
@@ -231,6 +244,8 @@ def carry_out(
             use = {
                 "peak": torch.cuda.max_memory_reserved(device),
                 "memory": torch.cuda.mem_get_info(device)[1],
+                # Unless the settings name one.
+                "gpus": torch.cuda.device_count() if device.index is None else 1,
             }
             torch.cuda.empty_cache()
         jobs = at_a_time(len(missing), cores, **use)
@@ -241,8 +256,12 @@ def carry_out(
         return
     threads = max(1, torch.get_num_threads() // jobs)
     # Not forked: PyTorch's threads do not survive that.
+    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        min(jobs, len(missing)), multiprocessing.get_context("spawn"), initializer=_end_with_parent
+        min(jobs, len(missing)),
+        context,
+        initializer=_begin_process,
+        initargs=(context.Value("i", 0), _on_gpu(missing)),
     )
     try:
         futures: dict[Future[dict[str, Any] | str], Job] = {
@@ -259,17 +278,33 @@ def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] 
     """Run or resume one job, and return its summary or the reason of its failure."""
     try:
         broken_off = (directory / CONFIG).exists()
-        # A run keeps its number of threads: another one would round differently.
-        recorded = (
-            read_config(directory)["resolved"].get("threads", threads) if broken_off else threads
-        )
-        with _threads(recorded):
+        with _threads(_recorded_threads(directory, threads) if broken_off else threads):
             summary = job.experiment.run(directory, resume=broken_off).summary
         return _on_split(summary, split)
     except (InputError, RunError) as error:
         return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _recorded_threads(directory: Path, otherwise: int) -> int:
+    """Return the threads of all processes of a run; others would round differently."""
+    resolved = read_config(directory)["resolved"]
+    recorded: int = resolved.get("threads", otherwise) * resolved.get("processes", 1)
+    return recorded
+
+
+def _on_gpu(jobs: Sequence[Job]) -> bool:
+    return any(job.experiment.machine.torch_device.type == "cuda" for job in jobs)
+
+
+def _begin_process(begun: Any, on_gpu: bool) -> None:
+    """Let the processes of a study use the GPUs of the machine in turn, and end with the study."""
+    end_with_parent()
+    with begun.get_lock():
+        number, begun.value = begun.value, begun.value + 1
+    if on_gpu:
+        use_gpu(number)
 
 
 @contextmanager
@@ -280,15 +315,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _end_with_parent() -> None:
-    """End a process when its study is killed, so that it does not write at the same time as the next one."""
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

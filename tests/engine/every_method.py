@@ -4,12 +4,14 @@ frozen transformers.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build, names
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
+from equipoise.run.processes import Work
 from equipoise.run.trainer import Trainer
 from tests.engine.federations import images, masks, text
 from tests.engine.small_models import (
@@ -111,28 +113,29 @@ def fitting(method):
     return federation(), model()
 
 
-def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3):
+def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3, team=None):
     """Train six of ten clients a round, and give the global model and the personal ones, if there
-    are any.
+    are any. ``team`` makes the other processes of the run.
     """
     federation, model, lr = SETTINGS[what]
     data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
-    trainer = Trainer(
-        data,
-        made,
-        made.extend(model(), data.shape, 0),
+    settings = (
         Training(
             rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)
         ),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),
-        seed=0,
+        0,
     )
-    trainer.run()
-    models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
-    if trainer.engine.remembering:
-        _, own = trainer.personal_models(trainer.federation.seen)
-        models |= {f"own {name}": stack for name, stack in own.items()}
+    work = Work(data, made, made.extend(model(), data.shape, 0), *settings)
+    with nullcontext() if team is None else team(work) as others:
+        engine = {} if others is None else {"engine": others.engine}
+        trainer = Trainer(data, made, work.model, *settings, **engine)
+        trainer.run()
+        models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
+        if trainer.engine.remembering:
+            _, own = trainer.personal_models(trainer.federation.seen)
+            models |= {f"own {name}": stack for name, stack in own.items()}
     return {name: tensor.cpu() for name, tensor in models.items()}
 
 

@@ -104,3 +104,13 @@ def test_nothing_remembered_is_nothing_exported():
     assert store.export() == {}
     store.restore({})
     assert read(store, 1)[2] == [False]
+
+
+def test_a_commit_of_other_clients_changes_nothing():
+    store = MemoryStore()
+    store.write(np.array([4]), memory(1.0))
+    store.commit(np.array([7]))
+    assert (store.clients, store.export()) == ([], {})
+    store.write(np.array([7]), memory(2.0))
+    store.commit(np.array([7]))
+    assert read(store, 4, 7)[2] == [False, True]
