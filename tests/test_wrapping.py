@@ -213,7 +213,7 @@ def test_the_table_of_methods_names_the_host():
         ({"name": "unchanged", "hots": "fedavg"}, "'hots'.*did you mean 'host'"),
         (
             {"name": "fedavg", "local": {"name": "twice", "inner": "fedadam"}},
-            "'fedadam' is no local",
+            "'fedadam' is not a local",
         ),
         (
             {"name": "fedavg", "local": "unchanged"},

@@ -1,4 +1,4 @@
-"""NumPy files: samples, labels and, if the data know it, the client of each sample."""
+"""NumPy files: samples, labels and optionally the client of each sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrays(
     classes: int | None = None,
     task: str = "classification",
 ) -> Source:
-    """Read samples from ``.npy`` files, in each of which a row belongs to a sample.
+    """Read samples from ``.npy`` files with one row per sample.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ def arrays(
     >>> np.save(folder / "x.npy", np.zeros((6, 2)))
     >>> np.save(folder / "y.npy", np.arange(6) % 2)
     >>> np.save(folder / "clinic.npy", ["north"] * 3 + ["south"] * 3)
-    >>> arrays(x=f"{folder}/x.npy", y=f"{folder}/y.npy", clients=f"{folder}/clinic.npy").ids[[0, 5]].tolist()
+    >>> files = {"x": f"{folder}/x.npy", "y": f"{folder}/y.npy", "clients": f"{folder}/clinic.npy"}
+    >>> arrays(**files).ids[[0, 5]].tolist()
     ['north', 'south']
     """
     files = {"x": x, "y": y, "clients": clients, "groups": groups}
@@ -114,8 +115,8 @@ def recipe(
     --------
     >>> recipe(seed=0, x="nowhere.npy", y="y.npy")
     Traceback (most recent call last):
-    equipoise.errors.InputError: cannot read nowhere.npy (data.x): [Errno 2] No such file or directory: 'nowhere.npy';
-    valid: a file of numpy.save, without Python objects
+    equipoise.errors.InputError: cannot read nowhere.npy (data.x): [Errno 2] No such file or
+    directory: 'nowhere.npy'; valid: a file of numpy.save, without Python objects
     """
     source = arrays(x=x, y=y, clients=clients, groups=groups, classes=classes, task=task)
     return source, Natural(1) if clients is not None else Dirichlet(clients=10, beta=0.5)
@@ -142,7 +143,7 @@ def _read(path: str, option: str) -> NDArray[Any]:
 
 
 def _floating(array: NDArray[Any]) -> torch.Tensor:
-    """Make a tensor, with floating point numbers in single precision."""
+    """Return a tensor; floating point numbers are converted to single precision."""
     if array.dtype.kind not in "biuf":
         raise InputError(f"samples and labels must be numbers, got an array of {array.dtype}")
     kind = np.float32 if array.dtype.kind == "f" else array.dtype.newbyteorder("=")

@@ -35,7 +35,7 @@ class Batches:
     keys : Tensor
         Key of the random numbers of each client and batch, ``[clients, batches]``.
     a_step : int
-        How many batches in a row a step looks at.
+        Number of consecutive batches per step.
     """
 
     positions: Tensor
@@ -131,7 +131,7 @@ def draw_batches(
     clients : int array
         The chunk, ordered by falling number of steps.
     keys : Tensor
-        One key a client, of this round.
+        One key per client, of this round.
     phase : int
         Position of the phase in the local rule; part of every random number.
     batch_size, shuffle

@@ -598,18 +598,18 @@ def refuse_second_training(trained: bool) -> None:
 
 
 def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
-    """Refuse what is sent to each client if it has not one row a client.
+    """Refuse what is sent to each client if it has not one row per client.
 
     Examples
     --------
     >>> check_rows({"share": torch.ones(2)}, 3)
     Traceback (most recent call last):
-    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: a row a client
+    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: one row per client
     """
     for name, rows in each.items():
         if len(rows) != clients:
             raise InputError(
-                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client"
+                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: one row per client"
             )
 
 

@@ -129,7 +129,7 @@ def _target_type(given: torch.dtype, floating: torch.dtype) -> torch.dtype:
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Say whether this many bytes may be copied to the device."""
+    """Return whether this many bytes may be copied to the device."""
     return (
         device.type != "cuda"
         or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory

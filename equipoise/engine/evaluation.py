@@ -62,7 +62,7 @@ def evaluate_shared(
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample. Counts by attributes that a client
+        One value per client, NaN where a client holds no sample. Counts by attributes that a client
         withholds are NaN, too.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
@@ -119,7 +119,7 @@ class _Collected:
     sizes : int array
         How many samples each client holds.
     values : dict of float64 arrays
-        One value a client, NaN where a client holds no sample or the metric is undefined.
+        One value per client, NaN where a client holds no sample or the metric is undefined.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def evaluate_stacked(
     Returns
     -------
     dict of float64 arrays
-        One value a client, NaN where a client holds no sample.
+        One value per client, NaN where a client holds no sample.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     order = np.argsort(-sizes, kind="stable")

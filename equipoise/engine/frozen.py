@@ -27,7 +27,7 @@ _LARGEST = 1 << 30
 
 
 def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
-    """Say whether z of a sample is constant while some of the chunk's parameters are trained.
+    """Return whether z of a sample is constant while some of the chunk's parameters are trained.
 
     Clients with personal features have two z of a sample, and augmented samples change in every
     step.
@@ -62,7 +62,7 @@ class FrozenFeatures:
         self._like: Tensor | None = None
 
     def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
-        """Say whether computing z once saves work in these phases, and z is not too large."""
+        """Return whether computing z once saves work in these phases, and z is not too large."""
         if (np.diff(batches[0].sizes) > 0).any():
             # Where the steps of clients differ by more than their sizes, clients are not in the
             # order of their sizes.

@@ -490,7 +490,7 @@ class Network:
     def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
         """Check that the model can be trained, and gives the same outputs as the original module.
 
-        It must take samples and answer each with a number a class, or a target; the same with or
+        It must take samples and answer each with one number per class, or a target; the same with or
         without others beside it, BatchNorm aside; without changing its tensors in place or drawing
         random numbers of its own; and as the module it was made from does. Tensors are moved a
         little first, so that those a call does not reach show.
@@ -623,7 +623,7 @@ class Network:
             self._slots_of_part.clear()
 
     def _drawn_since(self, before: list[Tensor]) -> bool:
-        """Say whether PyTorch's generators have been used."""
+        """Return whether PyTorch's generators have been used."""
         return any(
             not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)
         )
@@ -636,7 +636,7 @@ class Network:
         return watched.drawing
 
     def _draws_by_batch(self, params: Tree, x: Tensor, key: Tensor) -> bool:
-        """Say whether a sample gets other random numbers if another one is left out of its batch."""
+        """Return whether a sample gets other random numbers if another one is left out of its batch."""
         for _, layer in self._norms:
             layer.moves = False
         forward = Forward(train=True, key=key)
@@ -747,7 +747,7 @@ class Network:
         return tensor_of(module(x)).to(self.dtype)
 
     def _far(self, found: Tensor, wanted: Tensor) -> bool:
-        """Say whether answers differ by more than rounding."""
+        """Return whether answers differ by more than rounding."""
         allowed = _ROUNDING[self.lowered] * wanted.norm() + 1e-6
         return found.shape != wanted.shape or bool((found - wanted).norm() > allowed)
 

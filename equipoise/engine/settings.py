@@ -75,7 +75,7 @@ class Training:
     loss : str, mapping or callable, optional
         A loss for the whole task instead of the task's own: a name of :mod:`equipoise.losses` such
         as ``"focal"``, a mapping with ``name`` and options, or a function of outputs and targets
-        that returns one value a sample. Losses in reports and in evaluation are of the same
+        that returns one value per sample. Losses in reports and in evaluation are of the same
         function.
     report_samples : int, optional
         How many of a client's samples its loss reports use, drawn again each round; all by default.

@@ -42,7 +42,7 @@ def steps_of(
     sizes : int array
         How many samples each client holds.
     keys : Tensor
-        One key a client, of this round.
+        One key per client, of this round.
     adapting : bool
         Whether models are adapted for evaluation. Then a range stands for its upper end, and nobody
         is a straggler.

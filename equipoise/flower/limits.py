@@ -220,7 +220,7 @@ def stricter(one: Privacy | None, other: Privacy | None) -> Privacy | None:
 
 
 def _as_strict(privacy: Privacy | None, wanted: Privacy) -> bool:
-    """Say whether protection is at least as strict as another."""
+    """Return whether protection is at least as strict as another."""
     if privacy is None or privacy.clip > wanted.clip:
         return False
     if wanted.epsilon is None:

@@ -1,4 +1,4 @@
-"""A client's memory on its own disk, one file a round."""
+"""A client's memory on its own disk, one file per round."""
 
 from __future__ import annotations
 

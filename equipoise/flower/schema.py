@@ -576,7 +576,7 @@ Numbers = Mapping[str, Mapping[str, float]]
 def measured_by(
     answers: Mapping[int, Numbers], clients: Iterable[int], kind: str
 ) -> dict[str, Measured]:
-    """Return the metrics of one kind of model by split, one value a client; NaN for clients that did not answer.
+    """Return the metrics of one kind of model by split, one value per client; NaN for clients that did not answer.
 
     Parameters
     ----------

@@ -224,7 +224,7 @@ def _own_engine(
 
 
 def holds_samples(experiment: Experiment) -> bool:
-    """Say whether the server reads samples of its own: those published for testing, or some for validation.
+    """Return whether the server reads samples of its own: those published for testing, or some for validation.
 
     Examples
     --------

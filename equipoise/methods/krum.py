@@ -1,4 +1,4 @@
-"""Krum and multi-Krum (Blanchard et al., 2017): only updates that have close neighbours are used."""
+"""Krum and multi-Krum (Blanchard et al., 2017): use only updates with close neighbours."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from equipoise.tree import Tree
 
 @dataclass(frozen=True)
 class _Neighbours(Guard):
-    """What Krum and multi-Krum share: the score of a client is the sum of its n − f − 2 smallest squared distances.
+    """Common part of Krum and multi-Krum: keep the clients with the lowest scores.
 
-    The distance of two clients covers everything they send. With parameters only, it is the paper's
-    ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms; if there are any,
-    each term is divided by its median over pairs of clients, because their scales differ. Of
-    clients with equal scores, those with lower ids are kept. Weights of the clients that are kept
-    are those that the aggregation gives them; the paper's mean is that of ``weights: uniform``.
+    The score of a client is the sum of its n − f − 2 smallest squared distances to others. The
+    distance between two clients includes everything that they send. With parameters only, it is the
+    paper's ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms. If there
+    are any, each term is divided by its median over pairs of clients, because their scales differ.
+    Among clients with equal scores, those with lower ids are kept. The aggregation weights the
+    clients that are kept; the paper's mean is ``weights: uniform``.
 
     Parameters
     ----------
@@ -35,15 +36,15 @@ class _Neighbours(Guard):
     f: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a number of hostile clients that is none."""
+        """Check the number of hostile clients."""
         count(self.f, f"{self.name}.f", least=0)
 
     def least_clients(self) -> int:
-        """Return 2 f + 3, the least number for which the paper's guarantee holds."""
+        """Return 2 f + 3, the smallest number for which the paper's guarantee holds."""
         return 2 * self.f + 3
 
     def kept(self, clients: int) -> int:
-        """Return how many clients are kept."""
+        """Return the number of clients that are kept."""
         raise NotImplementedError
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
@@ -58,7 +59,7 @@ class _Neighbours(Guard):
 @register("krum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class Krum(_Neighbours):
-    """The update with the lowest score is the only one that is used."""
+    """Use only the update with the lowest score."""
 
     def kept(self, clients: int) -> int:
         """Return 1."""
@@ -68,7 +69,7 @@ class Krum(_Neighbours):
 @register("multikrum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class MultiKrum(_Neighbours):
-    """The m updates with the lowest scores are used.
+    """Use only the m updates with the lowest scores.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class MultiKrum(_Neighbours):
     m: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are none."""
+        """Check both numbers."""
         super().__post_init__()
         if self.m is not None:
             count(self.m, "multikrum.m")
@@ -94,7 +95,7 @@ class MultiKrum(_Neighbours):
 
 
 def krum_scores(distances: Tensor, f: int) -> Tensor:
-    """Sum every client's n − f − 2 smallest squared distances from others.
+    """Return the sum of every client's n − f − 2 smallest squared distances to others.
 
     Examples
     --------
@@ -108,7 +109,7 @@ def krum_scores(distances: Tensor, f: int) -> Tensor:
 
 
 def squared_distances(received: Tree, updates: Updates) -> Tensor:
-    """Return the squared distances between the updates of all pairs of clients, in float64 on the CPU.
+    """Return the squared distances between all pairs of updates, in float64 on the CPU.
 
     Examples
     --------
@@ -129,8 +130,8 @@ def squared_distances(received: Tree, updates: Updates) -> Tensor:
 
 
 def _distances(stacked: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Tensor:
-    # Differences from the received model are short, so that little is lost when inner products are
-    # subtracted.
+    # Differences from the received model are short, so subtracting inner products loses little
+    # precision.
     products = []
     for name, stack in stacked.items():
         for piece in differences(stack, origin.get(name)):

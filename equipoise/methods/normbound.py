@@ -19,15 +19,15 @@ from equipoise.tree import Tree, flat_rows, pieces
 class NormBound(Guard):
     """Scale updates that are too long: w_k ← w + min(1, B / ‖w_k − w‖) (w_k − w).
 
-    Updates within the bound B stay as they are, bit for bit. BatchNorm statistics and each tree of
-    uploads (such as SCAFFOLD's control variates, measured from zero) have norms and bounds of their
-    own, because their scale differs. The median of an even number of norms is the lower one, so
-    half of the clients cannot raise it.
+    Updates within the bound B do not change, bit for bit. BatchNorm statistics and each tree of
+    uploads (such as SCAFFOLD's control variates, measured from zero) have separate norms and
+    bounds, because their scales differ. For an even number of norms, the median is the lower of the
+    middle two, so half of the clients cannot raise it.
 
     Parameters
     ----------
     bound : float, optional
-        B for the parameters. Without it, B is a multiple of the median norm.
+        B for the parameters. By default B is a multiple of the median norm.
     multiple : float
         The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
         always for buffers and uploads.
@@ -48,7 +48,7 @@ class NormBound(Guard):
             real(self.bound, "norm.bound")
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
-        """Scale what is too long, and note the norms of the parameters and who was scaled."""
+        """Scale long updates, and note the norms of parameters and which clients were scaled."""
         params, lengths, scaled = self._bounded(updates.params, received, self.bound)
         buffers, _, more = self._bounded(updates.buffers, received)
         scaled = scaled | more
@@ -63,7 +63,7 @@ class NormBound(Guard):
     def _bounded(
         self, stacked: Tree, origin: Tree, bound: float | None = None
     ) -> tuple[Tree, Tensor, Tensor]:
-        """Return one kind of tensors within its bound, their norms, and which clients were scaled."""
+        """Return bounded tensors of one kind, their norms, and which clients were scaled."""
         clients = len(next(iter(stacked.values()))) if stacked else 1
         lengths = (
             norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
@@ -85,10 +85,10 @@ class NormBound(Guard):
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
-    """Return the L2 norm of each client's difference from a tree, over all tensors, in float64 on the CPU.
+    """Return the L2 norm of each client's difference from a tree, in float64 on the CPU.
 
-    Numbers that are not finite in the tree, such as a mask of −∞, do not count. Tensors that it
-    does not hold are measured from zero.
+    The norm is over all tensors. Values that are not finite in the tree, such as a mask of −∞, are
+    ignored. Tensors that the tree does not have are measured from zero.
 
     Examples
     --------
@@ -104,9 +104,9 @@ def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> T
 
 
 def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
-    """Go through the differences of clients' tensors from another one, as matrices of a row a client.
+    """Yield the differences between clients' tensors and ``origin``, with one row per client.
 
-    Numbers that are not finite in the other one make no difference.
+    Where ``origin`` is not finite, the difference is 0.
 
     Examples
     --------
@@ -126,7 +126,7 @@ def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
 
 
 def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
-    """Scale the differences of clients; a factor of one keeps every bit."""
+    """Scale the differences of clients. A factor of one changes nothing, bit for bit."""
     factor = factors.to(stack.device, stack.dtype).view(-1, *[1] * (stack.dim() - 1))
     if origin is None:
         return stack * factor

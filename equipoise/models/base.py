@@ -102,7 +102,7 @@ class Model(nn.Module):
         """Return what methods align between two models, such as BGP's local and received one: by default z, pooled.
 
         A model that is better compared elsewhere overrides this. A model that learns prompts for
-        text, for example, returns its text features, one row a class, and sets ``aligned_rows =
+        text, for example, returns its text features, one row per class, and sets ``aligned_rows =
         "classes"``.
 
         Parameters

@@ -603,7 +603,7 @@ def _prompts(
     names = several(class_names, f"class_names of model {model!r}", _name)
     if len(names) != classes:
         raise InputError(
-            f"class_names of model {model!r} must be {classes} names, one a class, got "
+            f"class_names of model {model!r} must be {classes} names, one per class, got "
             f"{list(names)}"
         )
     return [template.replace("{}", name.replace("_", " ")) for name in names]

@@ -178,7 +178,7 @@ def label_texts(
     names = several(class_names, "class_names of model 'dsaign'", _name)
     if len(names) != classes:
         raise InputError(
-            f"class_names of model 'dsaign' must be {classes} names, one a class, got {list(names)}"
+            f"class_names of model 'dsaign' must be {classes} names, one per class, got {list(names)}"
         )
     plain = [
         _WHITE_SPACE.get(name, name.replace("_", " ") if name != "_" else name) for name in names

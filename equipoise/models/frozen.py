@@ -53,7 +53,7 @@ def _entered() -> Iterator[None]:
 
 
 def inside_frozen() -> bool:
-    """Say whether a :class:`Frozen` is being called.
+    """Return whether a :class:`Frozen` is being called.
 
     Examples
     --------

@@ -30,7 +30,7 @@ from equipoise.models.layers import masked_norm
 
 @cache
 def work_on(device: torch.device) -> bool:
-    """Say whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
+    """Return whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2))
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.

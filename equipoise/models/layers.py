@@ -188,7 +188,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
+        """Return whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
         kind = type(layer)
         usual = (
             kind.forward is nn.modules.batchnorm._BatchNorm.forward
@@ -325,7 +325,7 @@ class LayerNorm(nn.LayerNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is PyTorch's own and not one derived from it."""
+        """Return whether a layer is PyTorch's own and not one derived from it."""
         return type(layer) is nn.LayerNorm and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _nested() -> bool:
-    """Say whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+    """Return whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
 
     PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
     variance as constants if they are differentiated again
@@ -404,7 +404,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        """Return whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
         return type(layer) is nn.Linear and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -453,7 +453,7 @@ class Convolution(nn.Conv2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary convolution, which this one can stand in for."""
+        """Return whether a layer is an ordinary convolution, which this one can stand in for."""
         return (
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
@@ -586,7 +586,7 @@ class MaxPool(nn.MaxPool2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
+        """Return whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
         return (
             type(layer) is nn.MaxPool2d
             and not has_hooks(layer)
@@ -623,7 +623,7 @@ class Embedding(nn.Embedding):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an embedding with padding and nothing else unusual."""
+        """Return whether a layer is an embedding with padding and nothing else unusual."""
         return (
             type(layer) is nn.Embedding
             and layer.padding_idx is not None
@@ -692,7 +692,7 @@ _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Say whether something is called before or after a layer, and may change what it gives."""
+    """Return whether something is called before or after a layer, and may change what it gives."""
     return any(getattr(layer, hooks) for hooks in _HOOKS)
 
 

@@ -31,7 +31,7 @@ _FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
 
 @cache
 def pay_on(device: torch.device) -> bool:
-    """Say whether split products are faster than float32 products on a device."""
+    """Return whether split products are faster than float32 products on a device."""
     return torch.cuda.get_device_capability(device) in _FAST_TF32
 
 

@@ -141,7 +141,7 @@ class Lstm(nn.Module):
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         # What does not depend on the step before is one product for all steps; stacked clients make
-        # it one a client only where it has no axis of steps.
+        # it one per client only where it has no axis of steps.
         driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
             0, steps.shape[:2]
         )
@@ -202,7 +202,7 @@ class FusedRecurrence(torch.autograd.Function):
         output = driven.new_zeros(clients, samples, weight.shape[-1])
         cell = output.flatten(0, 1)
         outputs, cells, gates = [], [cell], []
-        # Stacked clients come with other strides; one copy now saves one a step.
+        # Stacked clients come with other strides; one copy now saves one per step.
         for drive in driven.contiguous().unbind(0):
             output, cell, gate = fused_cell(
                 drive.flatten(0, 1), (output @ back).flatten(0, 1), cell

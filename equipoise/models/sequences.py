@@ -58,7 +58,7 @@ class Recurrent(nn.Module):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is one of PyTorch's own."""
+        """Return whether a layer is one of PyTorch's own."""
         return type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not has_hooks(layer)
 
     def extra_repr(self) -> str:

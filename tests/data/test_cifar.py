@@ -167,7 +167,7 @@ def test_damaged_pickles_are_refused(tmp_path, content):
         ({b"data": np.zeros((4, 3072))}, r"must be bytes of shape \[N, 3072\]"),
         ({b"data": np.zeros((4, 3000), np.uint8)}, r"must be bytes of shape \[N, 3072\]"),
         ({b"labels": [1, 2]}, "4 images, 2 labels"),
-        ({b"labels": [0.5, 1, 2, 3]}, "one whole number a label"),
+        ({b"labels": [0.5, 1, 2, 3]}, "one whole number per label"),
         ({b"labels": [0, 1, 2, 10]}, "run from 0 to 10; valid: 0 to 9"),
         ({b"labels": [-1, 1, 2, 3]}, "run from -1 to 3; valid: 0 to 9"),
     ],

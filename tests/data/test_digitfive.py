@@ -174,7 +174,7 @@ def test_digits_of_fonts_need_no_files(tmp_path, monkeypatch):
     source = digitfive(root="nowhere", domains=["fonts"], size=32, train_images=20, test_images=10)
     assert source.x.shape == (30, 3, 32, 32)
     assert source.test.sum() == 10
-    with pytest.raises(InputError, match="domain 'fonts' of data 'digitfive' has no end"):
+    with pytest.raises(InputError, match="domain 'fonts' of data 'digitfive' has no fixed size"):
         digitfive(domains=["fonts"], train_images=None)
 
 

@@ -199,7 +199,7 @@ def test_mnist_is_downloaded_once_and_only_when_asked(small_mnist, tmp_path):
     with pytest.raises(InputError) as caught:
         mnist.mnist(root=root)
     message = str(caught.value)
-    assert f"or have them downloaded from {small_mnist.url} with download=True" in message
+    assert f"or download them from {small_mnist.url} with download=True" in message
     assert "(--download of equipoise data mnist)" in message
     assert "\n" not in message
     assert small_mnist.asked == []

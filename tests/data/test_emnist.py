@@ -62,7 +62,7 @@ def test_characters_choose_classes_and_their_order(tmp_path, images):
 @pytest.mark.parametrize("characters", ["", "aa", "é", "a b"])
 def test_other_characters_are_refused(characters):
     with pytest.raises(
-        InputError, match=f"characters='{characters}' of data 'emnist' must be different ones"
+        InputError, match=f"characters='{characters}' of data 'emnist' must be distinct"
     ):
         emnist(characters=characters)
 

@@ -235,10 +235,10 @@ def test_what_cannot_be_encoded_is_refused(options, message, source):
 
 
 def test_a_size_without_an_encoder_is_refused():
-    with pytest.raises(InputError, match="data.encode_size=16 has no meaning without data.encode"):
+    with pytest.raises(InputError, match="data.encode_size=16 needs data.encode"):
         load("digits", encode_size=16)
     with pytest.raises(
-        InputError, match=r"data\.encode_size=16 has no meaning without data\.encode"
+        InputError, match=r"data\.encode_size=16 needs data\.encode"
     ):
         experiment_from({"data": {"name": "digits", "encode_size": 16}}, "a.yaml").federation()
 
@@ -268,5 +268,5 @@ def test_texts_need_their_characters(tmp_path):
         encode_federation(texts(class_names=None), source)
     with pytest.raises(InputError, match="or texts with class_names that are their characters"):
         encode_federation(texts(class_names=("one", "two", "three", "four")), source)
-    with pytest.raises(InputError, match="encode_size=8 has no meaning for text"):
+    with pytest.raises(InputError, match="encode_size=8 cannot be used with text"):
         encode_federation(texts(), source, size=8)

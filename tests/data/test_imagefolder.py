@@ -236,9 +236,9 @@ def remove(root: Path, name: str) -> None:
         ({"classes": ["dg"]}, "unknown class 'dg' in ROOT; did you mean 'dog'"),
         (
             {"classes": []},
-            "classes of data 'imagefolder' must be different names, at least one, got []",
+            "classes of data 'imagefolder' must be distinct names, at least one, got []",
         ),
-        ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be different names"),
+        ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be distinct names"),
         ({"domains": "photo"}, "domains of data 'imagefolder' must be a list, got 'photo'"),
         ({"domains": [3]}, "each of domains of data 'imagefolder' must be a name, got 3"),
         ({"size": 0}, "size of data 'imagefolder' must be a whole number of at least 1, got 0"),
@@ -254,17 +254,20 @@ def test_wrong_options_are_refused(tmp_path, options, message):
 def test_a_missing_root_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EQUIPOISE_DATA", "/srv/data")
-    message = f"root='animals' of data 'imagefolder' is no folder; looked for {tmp_path}/animals and /srv/data/animals"
+    message = (
+        "root='animals' of data 'imagefolder' is not a folder; looked for "
+        f"{tmp_path}/animals and /srv/data/animals"
+    )
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         imagefolder(root="animals")
-    with pytest.raises(InputError, match=f"no folder; looked for {tmp_path}/other$"):
+    with pytest.raises(InputError, match=f"not a folder; looked for {tmp_path}/other$"):
         imagefolder(root=str(tmp_path / "other"))
     with pytest.raises(InputError, match="data 'imagefolder' needs root"):
         load("imagefolder")
 
 
 def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
-    with pytest.raises(InputError, match="has no folders; data 'imagefolder' needs one a domain"):
+    with pytest.raises(InputError, match="has no folders; data 'imagefolder' needs one per domain"):
         imagefolder(root=str(tmp_path))
     write(tmp_path, domains=("a", "b", "c"), classes=("x", "y"), each=2)
     (tmp_path / "empty").mkdir()

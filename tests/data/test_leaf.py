@@ -167,7 +167,7 @@ def test_clients_are_drawn_by_the_seed_among_those_with_three_samples(tmp_path):
     )
     assert len(set(drawn)) > 10
     assert len(set(leaf(root=str(tmp_path)).ids)) == 9
-    with pytest.raises(InputError, match="9 clients of LEAF's femnist are asked for, there are 8"):
+    with pytest.raises(InputError, match="9 clients of LEAF's femnist requested, but there are only 8"):
         leaf(root=str(tmp_path), clients=9)
 
 
@@ -205,7 +205,7 @@ def test_other_numbers_of_clients_are_refused(clients):
         (
             "shakespeare",
             (["ab", "abc"], ["a", "b"]),
-            "a sample of 3 characters, the first sample of all has 2",
+            "a sample of 3 characters, but the first sample has 2",
         ),
         ("shakespeare", (["ab"], ["cd"]), "a next character that is not one character"),
     ],

@@ -136,7 +136,7 @@ def test_every_registered_name_resolves() -> None:
         ("digits", {"partition": "dirichlet"}, "partition 'dirichlet' needs clients and beta"),
         ("digits", {"partition": {"clients": 3}}, "needs a name"),
         ("digits", {"partition": {"name": "iid", "client": 3}}, "did you mean 'clients'"),
-        ("digits", {"partition": "natural"}, "does not know which client"),
+        ("digits", {"partition": "natural"}, "has no client ids"),
         ("digits", {"leave_out": "blured"}, "did you mean 'blurred'"),
     ],
 )

@@ -81,7 +81,7 @@ def test_the_file_that_crashed_the_interpreter_is_refused(tmp_path):
     path = tmp_path / "batch"
     path.write_bytes(array(code=b"O8", shape=b"K\x01\x85", content=b"C\x08AAAAAAAA", state=state))
     with pytest.raises(
-        InputError, match="is refused: it asks for an array of 'O8', which is no type of numbers"
+        InputError, match="is refused: it asks for an array of 'O8', which is not a number type"
     ):
         read_pickle(path)
 

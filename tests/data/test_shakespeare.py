@@ -118,8 +118,8 @@ def test_roles_are_drawn_by_gender(plays):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "31 roles are asked for, there are 18"),
-        ({"roles": {"female": 6}}, "6 female roles are asked for, there are 5"),
+        ({}, "31 roles requested, but there are only 18"),
+        ({"roles": {"female": 6}}, "6 female roles requested, but there are only 5"),
         (
             {"roles": {"femal": 2}},
             "unknown gender 'femal' in roles of data 'shakespeare'; did you mean 'female'",

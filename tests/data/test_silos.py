@@ -189,6 +189,6 @@ def test_all_silos_have_the_same_attributes(tmp_path):
         np.savez(first / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 3)})
     with pytest.raises(
         InputError,
-        match=r"has attribute.sex of shape \(3,\); an attribute needs one value a sample",
+        match=r"has attribute.sex of shape \(3,\); an attribute needs one value per sample",
     ):
         silos(root=str(tmp_path))

@@ -292,7 +292,7 @@ def test_rows_for_another_number_of_clients_are_refused(folder):
     for rows in (2, 4):
         with pytest.raises(
             InputError,
-            match=rf"each\['share'\] has {rows} rows for 3 clients; valid: a row a client",
+            match=rf"each\['share'\] has {rows} rows for 3 clients; valid: one row per client",
         ):
             cohort.ask("gradient_sums", model=trainer.state.model, each={"share": torch.ones(rows)})
 

@@ -376,7 +376,7 @@ def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_bett
     [
         ({"align": -1.0}, r"bgp\.align must be a finite number of at least 0, got -1\.0"),
         ({"alignment": "mmd"}, r"unknown value 'mmd' in bgp\.alignment"),
-        ({"restore": True, "meta": False}, r"bgp\.restore is about pairs of steps"),
+        ({"restore": True, "meta": False}, r"bgp\.restore needs pairs of steps"),
         ({"restore": "yes"}, r"bgp\.restore must be"),
     ],
 )

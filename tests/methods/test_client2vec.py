@@ -420,7 +420,7 @@ def test_a_noised_index_is_released_once():
 
 def test_noise_is_for_an_index_that_is_asked_for(path):
     with pytest.raises(
-        InputError, match="client2vec.clip is for an index that clients are asked for"
+        InputError, match="client2vec.clip is for an index that clients send"
     ):
         build("client2vec", index=path, clip=1.0)
     with pytest.raises(
@@ -501,7 +501,7 @@ def assert_every_use_matters(host):
     for uses in (*((use,) for use in USES), USES):
         if "aggregation" in uses and host in IGNORING:
             with pytest.raises(
-                InputError, match=f"aggregation changes the weights that '{host}' begins with"
+                InputError, match=f"prior weights of clients, which '{host}' does not use"
             ):
                 build("client2vec", host=host, uses=uses)
             continue
@@ -575,7 +575,7 @@ def test_aggregations_say_whether_the_prior_matters(name):
         ),
         (
             {"width": 3},
-            "client2vec.width and client2vec.digest belong to client2vec.index, which is missing",
+            "client2vec.width and client2vec.digest need client2vec.index, which is not set",
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_each_half_works_with_other_parts():
         ({"server_lr": 0.0}, r"grace\.server_lr must be a finite number above 0, got 0\.0"),
         ({"similarity": "layers"}, r"unknown value 'layers' in grace\.similarity"),
         ({"align": -1.0}, r"grace\.align must be a finite number of at least 0"),
-        ({"meta": False}, r"grace\.restore is about pairs of steps"),
+        ({"meta": False}, r"grace\.restore needs pairs of steps"),
     ],
 )
 def test_bad_values_are_refused(options, message):

@@ -153,7 +153,7 @@ def test_what_has_no_images_or_no_place_for_the_layer_is_refused():
         match=r"method 'harmofl' works on images .* has shape \(9,\); valid: a source of",
     ):
         equipoise.train(text(), method="harmofl", rounds=1)
-    with pytest.raises(InputError, match="OwnForward has a forward of its own"):
+    with pytest.raises(InputError, match="not possible for OwnForward"):
         build("harmofl").extend(OwnForward(nn.Flatten(), nn.Linear(50, 4)), SHAPE, 0)
     with pytest.raises(InputError, match="HarmoFL needs amplitude, which FedAvg does not provide"):
         build("fedavg", local="harmofl")

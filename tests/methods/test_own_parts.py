@@ -177,7 +177,7 @@ def test_a_part_that_is_no_dataclass_is_refused_with_the_order_of_decorators():
     [
         (Aggregation, "Idle, registered as 'idle', is an Aggregation without a method 'combine'"),
         (Sampler, "Idle, registered as 'idle', is a Sampler without a method 'select'"),
-        (object, "is no part; it must be one of Sampler, LocalRule, Aggregation, View"),
+        (object, "is not a part; it must be one of Sampler, LocalRule, Aggregation, View"),
     ],
 )
 def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
@@ -236,7 +236,7 @@ def test_hyper_parameters_need_defaults():
 
 def test_a_function_is_no_part():
     with pytest.raises(
-        InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"
+        InputError, match="average, registered as 'idle', is not a part; it must be one of Sampler"
     ):
 
         @register("idle")
@@ -265,7 +265,7 @@ def test_what_a_part_needs_may_come_from_another():
             {"sampling": {"name": ["size"]}},
             "unknown method.sampling ['size']; did you mean 'size'? Valid: size, uniform",
         ),
-        ({"sampling": "plain"}, "method.sampling: 'plain' is no sampler; valid: size, uniform"),
+        ({"sampling": "plain"}, "method.sampling: 'plain' is not a sampler; valid: size, uniform"),
     ],
 )
 def test_a_name_that_no_part_has_is_refused_with_those_of_its_slot(options, message):

@@ -162,7 +162,7 @@ def test_labels_are_not_counted_and_not_divided_by(tmp_path):
     )
     with pytest.raises(
         InputError,
-        match="dirichlet partition needs one label a sample, but source .* is a segmentation",
+        match="dirichlet partition needs one label per sample, but source .* is a segmentation",
     ):
         federate(source, Dirichlet(2, beta=1.0))
     federation = load("ellipses", images=5, size=8)

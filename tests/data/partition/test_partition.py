@@ -376,7 +376,7 @@ MIXED = Source(
         (Dirichlet(5, 0), plain(), "beta must be a finite number above 0, got 0"),
         (Dirichlet(5, float("nan")), plain(), "beta must be a finite number above 0, got nan"),
         (Dirichlet(5, "much"), plain(), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
-        (Dirichlet(5, 1.0), REGRESSION, "needs one label a sample"),
+        (Dirichlet(5, 1.0), REGRESSION, "needs one label per sample"),
         (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
@@ -395,7 +395,7 @@ MIXED = Source(
             grouped(50, 50),
             "ratio must be a finite number of at least 1, got 0.5",
         ),
-        (ByGroup(1, ratio=1.5), grouped(50, 50), "makes no sense with imbalance=1"),
+        (ByGroup(1, ratio=1.5), grouped(50, 50), "cannot be used with imbalance=1"),
         (
             ByGroup(5, largest=0),
             grouped(50, 50),
@@ -411,7 +411,7 @@ MIXED = Source(
             grouped(50, 20),
             "group 'b' has 20 samples, but largest=50 needs 25 of it",
         ),
-        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "truncate=False forbids it"),
+        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "which truncate=False forbids"),
         (ByGroup(2, within="rato"), grouped(50, 50), "did you mean 'ratio'"),
         (
             ByGroup(2, order=("a", "c")),
@@ -427,7 +427,7 @@ MIXED = Source(
             "each of clients_per_group must be a whole number of at least 1, got 0",
         ),
         (ByGroup(40), grouped(50, 50), "group 'a' has 50 samples, too few for 40 clients"),
-        (Natural(), plain(), "does not know which client"),
+        (Natural(), plain(), "has no client ids"),
         (Natural(), MIXED, "client 1 of source 'custom' has samples in groups a and b"),
         (Natural(min_samples=5), MIXED, "the largest has 4"),
     ],
