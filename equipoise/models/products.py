@@ -1,13 +1,13 @@
 """Matrix products with float32 accuracy on tensor cores, which round their factors to TF32.
 
-A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x
-rounded to 11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x
-h_w; the term left out, l_x l_w, is below 2⁻²² of the product.
+A float32 number is split into a high and a low part, x = h + l, that are TF32 numbers: h is x
+rounded to 11 significant bits, l is the remainder rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w
++ h_x h_w. The omitted term, l_x l_w, is below 2⁻²² of the product.
 
-Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small
-terms first, and these sums are added in float32 as usual.
+Tensor cores also round sums towards zero. Therefore they add only 32 products at a time, the small
+terms first, and these sums are added in ordinary float32.
 
-Only imported where Triton is installed: see ``equipoise.models.layers``.
+This module is imported only if Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
-# The parts of x and w that are on their way from memory while others are multiplied, in bytes.
+# Size in bytes of the tiles of x and w that are loaded while others are multiplied.
 _STAGE = 4 * _TILE["INNER"] * (_TILE["ROWS"] + 2 * _TILE["COLUMNS"])
 # Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200,
-# B200. On others, such as cards for games, three TF32 products take longer than one in float32.
+# B200. On others, such as consumer GPUs, three TF32 products take longer than one in float32.
 _FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
 
 
@@ -37,18 +37,18 @@ def pay_on(device: torch.device) -> bool:
 
 @cache
 def _stages(device: torch.device) -> int:
-    """Choose how many parts are on their way at a time: up to four, as shared memory allows."""
+    """Return the number of pipeline stages: up to four, as far as shared memory allows."""
     if device.type != "cuda":  # Triton's interpreter.
         return 1
     found = torch.cuda.get_device_properties(device)
-    # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
+    # Older versions of PyTorch do not report the maximum shared memory of a kernel.
     memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return max(1, min(4, memory // _STAGE))
 
 
 @triton.jit
 def _rounded(x: tl.tensor) -> tl.tensor:
-    """Round to the nearest TF32 number: half a unit is added, then the 13 lowest bits are cleared."""
+    """Round to the nearest TF32 number: add half a unit, then clear the 13 lowest bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
@@ -64,7 +64,7 @@ def _split(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the high part of a tile, and its low part behind all high parts."""
+    """Write the high part of a tile, and its low part after all high parts."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
@@ -91,7 +91,7 @@ def _multiply(
 ) -> None:
     """Write a tile of x wᵀ + b. The weights are split: the high parts, then the low ones."""
     across = tl.cdiv(columns, COLUMNS)
-    # Tiles next to each other read the same rows of x.
+    # Neighbouring tiles read the same rows of x.
     row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     along = tl.arange(0, INNER)
@@ -137,7 +137,7 @@ def split(x: Tensor) -> Tensor:
 
 
 class SplitProduct(torch.autograd.Function):
-    """x wᵀ + b for a matrix w and a vector b that are never trained: the gradient is that towards x only."""
+    """x wᵀ + b for a matrix w and a vector b that are never trained: only x gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,6 +163,6 @@ class SplitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply by the weights themselves. This product can be differentiated in turn."""
+        """Multiply by the weights. This product can itself be differentiated."""
         (weight,) = ctx.saved_tensors
         return SplitProduct.apply(upper, weight.t(), None), None, None

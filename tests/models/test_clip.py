@@ -399,7 +399,7 @@ def test_defaults():
         (
             "clip",
             {"class_names": None},
-            "model 'clip' needs the names of the 3 classes, and the data do not say them",
+            "model 'clip' needs the names of the 3 classes, which the data do not have",
         ),
         (
             "clipprompts",
@@ -452,7 +452,7 @@ def test_defaults():
             {"template": "a most unusual picture of a {}"},
             "the prompt 'a most unusual picture of a .* at most 32",
         ),
-        ("clip", {"depth": 3}, "depth=3 of model 'clip' has no meaning beside source="),
+        ("clip", {"depth": 3}, "depth=3 of model 'clip' cannot be set together with source="),
         ("clip", {"fused": "no"}, "fused of model 'clip' must be true or false"),
     ],
 )
@@ -465,7 +465,7 @@ def test_a_source_without_a_tokenizer_is_named(tmp_path):
     source = write_clip(tmp_path / "no-words", tokenizer=False)
     with pytest.raises(
         InputError,
-        match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json",
+        match=r"source '.*no-words' of model 'clip' has no tokenizer; valid: .*vocab\.json",
     ):
         made("clip", source)
 

@@ -138,8 +138,8 @@ def test_pretrained_transformers(tmp_path):
         ({"patch": 3}, "patch=3 of model 'fedgc' does not divide images of 8 x 8"),
         (
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'fedgc' has no meaning beside source='./nowhere', which has a shape "
-            "of its own; valid: one of the two",
+            "depth=3 of model 'fedgc' cannot be set together with source='./nowhere', which "
+            "determines the architecture; valid: one of the two",
         ),
     ],
 )

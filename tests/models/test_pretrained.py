@@ -469,7 +469,7 @@ def test_sources_that_are_no_directory_are_refused(source):
 
 def test_directories_that_hold_something_else_are_refused(saved, tmp_path):
     refused(
-        f"source '{tmp_path}' of model 'pretrained' holds no config.json; {VALID}", str(tmp_path)
+        f"source '{tmp_path}' of model 'pretrained' has no config.json; {VALID}", str(tmp_path)
     )
     config = tmp_path / "config.json"
     config.write_text("{")
@@ -492,8 +492,7 @@ def test_weights_that_are_not_all_there_are_refused(saved, tmp_path):
     """CLIP's image encoder without its projection would get a random one."""
     transformers.CLIPVisionModel.from_pretrained(saved["clip"]).save_pretrained(tmp_path)
     refused(
-        "lacks 'visual_projection.weight' and thereby 1 of the weights of a "
-        "CLIPVisionModelWithProjection",
+        "lacks 1 weights of a CLIPVisionModelWithProjection, such as 'visual_projection.weight'",
         str(tmp_path),
     )
 
@@ -512,7 +511,9 @@ def test_images_that_do_not_fit_are_refused(saved, tmp_path):
     )
     refused("images must be at least 4 x 4", saved["dinov2"], (3, 3, 16))
     copied = copy_of(saved["vit"], tmp_path, image_mean=[0.5, 0.5], image_std=[0.5, 0.5])
-    refused("normalises 2 channels, but takes 3; see its preprocessor_config.json", copied)
+    refused(
+        "normalises 2 channels, but takes images with 3; see its preprocessor_config.json", copied
+    )
 
 
 def test_prompts_need_a_transformer(saved):
@@ -535,8 +536,8 @@ def test_names_that_the_hub_does_not_answer_to_are_refused():
         [sys.executable, "-c", code], env=offline, check=False, capture_output=True, text=True
     )
     assert (
-        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face "
-        "hub gave" in run.stderr
+        "InputError: source 'nobody/nothing' of an encoder is not a directory, and cannot be read "
+        "from the Hugging Face hub" in run.stderr
     )
     assert VALID in run.stderr
 

@@ -306,8 +306,8 @@ def test_prompts_and_head_learn_digits():
         (
             vitprompts,
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'vitprompts' has no meaning beside source='./nowhere', which has a "
-            "shape of its own; valid: one of the two",
+            "depth=3 of model 'vitprompts' cannot be set together with source='./nowhere', which "
+            "determines the architecture; valid: one of the two",
         ),
     ],
 )
