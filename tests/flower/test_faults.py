@@ -491,7 +491,7 @@ def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_fact
         data={"root": str(folder / "silos")},
     )
     grid = LoopGrid(client_app(other), own_nodes(folder))
-    with pytest.raises(RunError, match=r"head\.\w+.* differ here from the server's"):
+    with pytest.raises(RunError, match=r"head\.\w+.* differ from those of the server"):
         run_on(grid, path)
 
 

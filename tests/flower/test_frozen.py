@@ -177,7 +177,7 @@ def test_a_client_with_other_frozen_weights_is_left_out_and_the_reason_named(fol
     run, _ = run_on_loop(path, own_nodes(folder), data=differing({1}))
     rows = list(run.trainer.rounds)
     assert [set(row["left_out"]) for row in rows] == [{"1"}, {"1"}]
-    assert "frozen tensors of the model here have the hash" in rows[0]["left_out"]["1"]
+    assert "frozen tensors of the client's model have the hash" in rows[0]["left_out"]["1"]
     assert [row["cohort"] for row in rows] == [3, 3]
 
 
@@ -191,6 +191,6 @@ def test_a_run_in_which_all_have_other_frozen_weights_ends(folder, own_model):
 
     with pytest.raises(
         RunError,
-        match=r"0 of 4 clients answered.*the frozen tensors of the model here have the hash",
+        match=r"0 of 4 clients answered.*the frozen tensors of the client's model have the hash",
     ):
         run_on_loop(path, own_nodes(folder), data=differing(range(4)), tamper=tamper)

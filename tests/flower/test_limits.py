@@ -392,6 +392,6 @@ def test_a_wrong_limits_file_is_an_error(limits, says, tmp_path):
 
 def test_a_run_cannot_import_code_of_its_own(folder):
     with pytest.raises(
-        InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app does"
+        InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app"
     ):
         read_experiment(write_experiment(folder), {"set": "seed=1; imports=/tmp/x.py"})

@@ -126,7 +126,7 @@ def test_own_code_must_not_take_the_place_of_the_app(experiment, tmp_path, monke
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "app.py").write_text("")
     experiment.write_text("imports: app.py\ndata: digits\n")
-    with pytest.raises(InputError, match=r"imports 'app.py', a name the app needs"):
+    with pytest.raises(InputError, match=r"imports 'app.py', a name that the app uses itself"):
         new_app(tmp_path / "my-app", experiment)
     assert not (tmp_path / "my-app").exists()
     del sys.modules["app"]
@@ -177,9 +177,9 @@ def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("my_app", "data: digits", "'my_app' is no name for a Flower app"),
-        ("a" * 33, "data: digits", "is no name for a Flower app"),
-        ("my-app", "data: digits\nmethod: central", "method 'central' puts all data in one place"),
+        ("my_app", "data: digits", "'my_app' is not a valid name for a Flower app"),
+        ("a" * 33, "data: digits", "is not a valid name for a Flower app"),
+        ("my-app", "data: digits\nmethod: central", "method 'central' pools all data"),
         ("my-app", "data: digist", "unknown data 'digist'"),
         (
             "my-app",

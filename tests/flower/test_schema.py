@@ -589,7 +589,7 @@ def test_sizes_stay_what_they_were_at_registration(folder, caplog):
     assert len(described) == 2
     assert run.trainer.engine.roster.known[1].sizes["train"] < 100
     assert list(run.trainer.rounds)[-1]["cohort"] == 4
-    assert "client 1 now has other sizes; those that it registered with stay" in caplog.text
+    assert "client 1 now has other sizes; its registered sizes are kept" in caplog.text
 
 
 # ---- strangers that do not answer what everyone is asked -----------------------------------------
