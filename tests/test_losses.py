@@ -220,11 +220,11 @@ def test_a_registered_function_is_known_by_its_name():
         (3, "a function of outputs and targets that returns one value a sample, got 3"),
         (
             F.cross_entropy,
-            r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value a sample",
+            r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value per sample",
         ),
         (
             lambda output, y: None,
-            "loss of task 'classification' is None for 3 samples; valid: one value a sample",
+            "loss of task 'classification' is None for 3 samples; valid: one value per sample",
         ),
         (
             lambda output, y: output @ y,

@@ -276,7 +276,7 @@ def test_lowering_needs_frozen_modules():
     machine = Machine(device="cpu", frozen="bfloat16")
     with pytest.raises(
         InputError,
-        match="machine.frozen lowers frozen modules, but the model has none; valid: .*vitp",
+        match="lowers the precision of frozen modules, but the model has none; valid: .*vitp",
     ):
         train(images(**PICTURES), model="mlp", machine=machine, rounds=1)
 

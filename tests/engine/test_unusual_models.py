@@ -342,10 +342,10 @@ def imaginary():
     return model
 
 
-RANDOM, IN_PLACE = "draws random numbers of its own", "in place while it is called"
+RANDOM, IN_PLACE = "draws its own random numbers", "in place in its forward pass"
 BESIDE, ANOTHER = (
-    "depends on the others in its batch",
-    "taken apart and put together again the model is another one",
+    "depends on the other samples of its batch",
+    "the converted model gives other outputs than the original",
 )
 REFUSED = {
     "dropout in evaluation": (
@@ -375,7 +375,7 @@ REFUSED = {
             Does(lambda layer, x: F.dropout(x.transpose(0, 1), 0.5, layer.training).transpose(0, 1))
         ),
         text,
-        r"what dropout does to a sample depends on how many others are in its batch; .* \(batch_first=True\)",
+        r"dropout of a sample depends on the number of samples in its batch; .*\(batch_first=True\)",
     ),
     "packed sequences": (
         lambda: characters(Packed()),
@@ -414,7 +414,7 @@ REFUSED = {
     "shapes to come": (
         lambda: Model(nn.Flatten(), nn.LazyLinear(4)),
         images,
-        "head.weight of the model has no shape yet; call the model with a sample once before",
+        "head.weight of the model has no shape yet; call the model with a sample once",
     ),
     "several outputs": (
         lambda: Model(nn.Flatten(), Does(lambda layer, x: {"logits": x})),

@@ -71,7 +71,10 @@ class Answers(nn.Module):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_model_with_too_few_outputs_is_refused(outputs, tmp_path):
-    message = rf"the model answers a sample with numbers of shape \({outputs},\), but the federation has 3 classes"
+    message = (
+        rf"the model's output for a sample has shape \({outputs},\), but the federation has 3 "
+        "classes"
+    )
     with pytest.raises(InputError, match=message):
         train(federation(), model=Answers(outputs), rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
