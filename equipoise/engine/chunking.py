@@ -32,14 +32,14 @@ _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
 
 def chunk_by_rule(network: Network, batch_size: int) -> int:
-    """Choose the chunk size from device and model alone.
+    """Return the chunk size for a device and a model, by a fixed rule.
 
     Parameters
     ----------
     network : Network
         The model, tried out. Its frozen tensors do not count: one copy serves all clients.
     batch_size : int
-        Samples a step.
+        Samples per step.
 
     Returns
     -------
@@ -69,14 +69,14 @@ def chunk_by_rule(network: Network, batch_size: int) -> int:
 
 
 def samples_a_pass(network: Network, models: int) -> int:
-    """Choose the number of samples of a pass without gradient, over all models together.
+    """Return the number of samples of a pass without gradient, over all models together.
 
     Parameters
     ----------
     network : Network
         The model.
     models : int
-        How many clients' models look at samples of their own; 1 if all share one.
+        Number of models that process different samples; 1 if all clients share one.
 
     Returns
     -------
@@ -97,13 +97,14 @@ def samples_a_pass(network: Network, models: int) -> int:
 
 
 def samples_an_encoding(network: Network) -> int:
-    """Choose how many samples the stem encodes at a time.
+    """Return the number of samples that the stem encodes at a time.
 
     Examples
     --------
     >>> from equipoise import tasks
     >>> from equipoise.models import build
-    >>> samples_an_encoding(Network(build("mlp", shape=(64,), classes=10), tasks.build("classification")))
+    >>> mlp = build("mlp", shape=(64,), classes=10)
+    >>> samples_an_encoding(Network(mlp, tasks.build("classification")))
     4096
     """
     return min(_PASS, _within_memory(network, network.stem_activations))

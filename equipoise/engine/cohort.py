@@ -56,7 +56,7 @@ class StackedCohort:
     ) -> None:
         self.engine, self.method, self.round = engine, method, round_
         self.memory = engine.memory if memory is None else memory
-        # Training itself has no purpose in its keys: it is what all other uses differ from.
+        # Keys of training have no purpose; those of all other uses have one.
         self.purpose = purpose
         self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
@@ -75,9 +75,9 @@ class StackedCohort:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts.
+        """The number of rounds of the run.
 
-        A run whose method has asked for this cannot be made longer.
+        If the method has read this, the run cannot be extended.
         """
         self.engine.total_was_read = True
         return self.engine.training.rounds
@@ -96,7 +96,7 @@ class StackedCohort:
     def train(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Updates:
-        """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        """Train every client and collect updates; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
         engine = self.engine
@@ -108,7 +108,7 @@ class StackedCohort:
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
 
         work = self._work(local)
-        # The larger of two clients comes first if they make as many steps.
+        # If two clients make equally many steps, the larger comes first.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
         # One stack for the whole cohort: chunks train views of it in place, so nothing is joined
         # afterwards.
@@ -132,7 +132,7 @@ class StackedCohort:
         in_order = bool((order[1:] > order[:-1]).all())
 
         def gather(stacks: list[Tensor]) -> Tensor:
-            """Join stacks of clients, and put them in the order of the cohort's ids."""
+            """Concatenate stacks of clients, in the order of the cohort's ids."""
             joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
             return joined if in_order else joined[back.to(joined.device)]
 
@@ -143,7 +143,7 @@ class StackedCohort:
             return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
 
         memories, uploads, reports = zip(*collected, strict=True)
-        # A round that is repeated after a failure starts from what was committed before it.
+        # A round that is repeated after a failure starts from the last committed memories.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
         sent = gather_tree([stack])
@@ -159,7 +159,7 @@ class StackedCohort:
         return self._usable(updates, model)
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
-        """Leave out clients whose updates cannot be used, unless that is all of them.
+        """Leave out clients whose updates cannot be used, unless none can be used.
 
         If no update is usable, the settings are wrong and not a client. The round loop then says
         so.
@@ -191,7 +191,7 @@ class StackedCohort:
         seen: Tensor,
         work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train the moving parameters of one chunk in place, and return its new memory, uploads and reports."""
+        """Train the parameters of one chunk in place; return new memory, uploads and reports."""
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
@@ -239,7 +239,7 @@ class StackedCohort:
         return {**remembered, **facts}, {**uploads, **sent_facts}, reports
 
     def _work(self, local: LocalRule) -> list[NDArray[np.int64]]:
-        """Return how many steps each client makes, one array a phase."""
+        """Return the number of steps of each client, one array per phase."""
         training, keys, adapting = self.engine.training, self._keys(self.ids), bool(self.purpose)
         work: list[NDArray[np.int64]] = []
         for phase in local.phases():
@@ -336,7 +336,7 @@ class StackedCohort:
         members: NDArray[np.int64],
         split: Split | None = None,
     ) -> Tree:
-        """Go through the samples of a chunk's clients, and return the fact of each, stacked."""
+        """Return a fact of each client of a chunk, stacked."""
         own, still = (
             ({}, self.engine.network.initial())
             if fact.model == "first"
@@ -359,7 +359,7 @@ class StackedCohort:
     def _nothing_known(
         self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]
     ) -> Tree:
-        """Return zeros in the form of a fact that nobody has worked out yet."""
+        """Return zeros in the form of a fact that has not been computed yet."""
         train = self.engine.view.train
         clients = np.arange(train.clients) == self.ids[members[0]]
         one_sample = Split(
@@ -416,7 +416,7 @@ class StackedCohort:
         split: str = "train",
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        """Ask every client a question of the local rule; see `equipoise.method.Cohort.ask`."""
         local, engine = self.method.local, self.engine
         answer = question_of(self.method, question)
         finished_by = getattr(answer, "finished_by", None)
@@ -458,7 +458,7 @@ class StackedCohort:
         return tree_unflatten(joined, leaves[0][1])
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> StackedCohort:
-        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
+        """Return the cohort without some clients; see `equipoise.engine.contract.RoundCohort`."""
         rest = copy.copy(self)
         rest._leave_out(dict.fromkeys(ids, dropped or LOST))
         return rest
@@ -475,7 +475,7 @@ class StackedCohort:
     # ---- reports and bytes -----------------------------------------------------------------------
 
     def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
-        """Compute the reports somebody needs, of the models as they are before or after local training."""
+        """Compute the requested reports of the models before or after local training."""
         reports: Reports = {}
         evaluated: dict[str, Measured] = {}
         if when == "after" and self.evaluates_local:
@@ -498,7 +498,7 @@ class StackedCohort:
         return reports
 
     def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
-        """Evaluate the models of a chunk after training, and add the values to ``local_metrics``."""
+        """Evaluate the trained models of a chunk, and add the metrics to ``local_metrics``."""
         evaluated = {
             split: self._measure(
                 chunk, self.engine.view.split(split), self.ids[members], evaluation=True
@@ -514,7 +514,7 @@ class StackedCohort:
     def _measure(
         self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
     ) -> Measured:
-        """Evaluate each client's model as it is now: with the parts it keeps, without second copies (``personal.``).
+        """Evaluate each client's current model: with kept parts, without copies (``personal.``).
 
         Only for ``evaluation`` there is more than the loss and the task's own metrics.
         """
@@ -528,7 +528,7 @@ class StackedCohort:
     def _reported(
         self, split: Split, clients: NDArray[np.int64]
     ) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' numbers in that split."""
+        """Return the samples for clients' reports, and the clients' positions in that split."""
         limit = self.engine.training.report_samples
         if limit is None:
             return split, clients
@@ -565,7 +565,9 @@ class StackedCohort:
 
 
 def evaluations_for(reports: Iterable[str]) -> int:
-    """Count the evaluations of a model on a split that some reports take; loss and score come from the same one.
+    """Return the number of evaluations of a model on a split that some reports need.
+
+    Loss and score need only one evaluation.
 
     Examples
     --------
@@ -580,7 +582,7 @@ def evaluations_for(reports: Iterable[str]) -> int:
 def _gradient_weight(
     paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float
 ) -> Tensor:
-    """Return the sum of the weights with which gradients enter each client's update, over all phases."""
+    """Return the sum of the weights of gradients in each client's update, over all phases."""
     weights = []
     for pace, steps in zip(paces, work, strict=True):
         lr = torch.as_tensor(pace.lr, dtype=torch.float64).cpu().expand(len(steps)).numpy()
@@ -589,16 +591,16 @@ def _gradient_weight(
 
 
 def refuse_second_training(trained: bool) -> None:
-    """Refuse to train a cohort twice: what clients remember of the first training would be lost."""
+    """Refuse to train a cohort twice, because the memories of the first training would be lost."""
     if trained:
         raise InputError(
-            "this cohort has trained already, and a second training would overwrite what clients "
-            "remember of the first; valid: one train() a round, with a phase for each stage"
+            "this cohort has already trained, and a second training would overwrite the memories "
+            "of the first; valid: one train() per round, with a phase for each stage"
         )
 
 
 def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
-    """Refuse what is sent to each client if it has not one row per client.
+    """Refuse tensors for each client that do not have one row per client.
 
     Examples
     --------
@@ -609,12 +611,13 @@ def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
     for name, rows in each.items():
         if len(rows) != clients:
             raise InputError(
-                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: one row per client"
+                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: one row per "
+                "client"
             )
 
 
 def question_of(method: Method, question: str) -> Callable[..., Any]:
-    """Return what answers a question: a method of the local rule, or else of the aggregation.
+    """Return the method that answers a question: of the local rule, or else of the aggregation.
 
     Examples
     --------
@@ -639,7 +642,7 @@ def question_of(method: Method, question: str) -> Callable[..., Any]:
 
 
 def repeated(tensor: Tensor, count: int) -> Tensor:
-    """Copy a tensor once for every client.
+    """Repeat a tensor for every client.
 
     Examples
     --------

@@ -51,9 +51,9 @@ def evaluate_shared(
     params : Tree
         Its parameters and buffers.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
     metrics : sequence of Metric
         Metrics of each client's outputs besides the loss and the task's own.
     counting : Counting, optional
@@ -77,7 +77,7 @@ def evaluate_shared(
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
     if not len(positions):
-        # Not every model takes a batch without samples.
+        # Some models do not accept an empty batch.
         return {
             name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)
         } | wanted.values
@@ -99,25 +99,25 @@ def evaluate_shared(
 
 
 class _Collected:
-    """Collects the outputs of one client after the other, and measures each client once it is complete.
+    """Collects outputs client by client, and computes metrics when a client is complete.
 
     Parameters
     ----------
     metrics : sequence of Metric
-        What to measure.
+        The metrics.
     counting : Counting or None
-        What to count by attributes.
+        Counts samples by attributes.
     split : Split
-        Whose samples.
+        The split with the samples.
     clients : int array
-        Which clients.
+        The clients.
 
     Attributes
     ----------
     any : bool
         Whether outputs are needed at all.
     sizes : int array
-        How many samples each client holds.
+        Number of samples of each client.
     values : dict of float64 arrays
         One value per client, NaN where a client holds no sample or the metric is undefined.
     """
@@ -145,8 +145,8 @@ class _Collected:
         self._missing = 0 if self._client is None else int(self.sizes[self._client])
 
     def add(self, output: Tensor, y: Tensor) -> None:
-        """Take the outputs and targets of the next samples, which may be of several clients."""
-        # Copied once. Clients get views of it.
+        """Add the outputs and targets of the next samples, which may be of several clients."""
+        # Copy once; clients get views of the copy.
         output, y = output.cpu(), y.cpu()
         begin = 0
         while begin < len(output) and self._client is not None:
@@ -160,7 +160,7 @@ class _Collected:
                 self._next()
 
     def measure(self, position: int, outputs: list[Tensor], targets: list[Tensor]) -> None:
-        """Measure the client at a position of ``clients``."""
+        """Compute the metrics of the client at a position of ``clients``."""
         output, y, client = torch.cat(outputs), torch.cat(targets), int(self.clients[position])
         found = measure(self.metrics, output, y, client)
         if self.counting is not None:
@@ -170,7 +170,7 @@ class _Collected:
 
 
 def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: _Collected) -> None:
-    """Measure clients that hold samples of others too: the outputs are computed again, for one client at a time.
+    """Compute metrics of clients that share samples with others, one client at a time.
 
     Clients that hold the same samples in the same order, such as the test samples of a group, are
     measured once.
@@ -194,7 +194,7 @@ def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: 
 def _gather(
     split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """List the samples of clients, one client after the other."""
+    """Return the samples of clients, one client after the other."""
     if len(clients) == split.clients and (np.diff(clients) == 1).all():
         return split.indices
     ends = np.cumsum(sizes)
@@ -229,11 +229,11 @@ def evaluate_stacked(
     network, data, split, clients, metrics, counting
         As in :func:`evaluate_shared`.
     params : Tree
-        What differs between clients, stacked in the order of ``clients``.
+        Tensors that differ between clients, stacked in the order of ``clients``.
     still : Tree
-        What does not.
+        Tensors that are the same for all clients.
     chunk : int
-        How many clients to look at together.
+        Number of clients per chunk.
 
     Returns
     -------
@@ -261,7 +261,7 @@ def evaluate_stacked(
 def _sums_of_chunk(
     network: Network, data: DeviceData, params: Tree, still: Tree, wanted: _Collected
 ) -> dict[str, Tensor]:
-    """Sum the task's metrics of each client's samples, for clients ordered by falling number of samples.
+    """Return sums of the task's metrics over samples, for clients ordered by decreasing size.
 
     Metrics of all outputs of a client are measured on the way.
     """
@@ -300,7 +300,7 @@ def _sums_of_chunk(
         for output in answered:
             found, asked = (output if active > 1 else output.unsqueeze(0)).cpu(), y.cpu()
             for position in range(active):
-                # Indexed, not sliced: a copy, so that the padding of the pass is not kept.
+                # Index instead of slice, to copy and not keep the padding of the pass in memory.
                 own = torch.from_numpy(inside[position])
                 outputs[position].append(found[position][own])
                 targets[position].append(asked[position][own])

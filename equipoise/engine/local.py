@@ -41,14 +41,14 @@ from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that train together, and everything they need.
+    """Clients that train together, and everything that they need.
 
     Attributes
     ----------
     params : Tree
-        Parameters and buffers that move or are kept, stacked; trained in place.
+        Parameters and buffers that are trained or kept, stacked; they are updated in place.
     still : Tree
-        Those that neither move nor are kept: one copy for all.
+        Parameters and buffers that are neither trained nor kept: one copy for all.
     sent, each, memory, seen, round
         As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are
         stacked.
@@ -68,7 +68,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pace:
-    """How steps are made in this round: optimizer, learning rate (a number or a column) and gradient clipping."""
+    """Optimizer, learning rate (a number or a column) and gradient clipping of a round."""
 
     optimizer: Optimizer
     lr: Column
@@ -103,11 +103,11 @@ class PhaseRun:
     Parameters
     ----------
     phase : Phase
-        What to do.
+        The phase.
     chunk : Chunk
-        With whom.
+        The clients.
     pace : Pace
-        How steps are made.
+        Optimizer, learning rate and clipping.
     replay : Replay, optional
         Where to record steps for replaying; without one every step is carried out from Python.
     """
@@ -131,12 +131,12 @@ class PhaseRun:
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
-        # The task's part of the losses, where a method adds something to it.
+        # The task's part of the losses, if a method adds further terms.
         self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
         self._active = 0
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
-        """Start the phase over with new batches: fresh optimizer state, no losses yet.
+        """Start the phase with new batches, a new optimizer state and no losses.
 
         With frozen features a step fetches z, and not x.
         """
@@ -157,7 +157,7 @@ class PhaseRun:
                     tensor.zero_()
 
     def _narrow(self, active: int) -> None:
-        """Take views of the clients still training; only needed when their number changes."""
+        """Create views of the clients that still train; only needed when their number changes."""
         self._active = active
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
         self._moving_rows = [first_rows(tensor, active) for tensor in self.params]
@@ -206,7 +206,7 @@ class PhaseRun:
         )
 
     def _advance(self, inputs: StepInput, step: int) -> None:
-        """Fetch batches, take the gradient, make the step: tensor operations only, so that a GPU can replay them."""
+        """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         recorded: Tree = {}
         # By where losses are in memory: a gradient rule returns those of one of its looks at a
@@ -240,7 +240,7 @@ class PhaseRun:
             self._of_task.clear()
 
     def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
-        """Make the function that gives every client's loss on a batch, and records the first BatchNorm statistics."""
+        """Return the loss function of a batch, which records BatchNorm statistics once."""
         active = self._active
         x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
         if self.chunk.augment:
@@ -257,7 +257,7 @@ class PhaseRun:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
             with in_plain_words(f"the loss {_named(loss)}"):
                 losses, of_task, buffers = of_all(moving, *given)
-            # Losses are kept, so that no others of the step take their place in memory.
+            # Keep losses, so that other tensors of the step do not reuse their memory.
             self._of_task |= {losses.data_ptr(): (losses, values) for values in of_task.values()}
             # BatchNorm statistics follow the step's first forward pass only, however often a
             # gradient rule looks again.
@@ -281,7 +281,7 @@ class PhaseRun:
         seen: Tensor,
         key: Tensor,
     ) -> tuple[Tensor, Tree, Tree]:
-        """Return one client's mean loss, that of the task if it is another, and the BatchNorm statistics."""
+        """Return a client's mean loss, the task's loss if it differs, and BatchNorm statistics."""
         client = Client(
             network=self.chunk.network,
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
@@ -305,8 +305,8 @@ class PhaseRun:
                 else repr(values)
             )
             raise InputError(
-                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a "
-                f"sample, of shape ({len(y)},), so that padding can be left out"
+                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value "
+                f"per sample, of shape ({len(y)},), so that padding can be left out"
             )
         task_loss = client.task_loss_of_step()
         of_task = {} if task_loss is None else {"task_loss": masked_mean(task_loss, mask)}
@@ -314,7 +314,7 @@ class PhaseRun:
         return masked_mean(values, mask), of_task, buffers
 
     def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Change the images of a batch, and their masks where pixels move."""
+        """Augment the images of a batch, and their masks if pixels move."""
         samples = torch.arange(x.shape[1], device=x.device)
         images, targets = x.flatten(0, 1), y.flatten(0, 1)
         for index, augmentation in enumerate(self.chunk.augment):
@@ -330,23 +330,23 @@ def _named(loss: Loss) -> str:
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
-    """Clip each client's gradient to the limit, by the formula of ``torch.nn.utils.clip_grad_norm_``."""
+    """Clip each client's gradient, like ``torch.nn.utils.clip_grad_norm_``."""
     return scaled(gradients, (limit / (norms(gradients, stacked=stacked) + 1e-6)).clamp(max=1.0))
 
 
 class LocalTraining:
-    """A local rule on the memory of one chunk; on a GPU it is kept and filled again for chunks of the same shape.
+    """A local rule for one chunk. On a GPU its memory is reused for chunks of the same shape.
 
     Parameters
     ----------
     chunk : Chunk
-        The clients; their parameters are trained in place.
+        The clients. Their parameters are trained in place.
     rule : LocalRule
-        Whose phases to run.
+        The local rule.
     paces : sequence of Pace
-        One a phase.
+        One per phase.
     frozen : FrozenFeatures
-        Where to keep z while features do not move.
+        Storage of z while features are not trained.
     replay : Replay, optional
         Where to record steps.
     """
@@ -423,7 +423,7 @@ class LocalTraining:
 
 
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
-    """List every tensor a chunk's training depends on."""
+    """Return every tensor that a chunk's training depends on."""
     trees = (
         chunk.params,
         chunk.still,
@@ -437,7 +437,7 @@ def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
 
 
 class Workshop:
-    """Trains chunks; on a GPU it keeps the tensors and the recorded steps for every shape of chunk.
+    """Trains chunks. On a GPU it keeps tensors and recorded steps for every shape of chunk.
 
     A step of many small kernels costs a GPU less time than Python needs to launch them. Recorded
     once and replayed, it costs a single launch. That needs all tensors to stay where they are, so
@@ -452,7 +452,7 @@ class Workshop:
     def train(
         self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
     ) -> Reports:
-        """Carry out a local rule for a chunk; its parameters are trained in place.
+        """Run a local rule for a chunk. Its parameters are trained in place.
 
         See :meth:`LocalTraining.run`.
         """
@@ -489,12 +489,13 @@ def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:
 def _copied(
     chunk: Chunk, paces: Sequence[Pace], rule: LocalRule
 ) -> tuple[Chunk, LocalRule, list[Pace]]:
-    """Copy all tensors of a chunk and its paces into memory of their own."""
+    """Copy all tensors of a chunk and its paces into separate memory."""
     copies = {
         field: tree_map_any(lambda leaf: leaf.clone(), getattr(chunk, field))
         for field in ("params", "still", "sent", "each", "memory", "seen", "round")
     }
-    return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
+    own_paces = [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
+    return replace(chunk, **copies), rule, own_paces
 
 
 def finish_chunk(

@@ -17,7 +17,7 @@ _MOST_GRAPHS = 256
 
 
 class Replay:
-    """Runs a program of tensor operations, and from the third time on replays it as one CUDA graph.
+    """Runs programs of tensor operations, and replays them as CUDA graphs from the third time on.
 
     The program is run plainly the first time, recorded the second. It may read and write any tensor
     that stays in place; what changes from call to call is given as a dataclass of tensors and
@@ -31,7 +31,7 @@ class Replay:
         self._works = True
 
     def carry_out(self, key: Hashable, program: Callable[[Any], None], inputs: Any) -> None:
-        """Run, record or replay the program known by ``key``."""
+        """Run, record or replay the program with this ``key``."""
         if key in self._graphs:
             graph, read = self._graphs[key]
             for target, value in zip(_values(read), _values(inputs), strict=True):
@@ -70,7 +70,7 @@ class Replay:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep Python from freeing a graph of an earlier run during a capture, which CUDA does not allow."""
+    """Prevent Python from freeing an old graph during a capture, which CUDA does not allow."""
     enabled = gc.isenabled()
     gc.disable()
     try:

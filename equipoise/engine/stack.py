@@ -1,4 +1,4 @@
-"""Clients on a leading axis, ordered so that those still active are always the first rows."""
+"""Clients on a leading axis, ordered so that the active ones are always the first rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from equipoise.tree import Tree
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:
-    """View the first rows of a stack; a single row loses the leading axis, and with it the need for ``vmap``.
+    """Return a view of the first rows of a stack; a single row has no leading axis, or ``vmap``.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def first_rows(tensor: Tensor, count: int) -> Tensor:
 
 
 def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
-    """Do what :func:`first_rows` does, for every tensor of a tree."""
+    """Apply :func:`first_rows` to every tensor of a tree."""
     return {name: first_rows(tensor, count) for name, tensor in tree.items()}
 
 
@@ -38,9 +38,9 @@ def passes(
     Parameters
     ----------
     sizes : int array
-        How many samples each client holds, never rising.
+        Number of samples of each client, in non-increasing order.
     together : int
-        How many samples a pass has; with fewer clients left, more samples of each.
+        Number of samples per pass; with fewer clients left, more samples of each.
 
     Yields
     ------
@@ -66,17 +66,17 @@ def passes(
 
 
 def why_not_stacked(error: Exception) -> str:
-    """Say in plain words why code cannot be called for many clients at once.
+    """Return an explanation why code cannot be called for many clients at once.
 
     Parameters
     ----------
     error : Exception
-        What PyTorch raised inside ``torch.func.vmap``.
+        The exception of PyTorch inside ``torch.func.vmap``.
 
     Examples
     --------
     >>> why_not_stacked(RuntimeError("vmap: It looks like you're calling .item() on a Tensor."))
-    'it calls .item(), float() or the like, and every client has a value of its own'
+    'it calls .item(), float() or similar, but every client has a different value'
     """
     said = " ".join(str(error).split())
     for sign, reason in _REASONS.items():
@@ -86,8 +86,10 @@ def why_not_stacked(error: Exception) -> str:
 
 
 _REASONS = {
-    "data-dependent control flow": "it has an if or a loop that depends on values, and every client has values of its own",
-    ".item()": "it calls .item(), float() or the like, and every client has a value of its own",
+    "data-dependent control flow": (
+        "it has an if or a loop that depends on values, but every client has different values"
+    ),
+    ".item()": "it calls .item(), float() or similar, but every client has a different value",
     "vmap: inplace": "it changes a tensor in place that all clients share",
     "randomness error mode": "it draws random numbers, which would not be those of one client",
 }
@@ -95,21 +97,21 @@ _REASONS = {
 
 @contextmanager
 def in_plain_words(what: str) -> Iterator[None]:
-    """Say what PyTorch's errors about code that is called for many clients at once mean, and what to do.
+    """Explain PyTorch's errors in code that is called for many clients at once, with advice.
 
     Parameters
     ----------
     what : str
-        The code that is called in the block, for the message.
+        Name of the code that is called in the context, for the message.
 
     Examples
     --------
     >>> with in_plain_words("the loss mine"):
     ...     raise RuntimeError("vmap: It looks like you're calling .item() on a Tensor.")
     Traceback (most recent call last):
-    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls .item(), float() or the
-    like, and every client has a value of its own; valid: operations on tensors, such as torch.where(condition, a, b) or
-    client.seen as a factor, or machine.chunk: 1
+    equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls
+    .item(), float() or similar, but every client has a different value; valid: operations on
+    tensors, such as torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1
     """
     try:
         yield

@@ -561,7 +561,7 @@ class FlowerCohort:
         split: str = "train",
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        """Ask every client a question of the local rule; see `equipoise.method.Cohort.ask`."""
         question_of(self.method, question)
         if self.engine.settings.privacy is not None:
             raise InputError(

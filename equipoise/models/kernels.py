@@ -30,10 +30,10 @@ from equipoise.models.layers import masked_norm
 
 @cache
 def work_on(device: torch.device) -> bool:
-    """Return whether Triton can build and launch kernels for a device: it needs a recent GPU and a C compiler."""
+    """Return whether Triton works on a device: it needs a recent GPU and a C compiler."""
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2))
-    except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
+    except Exception as error:  # Driver, compiler and Triton raise different errors.
         warnings.warn(
             f"Triton cannot build kernels for {device}, steps will be slower: {error}", stacklevel=2
         )
@@ -56,7 +56,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tuple:
-    """Say which samples and positions a tile covers, and which of its places exist."""
+    """Return the samples and positions of a tile, and which of its elements exist."""
     across = tl.cdiv(positions, COLUMNS)
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -74,7 +74,7 @@ def _places(
     by_sample: tl.tensor,
     by_channel: tl.tensor,
 ) -> tl.tensor:
-    """Point at the places of a tile."""
+    """Return pointers to the elements of a tile."""
     first = tensor + client.to(tl.int64) * by_client + channel.to(tl.int64) * by_channel
     return first + (rows.to(tl.int64) * by_sample)[:, None] + columns[None, :]
 
@@ -83,7 +83,7 @@ def _places(
 def _kept(
     mask: tl.tensor, client: tl.tensor, rows: tl.tensor, samples: tl.tensor, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Say which rows are samples and not padding."""
+    """Return which rows are samples and not padding."""
     inside = rows < samples
     if MASKED:
         inside = tl.load(mask + client.to(tl.int64) * samples + rows, mask=inside, other=0.0) > 0
@@ -159,7 +159,7 @@ def _normalise(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Put the tiles' moments together, and normalise a tile; the first one also writes the statistics."""
+    """Combine the moments of tiles, and normalise a tile; the first also writes the statistics."""
     unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     client, channel = unit // channels, unit % channels
     each = tl.arange(0, TILES)
@@ -175,7 +175,7 @@ def _normalise(
     share = 1.0 / some
     after_mean, after_var = mean, var
     if TRACKED:
-        # A single value has no variance: the running statistics serve, and stay.
+        # A single value has no variance: use the running statistics, and keep them.
         before_mean, before_var = tl.load(old_mean + unit), tl.load(old_var + unit)
         enough = count > 1
         unbiased = var * count / tl.maximum(count - 1.0, 1.0)
@@ -224,7 +224,7 @@ def _gradient_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the sums over every tile of the upper gradient, and of its product with the normalised input."""
+    """Write sums over every tile: of the upper gradient, and of its product with the input."""
     unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     client, channel = unit // channels, unit % channels
     rows, columns, inside = _tile(tile, samples, positions, ROWS, COLUMNS)
@@ -238,7 +238,7 @@ def _gradient_sums(
         mask=inside,
         other=0.0,
     )
-    # Where a place does not exist the upper gradient is zero, and so is what it adds.
+    # Elements that do not exist have an upper gradient of zero, so they add nothing.
     normalised = (values - tl.load(used + unit * 3)) * tl.load(used + unit * 3 + 1)
     to = sums + unit.to(tl.int64) * 2 * tiles + tile
     tl.store(to, _total(change))
@@ -274,7 +274,7 @@ def _gradient(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Write the gradient by a tile of the input; the first tile also writes those by weight and bias."""
+    """Write the gradient of a tile of the input; the first also writes those of weight and bias."""
     unit, tile, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     client, channel = unit // channels, unit % channels
     each = tl.arange(0, TILES)
@@ -324,7 +324,7 @@ def norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise a client's batch by its own statistics, as :func:`equipoise.models.layers.masked_norm` does.
+    """Normalise a client's batch, like :func:`equipoise.models.layers.masked_norm`.
 
     Parameters
     ----------
@@ -339,9 +339,9 @@ def norm(
         Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
         value.
     momentum : float
-        How far the running statistics move.
+        Weight of the new values in the running statistics.
     eps : float
-        What is added to the variance.
+        Constant that is added to the variance.
 
     Returns
     -------
@@ -355,7 +355,7 @@ def norm(
 
 
 class StackedNorm(torch.autograd.Function):
-    """What :func:`norm` does for clients stacked along a leading axis; also gives what the gradient needs."""
+    """:func:`norm` for clients stacked along a leading axis, with data for the gradient."""
 
     @staticmethod
     def forward(
@@ -415,7 +415,7 @@ class StackedNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what the gradient needs."""
+        """Save the tensors that the gradient needs."""
         *tensors, ctx.momentum, ctx.eps = inputs
         _, *statistics = output
         ctx.mark_non_differentiable(*statistics)
@@ -423,7 +423,7 @@ class StackedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient by input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
         none = (None,) * 5
         if torch.is_grad_enabled():
@@ -481,7 +481,7 @@ class StackedNorm(torch.autograd.Function):
 def _plain_norm(
     mask: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
 ) -> Callable[..., Tensor]:
-    """Make the function of input, weight and bias that the kernels compute, of operations that can be differentiated."""
+    """Return the function that the kernels compute, in operations that can be differentiated."""
 
     def of_one(
         x: Tensor,
@@ -505,7 +505,7 @@ def _plain_norm(
 
 
 def _tiling(samples: int, positions: int) -> tuple[int, dict[str, int]]:
-    """Choose tiles from samples and positions alone, and as few shapes of them as can be: each is compiled once."""
+    """Choose tiles from samples and positions, with few shapes, because each is compiled once."""
     columns = min(triton.next_power_of_2(positions), _TILE // 4)
     rows = min(triton.next_power_of_2(samples), _TILE // columns)
     tiles = triton.cdiv(samples, rows) * triton.cdiv(positions, columns)
@@ -514,7 +514,7 @@ def _tiling(samples: int, positions: int) -> tuple[int, dict[str, int]]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View ``[clients, samples, channels, ...]`` with one axis of positions that follow each other in memory."""
+    """View ``[clients, samples, channels, ...]`` with one axis of contiguous positions."""
     flat = x.unsqueeze(-1) if x.dim() == 3 else x.flatten(3)
     return flat if flat.shape[-1] == 1 or flat.stride(-1) == 1 else flat.contiguous()
 
@@ -530,12 +530,12 @@ def _one_client(stacked: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
-    """Lay a small tensor out the usual way."""
+    """Return a small tensor in contiguous memory."""
     return None if tensor is None else tensor.contiguous()
 
 
 def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
-    """Bring the axis that ``vmap`` hides to the front, and make one axis of it and the axis of clients behind it."""
+    """Move the axis of ``vmap`` to the front, and merge it with the axis of clients after it."""
     if tensor is None:
         return None
     stacked = tensor.expand(clients, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -546,18 +546,18 @@ def _merged(tensor: Tensor | None, dim: int | None, clients: int) -> Tensor | No
 
 
 def _order(x: Tensor) -> list[int]:
-    """List the axes of clients, samples and channels from the outermost in memory to the innermost."""
+    """Return the axes of clients, samples and channels in memory order, outermost first."""
     return sorted(range(3), key=x.stride, reverse=True)
 
 
 def _room(x: Tensor, positions: Sequence[int]) -> Tensor:
-    """Make an empty tensor whose axes of clients, samples and channels lie in memory as those of ``x``."""
+    """Return an empty tensor whose clients, samples and channels have the memory order of ``x``."""
     order = _order(x)
     return _in_place(x.new_empty([x.shape[axis] for axis in order] + list(positions)), order)
 
 
 def _in_place(ordered: Tensor, order: Sequence[int]) -> Tensor:
-    """Bring axes in the order of memory back to clients, samples and channels."""
+    """Permute axes in memory order back to clients, samples and channels."""
     return ordered.permute(*(order.index(axis) for axis in range(3)), *range(3, ordered.dim()))
 
 
@@ -581,7 +581,7 @@ def _pool(
     PLANES: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write the maximum of every window, and which of its values that is."""
+    """Write the maximum of every window, and its position in the window."""
     ROWS: tl.constexpr = HEIGHT // DOWN
     COLUMNS: tl.constexpr = WIDTH // ACROSS
     plane = tl.program_id(0).to(tl.int64) * PLANES + tl.arange(0, PLANES)
@@ -594,7 +594,7 @@ def _pool(
     for i in tl.static_range(DOWN):
         for j in tl.static_range(ACROSS):
             value = tl.load(window + (i * WIDTH + j), mask=inside, other=0.0)
-            # As PyTorch has it: the first of equal values, and anything that is not a number.
+            # As in PyTorch: the first of equal values, and NaN counts as a maximum.
             better = (value > best) | (value != value)
             best = tl.where(better, value, best)
             chosen = tl.where(better, i * ACROSS + j, chosen)
@@ -616,7 +616,7 @@ def _pool_gradient(
     PLANES: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write the gradient by every input: its window's if it has won there, else zero."""
+    """Write the gradient of every input: that of its window if it is the maximum, else zero."""
     ROWS: tl.constexpr = HEIGHT // DOWN
     COLUMNS: tl.constexpr = WIDTH // ACROSS
     plane = tl.program_id(0).to(tl.int64) * PLANES + tl.arange(0, PLANES)
@@ -624,7 +624,7 @@ def _pool_gradient(
     exists = (plane < planes)[:, None]
     inside = exists & (place < HEIGHT * WIDTH)[None, :]
     row, column = place // WIDTH, place % WIDTH
-    # The last rows and columns belong to no window if the size is not a multiple of the window's.
+    # The last rows and columns are in no window if the size is not a multiple of the window's.
     pooled = exists & ((row < ROWS * DOWN) & (column < COLUMNS * ACROSS))[None, :]
     window = (row // DOWN) * COLUMNS + column // ACROSS
     own = (row % DOWN) * ACROSS + column % ACROSS
@@ -659,11 +659,11 @@ def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 class StackedMaxPool(torch.autograd.Function):
-    """What :func:`max_pool` does for clients stacked along a leading axis; also says which value has won."""
+    """:func:`max_pool` for clients stacked along a leading axis. It also returns the positions."""
 
     @staticmethod
     def forward(x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Take the maximum of every window."""
+        """Return the maximum of every window."""
         order = _order(x)
         planes = _in_planes(x, order)
         size = x.shape[3] // window[0], x.shape[4] // window[1]
@@ -681,7 +681,7 @@ class StackedMaxPool(torch.autograd.Function):
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, tuple[int, int]], output: tuple[Tensor, Tensor]
     ) -> None:
-        """Keep which values have won."""
+        """Save the positions of the maxima."""
         x, ctx.window = inputs
         ctx.size = x.shape[3:]
         ctx.mark_non_differentiable(output[1])
@@ -689,7 +689,7 @@ class StackedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, None]:
-        """Return every window's gradient to the value that has won."""
+        """Pass the gradient of every window to its maximum."""
         (winner,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
@@ -714,7 +714,7 @@ class StackedMaxPool(torch.autograd.Function):
 
 
 def _in_planes(x: Tensor, order: Sequence[int]) -> Tensor:
-    """View ``[clients, samples, channels, height, width]`` as one plane after the other, in the order of memory."""
+    """View ``[clients, samples, channels, height, width]`` as planes in memory order."""
     return x.permute(*order, 3, 4).reshape(-1, *x.shape[3:]).contiguous()
 
 
@@ -726,7 +726,7 @@ def _pooling(
     results: int,
     warps: int,
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Choose how many planes, and how many places of each, a program works on."""
+    """Choose the number of planes, and of positions in each, per program."""
     of_plane = places[0] * places[1]
     each = min(triton.next_power_of_2(of_plane), results)
     options = {"HEIGHT": size[0], "WIDTH": size[1], "DOWN": window[0], "ACROSS": window[1]}
@@ -737,7 +737,7 @@ def _pooling(
 def _plain_pool_gradient(
     upper: Tensor, winner: Tensor, size: Sequence[int], window: tuple[int, int]
 ) -> Tensor:
-    """Return every window's gradient to the value that has won, by operations that can be differentiated."""
+    """Pass the gradient of every window to its maximum, in differentiable operations."""
     candidates = torch.arange(window[0] * window[1], device=winner.device)
     shares = upper.unsqueeze(-1) * (winner.unsqueeze(-1) == candidates)
     images = shares.unflatten(-1, window).transpose(-3, -2).flatten(-4, -3).flatten(-2)

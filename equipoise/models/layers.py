@@ -30,7 +30,7 @@ L = TypeVar("L", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Forward:
-    """What a layer must know about the forward pass it takes part in: set by the engine, read by the layers below.
+    """The state of a forward pass, which the engine sets and the layers below read.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ _part = ""
 
 @contextmanager
 def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
-    """Make ``forward`` what the layers of this module see while the block runs, which applies a part of the model."""
+    """Set the state that layers read in this context, in which a part of the model is applied."""
     global _current, _calls, _part
     before, _current, _calls, _part = (_current, _calls, _part), forward, {}, part
     try:
@@ -70,18 +70,18 @@ def forward_pass(forward: Forward, part: str = "") -> Iterator[None]:
 
 
 def enter_part(part: str) -> None:
-    """Say that the current pass goes on with another part of the model, whose functions draw numbers of their own."""
+    """Continue the current pass with another part, which has its own random numbers."""
     global _part
     _part = part
 
 
 def current_pass() -> Forward | None:
-    """Return the forward pass that the engine is making, or ``None`` outside the engine."""
+    """Return the state of the engine's current forward pass, or ``None`` outside the engine."""
     return _current
 
 
 def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
-    """Return the key of a draw in the current pass; each call returns another one.
+    """Return the key of a draw in the current pass. Each call returns another key.
 
     Keys of layers depend on the layer's number. Those of functions depend on the part of the model
     and on how many of them have drawn before, so that a part draws the same numbers alone and in a
@@ -102,7 +102,7 @@ def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
     if owner is None:
         return fold_tensor(_current.key, number, zlib.crc32(_part.encode()), calls)
     key = fold_tensor(_current.key, number)
-    # A layer that is called again in the same pass draws anew.
+    # A layer that is called again in the same pass draws new numbers.
     return fold_tensor(key, calls) if calls else key
 
 
@@ -138,7 +138,7 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
 
 
 def _kernels(x: Tensor) -> Any:
-    """Return the module of GPU kernels if this is a pass of stacked clients that they can serve, else ``None``."""
+    """Return the module of GPU kernels if they can be used in this pass, else ``None``."""
     if _current is None or not _current.stacked or not x.is_cuda or x.dtype != torch.float32:
         return None
     return _module_with_triton("kernels", x.device)
@@ -146,7 +146,7 @@ def _kernels(x: Tensor) -> Any:
 
 @cache
 def _module_with_triton(name: str, device: torch.device) -> Any:
-    """Import a module of GPU kernels when it is first needed; ``None`` if Triton is missing or does not work.
+    """Import a module of GPU kernels on first use; return ``None`` if Triton does not work.
 
     Triton takes long to import, and builds of PyTorch for CPUs do not have it.
     """
@@ -156,7 +156,7 @@ def _module_with_triton(name: str, device: torch.device) -> Any:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the samples of one client: padding rows never enter its statistics.
+    """BatchNorm over the samples of one client, whose statistics ignore padding rows.
 
     A batch that leaves a channel a single value has no variance; it is normalised with the running
     statistics, and leaves them alone. New statistics are assigned, never written in place, so that
@@ -188,7 +188,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer normalises as PyTorch's do: a class of one's own that does more cannot be stood in for."""
+        """Return whether a layer normalises like PyTorch's, so that it can be replaced."""
         kind = type(layer)
         usual = (
             kind.forward is nn.modules.batchnorm._BatchNorm.forward
@@ -269,9 +269,9 @@ def masked_norm(
         Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
         value.
     momentum : float
-        How far the running statistics move.
+        Weight of the new values in the running statistics.
     eps : float
-        What is added to the variance.
+        Constant that is added to the variance.
 
     Returns
     -------
@@ -306,7 +306,7 @@ def masked_norm(
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm with right second derivatives, stacked too.
+    """LayerNorm with correct second derivatives, also for stacked clients.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ class LayerNorm(nn.LayerNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is PyTorch's own and not one derived from it."""
+        """Return whether a layer is exactly PyTorch's class and not a subclass."""
         return type(layer) is nn.LayerNorm and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _nested() -> bool:
-    """Return whether a gradient is taken inside ``vmap``, or another transform of ``torch.func`` inside another.
+    """Return whether transforms of ``torch.func`` are nested, such as a gradient in ``vmap``.
 
     PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
     variance as constants if they are differentiated again
@@ -377,7 +377,7 @@ class Dropout(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer that is one matrix product a client, however many leading axes its input has.
+    """A linear layer with one matrix product per client, whatever the leading axes of its input.
 
     If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights
     by it once for every sample, and copies the weights for each. With all leading axes in one there
@@ -404,7 +404,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is an ordinary linear one: ``weight_norm`` and the like make weights in hooks."""
+        """Return whether a layer is an ordinary linear layer, without ``weight_norm`` etc."""
         return type(layer) is nn.Linear and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class Linear(nn.Linear):
 
 
 def _split_products(x: Tensor) -> Any:
-    """Return the module of split products if they can serve a matrix and are faster than float32 products."""
+    """Return the module of split products if they can be used for a matrix and are faster."""
     in_float32 = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     if not in_float32 or x.dim() != 2 or torch.backends.cuda.matmul.allow_tf32 or transforms():
         return None
@@ -431,7 +431,7 @@ def _split_products(x: Tensor) -> Any:
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that stacked clients can afford in full float32 precision.
+    """A convolution that is fast for stacked clients in full float32 precision.
 
     Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast
     grouped kernels for TF32 and bfloat16, but in float32 it works through the groups one after the
@@ -453,7 +453,7 @@ class Convolution(nn.Conv2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is an ordinary convolution, which this one can stand in for."""
+        """Return whether a layer is an ordinary convolution, which this one can replace."""
         return (
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
@@ -478,7 +478,7 @@ class Convolution(nn.Conv2d):
 
 
 class _PatchProduct(torch.autograd.Function):
-    """The convolution of stacked clients as a product of patches and weights, one matrix product a client.
+    """The convolution of stacked clients as one matrix product of patches and weights per client.
 
     Written for ``vmap`` alone: its batching rule is the only way in, and the tensors have a leading
     axis of clients.
@@ -543,19 +543,19 @@ class _PatchProduct(torch.autograd.Function):
 
 
 def _weight_matrix(weight: Tensor) -> Tensor:
-    """Lay weights ``[clients, out, in, height, width]`` out as ``[clients, height * width * in, out]``."""
+    """Reshape ``[clients, out, in, height, width]`` to ``[clients, height * width * in, out]``."""
     return weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
 
 
 def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
-    """List the places of a kernel, row by row."""
+    """List the positions in a kernel, row by row."""
     return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
 
 
 def _window(
     images: Tensor, first: Sequence[int], stride: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """View ``size`` pixels from ``first`` on, in steps of ``stride``; images are ``[..., height, width, channels]``."""
+    """Return a view of ``size`` pixels of channels-last images from ``first``, with a stride."""
     down, across = (
         slice(f, f + s * (n - 1) + 1, s) for f, s, n in zip(first, stride, size, strict=True)
     )
@@ -565,7 +565,7 @@ def _window(
 def _cut(
     images: Tensor, kernel: Sequence[int], stride: Sequence[int]
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Cut channels-last images into patches ``[clients, samples * height * width, kernel * channels]``."""
+    """Cut images into patches ``[clients, samples * height * width, kernel * channels]``."""
     height, width = (
         (n - k) // s + 1 for n, k, s in zip(images.shape[2:4], kernel, stride, strict=True)
     )
@@ -575,7 +575,7 @@ def _cut(
 
 
 class MaxPool(nn.MaxPool2d):
-    """Max-pooling that on a GPU takes the images of stacked clients where they lie.
+    """Max-pooling that does not copy the images of stacked clients on a GPU.
 
     PyTorch's rule for ``vmap`` copies them first, and its gradient is slower than memory allows.
     """
@@ -586,7 +586,7 @@ class MaxPool(nn.MaxPool2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
+        """Return whether a layer is max-pooling over adjacent windows without overlap."""
         return (
             type(layer) is nn.MaxPool2d
             and not has_hooks(layer)
@@ -600,7 +600,7 @@ class MaxPool(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         """Take the maximum over the windows of a batch ``[samples, channels, height, width]``."""
         down, across = self.window
-        # The kernels note a window's winner in a byte.
+        # The kernels store the position of the maximum of a window in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
         kernels = _kernels(x) if fits else None
         pooled: Tensor = super().forward(x) if kernels is None else kernels.max_pool(x, self.window)
@@ -608,12 +608,12 @@ class MaxPool(nn.MaxPool2d):
 
 
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return height and width of what may be one number for both."""
+    """Return height and width, which may be given as one number."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose padding row never moves, stacked or not: PyTorch's rule for ``vmap`` forgets about it."""
+    """An embedding whose padding row is never trained, which PyTorch's ``vmap`` rule ignores."""
 
     def __init__(self, layer: nn.Embedding) -> None:
         super().__init__(
@@ -623,7 +623,7 @@ class Embedding(nn.Embedding):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is an embedding with padding and nothing else unusual."""
+        """Return whether a layer is an embedding with padding and no other special options."""
         return (
             type(layer) is nn.Embedding
             and layer.padding_idx is not None
@@ -632,7 +632,7 @@ class Embedding(nn.Embedding):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up a batch of numbers."""
+        """Look up the vectors of a batch of integers."""
         numbers = torch.arange(self.num_embeddings, device=self.weight.device).unsqueeze(1)
         padding = numbers.eq(cast(int, self.padding_idx))
         return F.embedding(x, torch.where(padding, self.weight.detach(), self.weight))
@@ -642,7 +642,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
+    """Replace PyTorch's layers, at any depth, by their counterparts in this module.
 
     Parameters and buffers keep their names, their values and their identity, so what shares them
     goes on doing so. Classes derived from those of PyTorch are left as they are if they do anything
@@ -655,11 +655,11 @@ def convert(module: nn.Module) -> nn.Module:
     >>> [type(layer).__module__ for layer in module]
     ['equipoise.models.layers', 'torch.nn.modules.activation', 'equipoise.models.layers']
     """
-    # It needs the functions of this module.
+    # Imported here, because that module imports this one.
     from equipoise.models.sequences import Recurrent
 
     dropouts = 0
-    # A layer in two places stays one layer.
+    # A layer that is used in two places stays one layer.
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(layer: nn.Module) -> nn.Module:
@@ -675,7 +675,8 @@ def convert(module: nn.Module) -> nn.Module:
         nonlocal dropouts
         if type(layer) in DROPOUTS:
             dropouts += 1
-            return _watch(Dropout(layer.p, dropouts, channels=type(layer) is not nn.Dropout), layer)  # type: ignore[arg-type]
+            rate = cast(float, layer.p)
+            return _watch(Dropout(rate, dropouts, channels=type(layer) is not nn.Dropout), layer)
         if Recurrent.replaces(layer):
             recurrent = cast(nn.RNNBase, layer)
             dropouts += bool(recurrent.dropout)
@@ -692,19 +693,19 @@ _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return whether something is called before or after a layer, and may change what it gives."""
+    """Return whether a layer has hooks, which may change its output."""
     return any(getattr(layer, hooks) for hooks in _HOOKS)
 
 
 def _watch(new: L, old: nn.Module) -> L:
-    """Let one layer call the hooks of another."""
+    """Make one layer call the hooks of another."""
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
     return new
 
 
 def _adopt(new: nn.Module, old: nn.Module) -> None:
-    """Return one layer the very parameters and buffers of another, and its hooks."""
+    """Make one layer use the parameters, buffers and hooks of another."""
     new._parameters.update(old._parameters)
     new._buffers.update(old._buffers)
     _watch(new, old)

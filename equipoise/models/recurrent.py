@@ -21,9 +21,10 @@ def charlstm(
     layers: int = 2,
     vocabulary: int | None = None,
 ) -> Model:
-    """Build a next-character model: an embedding, LSTM layers, one dense layer (GIFAIR-FL, section 5.2; LEAF).
+    """Build a next-character model: an embedding, LSTM layers and one dense layer.
 
-    With the defaults and a vocabulary of 80 characters that is 819,920 parameters.
+    It is the model of GIFAIR-FL (section 5.2) and LEAF. With the defaults and a vocabulary of 80
+    characters it has 819,920 parameters.
 
     Parameters
     ----------
@@ -32,18 +33,18 @@ def charlstm(
     classes : int
         Number of classes: the characters that may come next.
     embedding : int
-        Numbers that stand for a character.
+        Size of the vector of a character.
     hidden : int
         Width of every LSTM layer.
     layers : int
-        How many LSTM layers.
+        Number of LSTM layers.
     vocabulary : int, optional
-        How many characters there are in samples; as many as classes by default.
+        Number of different characters in samples; the number of classes by default.
 
     Returns
     -------
     Model
-        ``features`` ends with what the last LSTM layer puts out at the last character; ``head`` is
+        ``features`` ends with the output of the last LSTM layer at the last character; ``head`` is
         the dense layer.
 
     Examples
@@ -65,12 +66,12 @@ def charlstm(
 
 
 class Embedding(nn.Module):
-    """A vector for every character, looked up by a matrix product: its gradient is the same on every run.
+    """A vector for every character, looked up by a matrix product with a deterministic gradient.
 
     Parameters
     ----------
     characters : int
-        How many characters there are.
+        Number of different characters.
     size : int
         Length of the vectors.
 
@@ -85,24 +86,24 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(characters, size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up whole numbers of any shape; the vectors are along a new last axis."""
+        """Look up integers of any shape; the vectors are along a new last axis."""
         chosen = x.flatten().unsqueeze(-1) == torch.arange(self.weight.shape[0], device=x.device)
         return (chosen.to(self.weight.dtype) @ self.weight).unflatten(0, x.shape)
 
 
 class Lstm(nn.Module):
-    """LSTM layers made of matrix products, so that clients can be stacked; ``nn.LSTM`` has no rule for that.
+    """LSTM layers as matrix products, so that clients can be stacked, unlike with ``nn.LSTM``.
 
     Parameters have the names, shapes and initial distribution they have in ``nn.LSTM``.
 
     Parameters
     ----------
     inputs : int
-        Numbers in one step of the sequence.
+        Size of one step of the sequence.
     hidden : int
         Width of every layer.
     layers : int
-        How many layers.
+        Number of layers.
 
     Examples
     --------
@@ -128,7 +129,7 @@ class Lstm(nn.Module):
                 self.register_parameter(f"{name}_l{layer}", nn.Parameter(drawn))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Read sequences ``[samples, steps, inputs]`` and give the last layer's output after the last step."""
+        """Return the last layer's output after the last step of ``[samples, steps, inputs]``."""
         steps = x.transpose(0, 1)
         for layer in range(self.layers):
             steps = self._outputs(steps, layer)
@@ -155,14 +156,14 @@ class Lstm(nn.Module):
 
 
 def recurrence(driven: Tensor, weight: Tensor) -> Tensor:
-    """Go through the steps of an LSTM layer, which begins with zeros.
+    """Compute the steps of an LSTM layer, starting from zeros.
 
     Parameters
     ----------
     driven : Tensor
-        What the inputs say to the four gates, ``[steps, ..., samples, 4 * hidden]``.
+        The contribution of the inputs to the four gates, ``[steps, ..., samples, 4 * hidden]``.
     weight : Tensor
-        How the gates depend on the output of the step before, ``[..., 4 * hidden, hidden]``.
+        The weights of the previous output in the gates, ``[..., 4 * hidden, hidden]``.
 
     Returns
     -------
@@ -187,7 +188,7 @@ def recurrence(driven: Tensor, weight: Tensor) -> Tensor:
 
 
 class FusedRecurrence(torch.autograd.Function):
-    """What :func:`recurrence` does, with PyTorch's own GPU kernel for a cell: a fifth of the kernels of plain operations.
+    """:func:`recurrence` with PyTorch's own GPU kernel for a cell, which needs fewer kernels.
 
     Takes ``[steps, clients, samples, 4 * hidden]``, the weights ``[clients, 4 * hidden, hidden]``,
     and whether a gradient will be asked for. Gives the outputs, and for the gradient the cells and
@@ -229,7 +230,7 @@ class FusedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Go through the steps from the last to the first."""
+        """Compute the gradients from the last step to the first."""
         driven, weight, outputs, cells, gates = ctx.saved_tensors
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
@@ -250,7 +251,7 @@ class FusedRecurrence(torch.autograd.Function):
             change = flat.unflatten(0, (clients, samples))
             changes.append(change)
         of_driven = torch.stack(changes[::-1])
-        # No output drives the first step, so it adds nothing to the weights' gradient.
+        # The first step has no previous output, so it adds nothing to the weights' gradient.
         later, before = (
             tensor.transpose(0, 1).flatten(1, 2) for tensor in (of_driven[1:], outputs[:-1])
         )
@@ -275,7 +276,7 @@ class FusedRecurrence(torch.autograd.Function):
 
 
 def fused_cell(drive: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make one step of an LSTM on a GPU: give output, cell and open gates, in rows of samples."""
+    """Compute one step of an LSTM on a GPU: output, cell and open gates, in rows of samples."""
     made: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._thnn_fused_lstm_cell(
         drive, recurrent, cell
     )
@@ -285,7 +286,7 @@ def fused_cell(drive: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, 
 def fused_cell_gradient(
     of_output: Tensor, of_cell: Tensor, before: Tensor, cell: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of that step by what drove its gates, and by the cell before it."""
+    """Return the gradients of that step for the input of its gates and for the previous cell."""
     made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
         of_output, of_cell, before, cell, gate, False
     )

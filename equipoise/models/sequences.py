@@ -1,4 +1,4 @@
-"""Recurrent layers of PyTorch in a form in which clients can be stacked."""
+"""Recurrent layers of PyTorch as matrix products, so that clients can be stacked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
 
 
 class Recurrent(nn.Module):
-    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products, because theirs cannot be stacked.
+    """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` as matrix products, so that clients can be stacked.
 
     Parameters have the same names. Dropout between layers is a hash of client, phase, step and
     layer, as in :class:`~equipoise.models.layers.Dropout`. A single client on a CPU uses PyTorch's
@@ -53,7 +53,7 @@ class Recurrent(nn.Module):
         )
         self._parameters.update(layer._parameters)
         self.number = number
-        # Set by the engine: dropout is off in a part that does not move in this phase.
+        # Set by the engine: dropout is off in a part that is not trained in this phase.
         self.moves = True
 
     @staticmethod
@@ -62,11 +62,11 @@ class Recurrent(nn.Module):
         return type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not has_hooks(layer)
 
     def extra_repr(self) -> str:
-        """Name the kind of the layer and its sizes."""
+        """Return the kind of the layer and its sizes."""
         return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
-        """Read sequences, and return the outputs of the last layer and the last states of all layers.
+        """Return the outputs of the last layer and the last states of all layers.
 
         Parameters
         ----------
@@ -74,7 +74,7 @@ class Recurrent(nn.Module):
             ``[samples, steps, inputs]`` with ``batch_first``, otherwise ``[steps, samples,
             inputs]``.
         hx : Tensor or tuple of Tensor, optional
-            The first states, as PyTorch's layers take them.
+            The initial states, as in PyTorch's layers.
         """
         if isinstance(input, PackedSequence):
             raise InputError(
@@ -142,14 +142,17 @@ class Recurrent(nn.Module):
     def _layer(
         self, steps: Tensor, layer: int, way: int, first: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Go through the steps of one layer in one direction; return its outputs and its last states."""
+        """Compute one layer in one direction; return its outputs and its last states."""
         weight_ih, weight_hh, bias_ih, bias_hh, weight_hr = self._weights(layer, way)
-        # What does not depend on the step before is one product for all steps.
-        driven = F.linear(steps.flatten(0, 1), weight_ih, bias_ih).unflatten(0, steps.shape[:2])  # type: ignore[arg-type]
+        # Use one product of all steps for the part that does not depend on the previous step.
+        inputs = steps.flatten(0, 1)
+        driven = F.linear(inputs, weight_ih, bias_ih)  # type: ignore[arg-type]
+        driven = driven.unflatten(0, steps.shape[:2])
         state, outputs = first, []
         drives = driven.unbind(0)
         for drive in reversed(drives) if way else drives:
-            state = self._cell(drive, F.linear(state[0], weight_hh, bias_hh), state, weight_hr)  # type: ignore[arg-type]
+            recurrent = F.linear(state[0], weight_hh, bias_hh)  # type: ignore[arg-type]
+            state = self._cell(drive, recurrent, state, weight_hr)
             outputs.append(state[0])
         return torch.stack(outputs[::-1] if way else outputs), state
 
@@ -172,7 +175,7 @@ class Recurrent(nn.Module):
         return (_ACTIVATIONS[self.mode](drive + recurrent),)
 
     def _at_once(self, input: Tensor, hx: Any) -> tuple[Tensor, Any]:
-        """Let PyTorch go through all layers and steps."""
+        """Compute all layers and steps with PyTorch's own function."""
         every = [
             tensor
             for layer in range(self.num_layers)

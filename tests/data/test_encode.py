@@ -237,9 +237,7 @@ def test_what_cannot_be_encoded_is_refused(options, message, source):
 def test_a_size_without_an_encoder_is_refused():
     with pytest.raises(InputError, match="data.encode_size=16 needs data.encode"):
         load("digits", encode_size=16)
-    with pytest.raises(
-        InputError, match=r"data\.encode_size=16 needs data\.encode"
-    ):
+    with pytest.raises(InputError, match=r"data\.encode_size=16 needs data\.encode"):
         experiment_from({"data": {"name": "digits", "encode_size": 16}}, "a.yaml").federation()
 
 

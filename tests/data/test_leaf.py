@@ -167,7 +167,9 @@ def test_clients_are_drawn_by_the_seed_among_those_with_three_samples(tmp_path):
     )
     assert len(set(drawn)) > 10
     assert len(set(leaf(root=str(tmp_path)).ids)) == 9
-    with pytest.raises(InputError, match="9 clients of LEAF's femnist requested, but there are only 8"):
+    with pytest.raises(
+        InputError, match="9 clients of LEAF's femnist requested, but there are only 8"
+    ):
         leaf(root=str(tmp_path), clients=9)
 
 

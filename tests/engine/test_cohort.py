@@ -147,7 +147,7 @@ def test_a_cohort_trains_once():
     model = cohort.engine.network.initial()
     cohort.train({"model": model}, {}, method.local)
     with pytest.raises(
-        InputError, match="this cohort has trained already.*valid: one train\\(\\) a round"
+        InputError, match="this cohort has already trained.*valid: one train\\(\\) per round"
     ):
         cohort.train({"model": model}, {}, method.local)
 

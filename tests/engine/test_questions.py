@@ -202,7 +202,8 @@ def test_each_client_gets_its_own_row(chunk):
 def test_another_number_of_rows_is_refused(rows):
     cohort = cohort_of(ids=np.array([1, 2, 3]))
     with pytest.raises(
-        InputError, match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: one row per client"
+        InputError,
+        match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: one row per client",
     ):
         cohort.ask("scaled", each={"scale": torch.ones(rows), "matrix": torch.ones(3, 2, 2)})
 

@@ -147,7 +147,7 @@ WRONG = {
     ),
     "a loss of None": (
         {"loss": lambda c: None},
-        r"returned None for 10 samples; valid: one value a sample, of shape \(10",
+        r"returned None for 10 samples; valid: one value per sample, of shape \(10",
     ),
     "a loss that is a number": ({"loss": lambda c: 1.0}, "returned 1.0 for 10 samples"),
     "a branch": (
@@ -156,7 +156,7 @@ WRONG = {
     ),
     "an item": (
         {"loss": lambda c: c.task_loss() * c.seen.item()},
-        r"it calls .item\(\), float\(\) or the like",
+        r"it calls .item\(\), float\(\) or similar",
     ),
     "a whole number in memory": (
         {"first": {"counter": {"rounds": 0}}},

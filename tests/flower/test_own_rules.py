@@ -302,5 +302,5 @@ def test_a_cohort_trains_once(folder):
     trainer = run.trainer
     cohort = trainer.engine.cohort(trainer.method, np.array([0, 1]), 1)
     cohort.train({"model": trainer.state.model}, {}, trainer.method.local)
-    with pytest.raises(InputError, match="this cohort has trained already"):
+    with pytest.raises(InputError, match="this cohort has already trained"):
         cohort.train({"model": trainer.state.model}, {}, trainer.method.local)

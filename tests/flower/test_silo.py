@@ -146,7 +146,8 @@ def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(fold
 def test_leaving_out_a_group_of_directories_is_refused(folder):
     path = write_experiment(folder, data={"leave_out": "plain"})
     with pytest.raises(
-        InputError, match="data.leave_out='plain' is not applied to data in the nodes' own directories"
+        InputError,
+        match="data.leave_out='plain' is not applied to data in the nodes' own directories",
     ):
         open_silo(path, {}, own_nodes(folder)[0])
 
@@ -210,9 +211,7 @@ def test_a_roster_survives_on_disk_in_the_order_clients_came(tmp_path):
 
 
 def test_central_is_refused():
-    with pytest.raises(
-        InputError, match="'central' pools all data, but on Flower they stay"
-    ):
+    with pytest.raises(InputError, match="'central' pools all data, but on Flower they stay"):
         Roster("x", {0: said(0)}).pooled()
 
 

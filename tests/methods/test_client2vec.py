@@ -419,9 +419,7 @@ def test_a_noised_index_is_released_once():
 
 
 def test_noise_is_for_an_index_that_is_asked_for(path):
-    with pytest.raises(
-        InputError, match="client2vec.clip is for an index that clients send"
-    ):
+    with pytest.raises(InputError, match="client2vec.clip is for an index that clients send"):
         build("client2vec", index=path, clip=1.0)
     with pytest.raises(
         InputError,

@@ -468,9 +468,7 @@ def test_sources_that_are_no_directory_are_refused(source):
 
 
 def test_directories_that_hold_something_else_are_refused(saved, tmp_path):
-    refused(
-        f"source '{tmp_path}' of model 'pretrained' has no config.json; {VALID}", str(tmp_path)
-    )
+    refused(f"source '{tmp_path}' of model 'pretrained' has no config.json; {VALID}", str(tmp_path))
     config = tmp_path / "config.json"
     config.write_text("{")
     refused(
