@@ -176,7 +176,7 @@ def test_a_refused_lambda_leaves_no_directory(tmp_path):
         ({"lam": float("nan")}, r"gifair\.lam must be a fraction"),
         ({"lam": -0.1, "relative": False}, r"gifair\.lam must be at least 0, got -0\.1"),
         ({"fairness": "groups"}, "'groups' in gifair.fairness; did you mean 'group'"),
-        ({"exact": True, "personal": True}, r"gifair\.exact asks for losses of the global model"),
+        ({"exact": True, "personal": True}, r"gifair\.exact uses losses of the global model"),
     ],
 )
 def test_bad_values_are_refused(options, message):

@@ -229,7 +229,7 @@ def test_hyper_parameters_need_defaults():
         rate: float
 
     with pytest.raises(
-        InputError, match="Strict, registered as 'strict', has no default for rate; give it one"
+        InputError, match="Strict, registered as 'strict', has no default for rate; add one"
     ):
         register("strict")(Strict)
 

@@ -136,7 +136,7 @@ def test_stacked_equals_one_by_one(make, options):
         ({"t": float("inf")}, r"term\.t must be finite, got inf"),
         ({"tau": float("nan"), "tilts": "groups"}, r"term\.tau must be finite, got nan"),
         ({"tilts": "group"}, "'group' in term.tilts; did you mean 'groups'"),
-        ({"tau": 1.0}, r"term\.tau is 1\.0, but only term\.tilts 'groups'"),
+        ({"tau": 1.0}, r"term\.tau is 1\.0, but it is used only with term\.tilts='groups'"),
     ],
 )
 def test_bad_values_are_refused(options, message):
