@@ -146,9 +146,7 @@ def test_refuses(name: str, options: dict[str, Any], message: str) -> None:
 
 
 def test_styles_differ_in_difficulty() -> None:
-    """Learning from plain digits alone, logistic regression reads blurred ones too, but not the
-    three rare styles.
-    """
+    """Trained on plain digits, logistic regression reads blurred ones but not the rare styles."""
     from sklearn.linear_model import LogisticRegression
 
     source = digits()

@@ -1,4 +1,4 @@
-"""Data that lie apart, one directory a client."""
+"""Data in one directory per client."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_attributes_lie_in_the_same_file(tmp_path):
     sex = together.attributes["sex"]
     assert sex.names == ("f", "m", "x")
     assert [sex.names[code] for code in sex.codes[6:]] == ["m", "m", "f", "f", "f", "m"]
-    # A client that reads its own directory knows its own values only.
+    # A client that reads only its own directory knows only its own values.
     assert silo_federation(folder, **HOW).attributes["sex"].names == ("f", "m")
 
 

@@ -26,13 +26,11 @@ class Cycle:
 
 
 def test_a_graph_freed_by_the_collector_does_not_break_another_recording():
-    """CUDA refuses to destroy a graph while another is captured; a failed recording would be a
-    warning, so an error.
-    """
+    """CUDA refuses to destroy a graph during a capture; the warning of a failure is an error."""
     total = torch.zeros(3, device="cuda")
 
     def program(given):
-        # Enough new objects to start the collector, were it on.
+        # Enough new objects to start the collector if it were on.
         for _ in range(2000):
             Cycle([])
         total.add_(given.x)

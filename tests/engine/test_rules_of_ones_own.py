@@ -1,4 +1,4 @@
-"""What local rules of one's own find in a client, and the errors they get in the library's words."""
+"""User-defined local rules: what they find in a client, and the errors that they get."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Balanced(LocalRule):
 
 @dataclass(frozen=True)
 class BalancedByHand(Balanced):
-    """The same with counts that are computed outside."""
+    """The same with counts that are computed elsewhere."""
 
     federation: Any = None
 
@@ -57,7 +57,7 @@ class BalancedByHand(Balanced):
         return {}
 
     def loss(self, client):
-        """Look the counts up by the client's number, which the server sends."""
+        """Look up the counts by the client's number, which the server sends."""
         counts = torch.stack(
             [
                 torch.bincount(self.federation.y[self.federation.train.of(number)], minlength=4)
@@ -160,7 +160,8 @@ WRONG = {
     ),
     "a whole number in memory": (
         {"first": {"counter": {"rounds": 0}}},
-        r"first_memory of Mine returned 0 for counter.rounds; valid: a tensor, such as torch.tensor\(0.0\)",
+        r"first_memory of Mine returned 0 for counter.rounds; valid: a tensor, such as "
+        r"torch.tensor\(0.0\)",
     ),
     "a memory without trees": (
         {"first": {"counter": torch.zeros(2)}},

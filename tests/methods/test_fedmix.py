@@ -216,7 +216,9 @@ def test_what_cannot_be_mixed_is_refused():
         match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape \(4,\)",
     ):
         equipoise.train(pictures, method="fedmix", rounds=1)
-    with pytest.raises(InputError, match="fedmix needs at least one client with 2 training samples or more"):
+    with pytest.raises(
+        InputError, match="fedmix needs at least one client with 2 training samples or more"
+    ):
         equipoise.train(images(sizes=[1] * 5), method="fedmix", rounds=1)
 
 
