@@ -1,6 +1,4 @@
-"""The registry: every method by its name, with options that are checked, written down and read
-back.
-"""
+"""The registry: every method by name, with options that are checked, written and read back."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ def test_hyper_parameters_of_an_exchanged_part_are_refused(given, named):
 
 def test_a_name_that_is_taken_is_refused():
     class Impostor(FedProx):
-        """Something else."""
+        """Another part."""
 
     with pytest.raises(
         InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"

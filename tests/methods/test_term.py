@@ -33,9 +33,7 @@ def weights_of(**options):
 
 
 def objective(losses, t, tau, groups):
-    """The hierarchical objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ
-    F_k).
-    """
+    """The objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ F_k)."""
     total = 0.0
     for group in set(groups.tolist()):
         inside = torch.from_numpy(groups == group)

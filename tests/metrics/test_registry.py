@@ -1,4 +1,4 @@
-"""Metrics of one's own: what can be registered, what is refused, and what a value may be."""
+"""User-defined metrics: what can be registered, what is refused, and valid values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_what_is_no_metric(options, message):
         ([3], "evaluation.metrics must be names of metrics, or metrics, got 3"),
         (
             [error_rate],
-            r"has the function error_rate, which does not say which way is better; write Metric\(function=",
+            r"has the function error_rate, which does not say which way is better; "
+            r"write Metric\(function=",
         ),
     ],
 )

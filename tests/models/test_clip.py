@@ -1,6 +1,4 @@
-"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models written
-to disk.
-"""
+"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def pixels(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def their_scores(folder: str, x: Tensor, texts: list[str]) -> Tensor:
-    """What transformers' own CLIP says of images and texts."""
+    """The outputs of transformers' own CLIP for images and texts."""
     model = library().CLIPModel.from_pretrained(folder).to(x.dtype).eval()
     tokens = library().AutoTokenizer.from_pretrained(folder)(
         texts, return_tensors="pt", padding=True
@@ -342,7 +340,7 @@ def test_texts_are_counted_once_a_batch_and_not_once_a_sample():
         ).trainer.engine.network
         for classes in (3, 6)
     )
-    # Of each sample there are its embedding at length 1 and its scores.
+    # For each sample there are its embedding of length 1 and its scores.
     assert (one.activations, many.activations) == (8 + 3, 8 + 6)
     assert many.fixed_activations == 2 * one.fixed_activations > 1000
 

@@ -1,6 +1,4 @@
-"""Functions that are carried out for models: the values of PyTorch's, and numbers that belong to
-client and sample.
-"""
+"""Replaced functions: the values of PyTorch's, and random numbers by client and sample."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MASKS = {
     "partial": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]],
     "one": [[1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 0]],
 }
-# How the axes of clients, samples and channels lie in memory, the outermost first.
+# Memory orders of the axes of clients, samples and channels, outermost first.
 LAYOUTS = pytest.mark.parametrize(
     "layout",
     [(0, 1, 2), (1, 0, 2), (2, 1, 0)],
@@ -57,7 +57,7 @@ def normal(*shape, seed=0):
 
 
 def laid_out(x, layout):
-    """The same numbers with leading axes in another order of memory."""
+    """The same numbers with leading axes in another memory order."""
     return (
         x.permute(*layout, *range(3, x.dim()))
         .contiguous()
@@ -92,9 +92,7 @@ def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-
 
 
 def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3):
-    """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples
-    alone.
-    """
+    """One client in float64: output of all rows, statistics of ``nn.BatchNorm`` on samples only."""
     rows = slice(None) if mask is None else mask[client].bool()
     layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
     layer.running_mean, layer.running_var = (
@@ -129,7 +127,7 @@ def test_norm_is_pytorchs_on_every_clients_samples(positions, mask, layout):
     x = laid_out(3 + 2 * normal(CLIENTS, SAMPLES, CHANNELS, *positions), layout).requires_grad_()
     weight, bias = (normal(CLIENTS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
     mean, var = statistics()
-    # An upper gradient in padding rows too: nobody may rely on it being zero.
+    # The upper gradient is also non-zero in padding rows, because it must not be assumed zero.
     towards = laid_out(normal(*x.shape, seed=5), (0, 1, 2))
     y, new_mean, new_var = normalised(x, weight, bias, mask, mean, var)
     assert order(y) == order(x), "a later layer would have to copy"
@@ -197,7 +195,7 @@ def test_norm_of_images_whose_positions_do_not_follow_each_other():
 
 
 def test_variance_far_from_zero_is_not_lost():
-    """Deviations of one around ten thousand: in float32 the mean of squares knows nothing of them."""
+    """Deviations of one around ten thousand, which are lost in the float32 mean of squares."""
     x = 1e4 + normal(2, 9, 1, 32, 32)
     _, mean, var = vmap(
         lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
@@ -393,7 +391,7 @@ def test_a_device_without_kernels_is_told_once(monkeypatch):
 
 
 def test_a_gradient_inside_vmap():
-    """A client's own loss may hold a gradient."""
+    """A client's loss may contain a gradient."""
     x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
 
     def loss(pool, norm):
@@ -418,7 +416,7 @@ def test_a_gradient_inside_vmap():
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Let layers of stacked clients use the kernels on this device, and say how often they did."""
+    """Use the kernels for layers of stacked clients on this device, and count their calls."""
     calls = []
 
     def chosen(x):
@@ -448,7 +446,7 @@ def test_the_layers_use_the_kernels_for_stacked_clients_only(everywhere):
 def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(
     masked, everywhere, monkeypatch
 ):
-    # Else convolutions on a GPU would be what differs.
+    # Otherwise the difference would come from convolutions on a GPU.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     module = build("bncnn", shape=(2, 9, 8), classes=3, channels=(4, 3), pools=2, hidden=(5,))
     clients, rows = 3, 4

@@ -1,4 +1,4 @@
-"""The next-character model: equal to PyTorch's own LSTM, alone, stacked, and trained by the engine."""
+"""The next-character model: equal to PyTorch's LSTM, single, stacked, and in the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def numbers(*shape, high, seed=0):
 
 
 class Theirs(nn.Module):
-    """The same model out of PyTorch's layers."""
+    """The same model with PyTorch's layers."""
 
     def __init__(self, vocabulary, classes, embedding, hidden, layers):
         super().__init__()
@@ -163,7 +163,7 @@ def test_stacked_clients_match_one_client_at_a_time():
 
 
 def cell(drive, recurrent, cell):
-    """What the GPU's kernel does, in plain operations."""
+    """The GPU kernel in plain operations."""
     enter, keep, new, leave = (drive + recurrent).chunk(4, dim=-1)
     gates = [enter.sigmoid(), keep.sigmoid(), new.tanh(), leave.sigmoid()]
     cell = gates[1] * cell + gates[0] * gates[2]
@@ -185,7 +185,7 @@ def cell_gradient(of_output, of_cell, before, cell, gates):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The fused recurrence of one client, with plain operations in place of the GPU's kernels."""
+    """The fused recurrence of one client, with plain operations instead of GPU kernels."""
     monkeypatch.setattr(recurrent, "fused_cell", cell)
     monkeypatch.setattr(recurrent, "fused_cell_gradient", cell_gradient)
 
@@ -247,9 +247,7 @@ def test_the_fused_recurrence_inside_transforms(fused):
 
 
 def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
-    """One round of one full batch a client: the new model is the mean, by size, of what plain
-    PyTorch makes of each.
-    """
+    """One full-batch round: the new model is the mean, by size, of plain PyTorch's models."""
     sizes = [6, 3, 8, 5]
     x, y = numbers(22, 10, high=9), numbers(22, high=9, seed=1)
     clients = np.repeat(np.arange(4), sizes)
@@ -275,7 +273,7 @@ def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
 
 
 def test_learns_which_character_follows():
-    """A text that goes round a circle of five characters can be predicted without error."""
+    """A cyclic text of five characters can be predicted without error."""
     model = build("charlstm", shape=(6,), classes=5, hidden=16, seed=0)
     x = (torch.arange(5)[:, None] + torch.arange(6)) % 5
     y = (x[:, -1] + 1) % 5

@@ -1,4 +1,4 @@
-"""Text encoders from disk against transformers itself, and the label vectors that they make."""
+"""Text encoders from disk against transformers, and their label vectors."""
 
 from __future__ import annotations
 
