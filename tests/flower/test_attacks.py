@@ -1,6 +1,4 @@
-"""Attacks on a federation in processes of their own: each is refused, and the run ends as without
-them.
-"""
+"""Attacks on a federation in separate processes: each is refused, and the run is unaffected."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from tests.run.small import rows_of
 pytestmark = pytest.mark.slow
 
 CLIP = 0.05
-# A server that asks too much of one client in each of three rounds. It waits for the nodes that the
-# test starts, so that everything happens in the same order however fast the machine is.
+# A server that requests too much of one client in each of three rounds. It waits for the nodes that
+# the test starts, so that the order does not depend on the speed of the machine.
 HOSTILE = """
 import json
 import time
@@ -58,9 +56,7 @@ FlowerEngine.messages = _hostile
 
 
 def test_attacks_over_real_processes(tmp_path):
-    """Identity theft, a stranger, path traversal, another rule and DP switched off, in one
-    federation.
-    """
+    """Identity theft, an uninvited client, path traversal, another rule, and DP turned off."""
     roster, out = tmp_path / "roster.yaml", tmp_path / "out"
     roster.write_text("{0: , 1: , 2: , 3: }\n")
     path = world(
@@ -100,7 +96,10 @@ def test_attacks_over_real_processes(tmp_path):
         flower.begin(
             tmp_path / "app", name="weakened", out=str(weakened), set="flower.privacy=null"
         )
-        reason = "cannot take part: the client refuses: the run weakens flower.privacy: none instead of clip 0.05"
+        reason = (
+            "cannot take part: the client refuses: the run weakens flower.privacy: none instead of "
+            "clip 0.05"
+        )
         wait_until(
             lambda: flower.log("weakened").count(reason) == 6, PATIENCE, "all six nodes to refuse"
         )
@@ -111,7 +110,7 @@ def test_attacks_over_real_processes(tmp_path):
     assert "cannot take part: client 7 is not in the roster" in log
     rows = rows_of(out, "rounds")
     left_out = [set(row.get("left_out", {})) for row in rows]
-    # Client 3 returns in round 3, 4 or 5, whenever its process is ready.
+    # Client 3 returns in round 3, 4 or 5, when its process is ready.
     assert [left - {"3"} for left in left_out] == [set(), {"0"}, {"1"}, set(), set()], log[-3000:]
     assert "3" in left_out[1]
     assert "3" not in left_out[4]

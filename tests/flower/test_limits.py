@@ -1,4 +1,4 @@
-"""What a silo refuses, whatever the server and its messages say."""
+"""What a silo refuses, whatever the server and its messages request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path, silos):
 
 
 class Hostile(LoopGrid):
-    """A server that changes its messages to client 1 of one kind in its second round."""
+    """A server that changes its messages of one kind to client 1 in its second round."""
 
     def __init__(self, *args, kind, order, **kwargs):
         super().__init__(*args, **kwargs)
@@ -188,7 +188,7 @@ def test_questions_are_not_answered_under_privacy(folder):
     ],
 )
 def test_what_cannot_be_protected_does_not_leave(sections, says, folder):
-    """The server would refuse this too; a client does not rely on it."""
+    """The server would refuse this too, but a client does not rely on it."""
     path = write_experiment(folder, **sections, flower={"privacy": {"clip": 1.0}})
     assert says in answer_of(path, own_nodes(folder)[0], "train").error.reason
 

@@ -1,4 +1,4 @@
-"""Where a client's data come from, and what the server learns of them."""
+"""Where a client's data come from, and what the server gets to know."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_silo_has_the_splits_it_has_among_all_others(folder):
 
 
 def own_federation(node):
-    """What a user might write: the client's own data, from wherever."""
+    """A user-defined function that returns the client's own data."""
     together = load("silos", root=node["where"], classes=10)
     client = node["client"]
     rows = {s: together.split(s).of(client) for s in ("train", "val", "test")}
@@ -185,7 +185,8 @@ def test_the_roster_keeps_numbers_and_puts_new_groups_last():
     [
         (
             {"shape": (1, 28, 28)},
-            r"client 2 \(plain 3\) has shape \(1, 28, 28\), client 0 .* \(1, 8, 8\); they must agree",
+            r"client 2 \(plain 3\) has shape \(1, 28, 28\), client 0 .* \(1, 8, 8\); they must "
+            "agree",
         ),
         (
             {"outputs": 9},

@@ -207,7 +207,8 @@ def test_what_cannot_be_mixed_is_refused():
     )
     with pytest.raises(
         InputError,
-        match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape \(4,\)",
+        match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape "
+        r"\(4,\)",
     ):
         equipoise.train(pictures, method="fedmix", rounds=1)
     with pytest.raises(
