@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code."""
+"""The command line: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_json(call, *arguments):
 HEAVY = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "yaml"}
 
 
-# Some versions of Typer themselves use pydantic for the options of a command.
+# Some versions of Typer use pydantic for the options of a command.
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
@@ -618,7 +618,7 @@ def test_histogram_uses_the_full_height():
             ["digits", "--picture", "a.bmp"],
             "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n",
         ),
-        # Only what was typed is named.
+        # Only typed values are named.
         (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
         (
             ["cifar", "--set", "root=.", "--seed", "1"],
@@ -764,7 +764,10 @@ def test_permissions_alone_do_not_tell(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(paths, "TemporaryFile", refuse)
-    says = r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); choose another"
+    says = (
+        r"cannot make the directory .*x/y: nothing can be made in .* \(Permission denied\); "
+        "choose another"
+    )
     with pytest.raises(InputError, match=says):
         paths.check_directory(tmp_path / "x" / "y", "choose another")
     with pytest.raises(
@@ -801,7 +804,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_of_the_front_page(monkeypatch):
-    # What README registers must not stay with the tests that come after.
+    # What README registers must not affect later tests.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._PARTS))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(models, "MODELS", dict(models.MODELS))

@@ -1,4 +1,4 @@
-"""Experiment files: what they accept, what they refuse, and in which words."""
+"""Experiment files: what they accept, what they refuse, and with which messages."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_overrides_replace_names_or_reach_inside():
     assert experiment(
         "training.schedule=cosine", "training.schedule.floor=0.5"
     ).training.schedule == Schedule(kind="cosine", floor=0.5)
-    # What is left of the other method has no meaning for the new one.
+    # The remaining options of the other method are not valid for the new one.
     assert "unknown key 'method.mu' in x.yaml" in refusal("method.name=scaffold", **base)
 
 
@@ -394,7 +394,10 @@ def test_keys_that_are_merged_may_be_replaced(tmp_path):
 
 @pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "betas"])
 def test_options_of_the_optimizer_are_pointed_to(key):
-    message = rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? Valid: .*training\.rounds"
+    message = (
+        rf"unknown key 'training\.{key}' in x\.yaml; did you mean 'training\.optimizer\.{key}'\? "
+        r"Valid: .*training\.rounds"
+    )
     with pytest.raises(InputError, match=message):
         experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
 

@@ -143,6 +143,7 @@ def test_rows_are_flattened_whatever_they_hold(shape, wanted):
 def test_a_part_without_parameters_is_no_unknown_part(names, part):
     with pytest.raises(
         InputError,
-        match=f"names the part '{part}', but the model has nothing there that can be trained; valid: .*mlp",
+        match=f"names the part '{part}', but the model has nothing there that can be trained; "
+        "valid: .*mlp",
     ):
         select(names, part)

@@ -283,7 +283,7 @@ class Branching(nn.Module):
     ("condition", "says"),
     [
         (lambda y: y.abs().max() < 1e9, "it has an if or a loop that depends on values"),
-        (lambda y: y.abs().max().item() < 1e9, r"it calls .item\(\), float\(\) or the like"),
+        (lambda y: y.abs().max().item() < 1e9, r"it calls .item\(\), float\(\) or similar"),
     ],
 )
 def test_a_module_that_cannot_be_stacked_is_trained_one_client_at_a_time(condition, says):

@@ -216,7 +216,7 @@ def test_another_number_of_rows_is_refused(rows):
 def test_a_question_that_looks_at_a_model_needs_one(question, rule):
     with pytest.raises(
         InputError,
-        match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model=",
+        match=r"uses 'features\..*' of the model, but no model was given; valid: .*model=",
     ):
         cohort_of(rule).ask(question)
 

@@ -1,6 +1,4 @@
-"""Reports in a browser: drawn without errors, readable on a phone and on a wide screen, light and
-dark.
-"""
+"""Reports in a browser: without errors, readable on a phone and a wide screen, light and dark."""
 
 from __future__ import annotations
 
@@ -47,27 +45,32 @@ const body = getComputedStyle(document.body).backgroundColor;
 const charts = [...document.querySelectorAll("figure > svg")].map(svg => {
   const own = svg.getBoundingClientRect();
   const marks = [...svg.querySelectorAll("path, use")].filter(mark => !mark.closest("ul"));
-  const drawn = marks.filter(mark => { const box = mark.getBoundingClientRect(); return box.width + box.height > 0; });
+  const drawn = marks.filter(mark => {
+    const box = mark.getBoundingClientRect(); return box.width + box.height > 0;
+  });
   const outside = [...svg.querySelectorAll("text")].filter(text => {
     const box = text.getBoundingClientRect();
-    return box.left < own.left - 1 || box.right > own.right + 1 || box.top < own.top - 1 || box.bottom > own.bottom + 1;
+    return box.left < own.left - 1 || box.right > own.right + 1
+      || box.top < own.top - 1 || box.bottom > own.bottom + 1;
   }).map(text => text.textContent);
   const panel = getComputedStyle(svg).backgroundColor;
-  const series = [...svg.querySelectorAll(".points")].map(group => contrast(getComputedStyle(group).fill, panel));
+  const series = [...svg.querySelectorAll(".points")].map(
+    group => contrast(getComputedStyle(group).fill, panel));
   const label = getComputedStyle(svg.querySelector("text")).fill;
   const height = [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect())
     .map(box => Math.min(box.width, box.height)).reduce((a, b) => Math.max(a, b), 0);
   return {marks: marks.length, drawn: drawn.length, outside, series: Math.min(...series), height,
           text: contrast(label, panel), label: svg.getAttribute("aria-label")};
 });
-const soft = [...document.querySelectorAll("p, td, th, dd, dt, li, a, summary, h1, h2, h3, h4")].map(element =>
+const words = "p, td, th, dd, dt, li, a, summary, h1, h2, h3, h4";
+const soft = [...document.querySelectorAll(words)].map(element =>
   contrast(getComputedStyle(element).color, body));
 const found = {wide: document.documentElement.scrollWidth, body, charts, text: Math.min(...soft),
                width: innerWidth, hidden: document.querySelectorAll("figure").length};
 parent.postMessage(JSON.stringify(found), "*");
 </script>
 """
-# Windows cannot be as narrow as a phone, but frames can.
+# A window cannot be as narrow as a phone, but a frame can.
 FRAME = """<!DOCTYPE html><script>
 onmessage = event => document.documentElement.setAttribute("data-found", event.data);
 </script><iframe src="report.html" style="border:0;width:{width}px;height:900px"></iframe>"""
@@ -89,7 +92,7 @@ def page(request, tmp_path_factory):
 
 
 def opened(page, profile, *options):
-    """Open a page without a window; return it as laid out, and what the browser says about it."""
+    """Open a page without a window; return its layout and the browser's messages."""
     command = [
         BROWSER,
         "--headless",

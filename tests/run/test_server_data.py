@@ -110,7 +110,7 @@ def test_official_test_samples_stay_with_the_server():
     everything = np.concatenate([held, made.server["val"], made.server["test"]])
     assert sorted(everything.tolist()) == list(range(60))
     assert (made.test.sizes > 0).all()
-    # Without the option, clients share the official test samples among them, as before.
+    # Without the option, the official test samples are divided among clients, as before.
     assert federate(source, Iid(4)).server == {}
     with pytest.raises(InputError, match="needs published test samples"):
         federate(Source(x=source.x, y=source.y), Iid(4), test="server")

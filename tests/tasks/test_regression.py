@@ -1,4 +1,4 @@
-"""The loss of a regression by hand, and outputs that do not lie beside their targets."""
+"""The loss of a regression by hand, and outputs whose shape does not match the targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGRESSION = tasks.build("regression")
         ([[1.0], [3.0]], [0.0, 1.0], [1.0, 4.0]),
         ([1.0, 3.0], [[0.0], [1.0]], [1.0, 4.0]),
         ([1.0, 3.0], [0.0, 1.0], [1.0, 4.0]),
-        # A model that squeezes, and a batch of one.
+        # A model that removes an axis, and a batch of one.
         (3.0, [1.0], [4.0]),
         (3.0, [[1.0]], [4.0]),
     ],
@@ -48,7 +48,10 @@ def test_a_last_dimension_of_one_does_not_matter(output, y, wanted):
     ],
 )
 def test_other_shapes_are_refused_also_when_stacked(output, y):
-    message = rf"numbers of shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
+    message = (
+        rf"numbers of shape \({str(output)[1:-1]}\), but its targets have shape "
+        rf"\({str(y)[1:-1]}\); valid: the same"
+    )
     with pytest.raises(InputError, match=message):
         REGRESSION.loss(torch.zeros(output), torch.zeros(y))
     with pytest.raises(InputError, match=message):
@@ -56,7 +59,7 @@ def test_other_shapes_are_refused_also_when_stacked(output, y):
 
 
 class Turned(nn.Module):
-    """Answers with samples in columns."""
+    """Returns samples in columns."""
 
     def forward(self, x):
         return x.T

@@ -1,6 +1,4 @@
-"""Segmentation: Dice by a slow loop, empty masks, what is refused, masks that move with images, and
-a real training.
-"""
+"""Segmentation: Dice by a slow loop, empty masks, refusals, augmentation, and a training run."""
 
 from __future__ import annotations
 
@@ -81,8 +79,7 @@ def test_empty_masks():
 
 def test_classes_that_are_absent_do_not_count():
     mask = torch.tensor([[[0, 1], [0, 1]]])
-    # Class 1 is half found: 2 * 1 / (2 + 1). Class 2 is nowhere, class 3 is predicted but not
-    # there.
+    # Class 1 is half found: 2 * 1 / (2 + 1). Class 2 is absent, class 3 is predicted but absent.
     half, wrong = torch.tensor([[[0, 1], [0, 0]]]), torch.tensor([[[0, 1], [3, 0]]])
     assert float(SEGMENTATION.metrics(certain(half, 4), mask)["dice"]) == pytest.approx(2 / 3)
     assert float(SEGMENTATION.metrics(certain(wrong, 4), mask)["dice"]) == pytest.approx(
@@ -193,7 +190,7 @@ def test_a_model_for_classes_of_samples_is_refused():
 
 
 class Sharpened:
-    """Changes brightness alone, or does not say so."""
+    """Changes brightness only, with or without declaring it."""
 
     def __call__(self, x, keys):
         return 2 * x
@@ -201,9 +198,7 @@ class Sharpened:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_masks_move_with_their_images(chunk):
-    """A pixel's class is its value, so a 1x1 convolution that has learned this stays right only if
-    both move alike.
-    """
+    """A pixel's class is its value, so a trained 1x1 convolution is right only if both move."""
     draws = np.random.default_rng(0)
     y = draws.integers(0, 2, (24, 5, 7))
     x = torch.tensor(y[:, None], dtype=torch.float64) * 2 - 1
