@@ -34,8 +34,8 @@ COLUMNS = (
     "hours-per-week",
     "native-country",
 )
-# Centre and scale are constants, so that a client with data of its own computes the same inputs as
-# all others.
+# Centre and scale are constants, so that a client with its own data computes the same inputs as all
+# others.
 NUMBERS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "age": lambda values: (values - 40) / 13,
     "education-num": lambda values: (values - 10) / 2.5,

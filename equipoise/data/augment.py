@@ -194,7 +194,7 @@ def check_augmentations(
             )
         if task.spatial and moves_pixels(augmentation) is None:
             raise InputError(
-                f"training.augment: {type(augmentation).__name__} does not say whether it moves "
-                f"pixels, which decides whether the targets of a {task.name} change too; valid: a "
+                f"training.augment: {type(augmentation).__name__} does not declare whether it "
+                f"moves pixels, so that the targets of a {task.name} must change too; valid: a "
                 "class attribute moves_pixels = True or False"
             )

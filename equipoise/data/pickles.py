@@ -153,7 +153,7 @@ class _Machine:
             # The arguments are the class and a placeholder shape and type. The state has the real
             # ones.
             if not arguments or arguments[0] != _Function(*_ARRAY):
-                _refuse("it asks for an array of a class of its own")
+                _refuse("it asks for an array of another class")
             self.stack.append(_Array())
         elif function.key in _FROM_BUFFER:
             buffer, kind, shape, order = _exactly(arguments, 4)
@@ -166,7 +166,7 @@ class _Machine:
                 _refuse(f"it asks for the encoding {encoding!r}")
             self.stack.append(self.counted(_text(text).encode("latin1")))
         else:
-            _refuse("it asks for an array with arguments of its own")
+            _refuse("it asks for an array with other arguments")
 
     def values(self, content: Any, kind: Any, shape: Any, by_columns: bool) -> NDArray[Any]:
         if not isinstance(content, bytes):

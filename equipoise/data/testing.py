@@ -98,7 +98,7 @@ def assign_others(
     if assignment.group_names != groups_of(source)[1]:
         raise InputError(
             f"test='group' needs clients in the groups of source {source.name!r}, but the "
-            f"partition {type(partition).__name__} makes groups of its own: "
+            f"partition {type(partition).__name__} makes other groups: "
             f"{', '.join(assignment.group_names)}"
         )
     return assignment

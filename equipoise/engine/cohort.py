@@ -39,10 +39,9 @@ log = logging.getLogger("equipoise")
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
-    ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far,
-    ``delivers`` names what clients hold for good once the round is over. ``local_metrics`` holds
-    loss and metrics of the models that clients have trained, by split, if ``evaluates_local`` asked
-    for them.
+    ``bytes_down`` and ``bytes_up`` are the bytes sent between server and clients so far.
+    ``delivers`` has the trees that clients keep after the round. ``local_metrics`` has loss and
+    metrics of the models that clients have trained, by split, if ``evaluates_local`` is set.
     """
 
     def __init__(
@@ -161,8 +160,8 @@ class StackedCohort:
     def _usable(self, updates: Updates, model: Tree) -> Updates:
         """Leave out clients whose updates cannot be used, unless none can be used.
 
-        If no update is usable, the settings are wrong and not a client. The round loop then says
-        so.
+        If no update can be used, the settings are wrong and not a client. The round loop then
+        raises an error.
         """
         if len(self.ids) == 1 or self.purpose:
             return updates
@@ -171,7 +170,7 @@ class StackedCohort:
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
         log.warning(
-            "round %d goes on without %s",
+            "round %d continues without %s",
             self.round + 1,
             ", ".join(f"client {c}: {why}" for c, why in named.items()),
         )

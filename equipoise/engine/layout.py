@@ -52,7 +52,9 @@ class Layout:
         if stray := sorted(
             name for name in moving if name.startswith(PERSONAL) and name not in self.kept
         ):
-            raise InputError(f"{type(local).__name__} moves {stray[0]} but does not keep it")
+            raise InputError(
+                f"{type(local).__name__} trains {stray[0]} but does not keep it; add it to keeps"
+            )
         self.shared = [name for name in model if name in moving and name not in self.kept]
 
     def travelling(self, model: Tree, initial: Tree) -> list[str]:

@@ -193,8 +193,8 @@ class PhaseRun:
         counts = self.batches.counts[:active, here]
         positions = self.batches.positions[:active, here]
         if active == 1 or self.replay is None:
-            # No wider than its fullest client. Recorded steps keep one width: every other is a
-            # recording of its own.
+            # Not wider than the largest batch. Recorded steps have one width, because every other
+            # width needs its own recording.
             positions = positions[..., : counts.max()]
         mask = None
         if (active > 1 or self.batches.a_step > 1) and (counts < positions.shape[-1]).any():

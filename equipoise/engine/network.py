@@ -259,7 +259,7 @@ class Network:
         self._functions: Carried | None = None
         self.unstackable = ""
         self._slots_of_part: dict[str | None, list[Slot]] = {}
-        # Frozen layers are in evaluation mode in every call, also if no phase says what is trained.
+        # Frozen layers are in evaluation mode in every call, also if no phase sets what is trained.
         self.rest_unless(self._initial.__contains__)
 
     def initial(self) -> Tree:

@@ -527,7 +527,7 @@ class FlowerCohort:
         }
         self._require(len(kept))
         if self.left_out:
-            log.warning("round %d goes on without %s", self.round + 1, reasons(self.left_out))
+            log.warning("round %d continues without %s", self.round + 1, reasons(self.left_out))
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
         if self.evaluates_local:

@@ -234,7 +234,7 @@ class Owners:
         ]
         # Another SuperLink may reuse node ids, but not keys.
         if mine and node.key.startswith(_FINGERPRINT):
-            return f"it says it is client {client}, but has registered as client {mine[0]} before"
+            return f"it registers as client {client}, but has registered as client {mine[0]} before"
         owner = self._of.get(client)
         if owner is None or owner.key == node.key or invited.key is not None:
             return None
@@ -318,7 +318,7 @@ def release(directory: Path, client: int) -> Owner:
     if owner is None:
         taken = ", ".join(map(str, sorted(owners._of))) or "none"
         raise InputError(
-            f"client {client} belongs to nobody in {directory}; numbers that do: {taken}"
+            f"client {client} has no owner in {directory}; clients with an owner: {taken}"
         )
     _append(path, [_release_of(client)])
     return owner

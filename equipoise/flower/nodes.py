@@ -107,7 +107,7 @@ class Nodes:
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within "
                     f"{self.settings.wait:g} s (flower.clients, flower.wait; Flower simulates as "
-                    f"many as --federation-config 'num-supernodes=N' says){why}"
+                    f"many as in --federation-config 'num-supernodes=N'){why}"
                 )
             time.sleep(_LOOK_FOR_ANSWERS)
 

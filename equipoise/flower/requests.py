@@ -64,8 +64,8 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
         raise Refusal("this client evaluates models and never trains")
     if "local" in asked and asked["local"] != json.dumps(describe_part(experiment.method.local)):
         raise Refusal(
-            f"the message has a local rule of its own, {shown(asked['local'])}; the experiment's "
-            "is used here"
+            f"the message has another local rule, {shown(asked['local'])}; valid: the rule of the "
+            "experiment"
         )
     if settings_of(content, EVALUATION).get(LOCAL) and not experiment.evaluation.local:
         raise Refusal("an evaluation of the local model was asked for, but evaluation.local is off")

@@ -2,7 +2,7 @@
 
 An answer is checked against a :class:`Schema`, a registration by :func:`read_registration`. Both
 raise :class:`Misfit` with the reason in one line. The server then leaves the client out and
-continues. What nobody asked for is left out of an answer, and a warning names it.
+continues. Values that were not requested are removed from an answer, with a warning.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class Answer:
     form : str
         The form of the answer to a question; see :func:`equipoise.flower.wire.unpack`.
     lacks : bool
-        Whether the client says that it has lost something that it was sent once. Then there is
-        nothing else.
+        Whether the client reports that it has lost a tree that is sent only once. Then the answer
+        has nothing else.
     """
 
     content: RecordDict
@@ -314,7 +314,7 @@ class Schema:
         ignored += [name for name in content if name not in declared]
         if ignored:
             log.warning(
-                "client %d: left out what nobody asked for: %s", self.client, _several(ignored)
+                "client %d: left out what was not requested: %s", self.client, _several(ignored)
             )
         return Answer(RecordDict(declared), trees, numbers, form)
 
@@ -662,7 +662,7 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
         raise Misfit(f"it registered with {shown(plain)} instead of a description")
     fields = {each.name: each for each in dataclasses.fields(Description)}
     if strays := set(plain) - set(fields):
-        raise Misfit(f"it registered with values that nobody asked for: {_several(strays)}")
+        raise Misfit(f"it registered with values that were not requested: {_several(strays)}")
     for name, each in fields.items():
         if name not in plain and each.default is dataclasses.MISSING:
             raise Misfit(f"it registered without {name}")

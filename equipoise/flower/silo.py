@@ -223,7 +223,7 @@ def _own_engine(
 
 
 def holds_samples(experiment: Experiment) -> bool:
-    """Return whether the server has samples of its own, for testing or validation.
+    """Return whether the server has its own samples, for testing or validation.
 
     Examples
     --------

@@ -156,7 +156,7 @@ class Client2Vec(Wrapper):
         host = self.host
         reason = None
         if isinstance(host.local, Client2Vec):
-            reason = "it has an index of its own"
+            reason = "it already has an index"
         elif host.sees is Sees.DATA:
             reason = "it pools the data of all clients"
         elif host.view.gathers:

@@ -97,7 +97,7 @@ class Gifair(LocalRule, Aggregation):
     choice: str = "bic"
     digest: str | None = None
     lasting = ("loss",)
-    ignores_prior = "GIFAIR uses the clients' shares of all samples, whoever takes part"
+    ignores_prior = "GIFAIR uses the clients' shares of all samples, whichever clients take part"
     needs_everyone = True
 
     def __post_init__(self) -> None:

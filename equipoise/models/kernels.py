@@ -1,14 +1,14 @@
 """BatchNorm and max-pooling of stacked clients, as Triton kernels for a GPU.
 
-What these layers cost is reading and writing their tensors. BatchNorm reads its input twice and
-writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling goes
-over its tensors once each way. Leading axes may lie in memory in any order, because a grouped
-convolution puts samples before clients, and results lie as their input does, so that no layer has
-to copy.
+The cost of these layers is reading and writing their tensors. BatchNorm reads its input twice and
+writes once; its gradient reads input and upper gradient twice and writes once. Max-pooling reads
+each tensor once in both passes. Leading axes may have any memory order, because a grouped
+convolution puts samples before clients. Results have the memory order of their input, so that no
+layer has to copy.
 
 There are no atomic operations: sums run in a fixed order that depends on samples and positions
-alone, so the same input gives the same bits, whoever shares the stack. Only imported where Triton
-is installed: see ``equipoise.models.layers``.
+alone, so the same input gives the same bits, whatever the other clients of the stack. Only imported
+if Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ class StackedNorm(torch.autograd.Function):
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
         none = (None,) * 5
         if torch.is_grad_enabled():
-            # This gradient will be differentiated in turn, which the kernels cannot be.
+            # This gradient will be differentiated again, which the kernels do not support.
             affine = () if weight is None else (weight, bias)
             plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps)
             of_x, *of_affine = torch.func.vjp(plain, x, *affine)[1](upper)
@@ -692,7 +692,7 @@ class StackedMaxPool(torch.autograd.Function):
         """Pass the gradient of every window to its maximum."""
         (winner,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # This gradient will be differentiated in turn, which the kernels cannot be.
+            # This gradient will be differentiated again, which the kernels do not support.
             return _plain_pool_gradient(upper, winner, ctx.size, ctx.window), None
         order = _order(winner)
         of_x = upper.new_empty([winner.shape[axis] for axis in order] + list(ctx.size))

@@ -158,10 +158,10 @@ def _module_with_triton(name: str, device: torch.device) -> Any:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the samples of one client, whose statistics ignore padding rows.
 
-    A batch that leaves a channel a single value has no variance; it is normalised with the running
-    statistics, and leaves them alone. New statistics are assigned, never written in place, so that
+    A batch with a single value per channel has no variance. It is normalised with the running
+    statistics, which do not change. New statistics are assigned, never written in place, so that
     the caller decides whether to keep them. A layer without running statistics normalises every
-    batch by its own, at rest and in evaluation too, as PyTorch's does.
+    batch by its own, also in evaluation, like PyTorch's.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
@@ -644,10 +644,10 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 def convert(module: nn.Module) -> nn.Module:
     """Replace PyTorch's layers, at any depth, by their counterparts in this module.
 
-    Parameters and buffers keep their names, their values and their identity, so what shares them
-    goes on doing so. Classes derived from those of PyTorch are left as they are if they do anything
-    else. Nothing inside a ``Frozen`` is replaced: it sees the samples of all clients as one
-    ordinary batch, in evaluation mode.
+    Parameters and buffers keep their names, their values and their identity, so shared ones stay
+    shared. Subclasses of PyTorch's classes are not replaced if they behave differently. Nothing
+    inside a ``Frozen`` is replaced, because it gets the samples of all clients as one ordinary
+    batch, in evaluation mode.
 
     Examples
     --------

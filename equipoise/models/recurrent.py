@@ -233,7 +233,7 @@ class FusedRecurrence(torch.autograd.Function):
         """Compute the gradients from the last step to the first."""
         driven, weight, outputs, cells, gates = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # This gradient will be differentiated in turn, which the kernels cannot be.
+            # This gradient will be differentiated again, which the kernels do not support.
             return (*torch.func.vjp(recurrence, driven, weight)[1](upper), None)
         steps, clients, samples, _ = outputs.shape
         upper = upper.clone(memory_format=torch.contiguous_format)

@@ -240,7 +240,7 @@ def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
         (
             SOURCE,
             {"test": "group", "partition": Own()},
-            "the partition Own makes groups of its own: rich, poor",
+            "the partition Own makes other groups: rich, poor",
         ),
     ],
 )

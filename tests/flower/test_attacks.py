@@ -115,9 +115,9 @@ def test_attacks_over_real_processes(tmp_path):
     assert "3" in left_out[1]
     assert "3" not in left_out[4]
     assert "'../../../escaped' is not a name for a run" in rows[1]["left_out"]["0"]
-    assert "the message has a local rule of its own" in rows[2]["left_out"]["1"]
+    assert "the message has another local rule" in rows[2]["left_out"]["1"]
     assert "refused a message 'train': '../../../escaped' is not a name for a run" in silos[0]
-    assert "refused a message 'train': the message has a local rule of its own" in silos[1]
+    assert "refused a message 'train': the message has another local rule" in silos[1]
     assert not list(tmp_path.rglob("escaped*"))
     norms = [norm for row in rows for norm in row["notes"]["guard_norms"]]
     assert max(norms) == pytest.approx(CLIP, rel=1e-6), (

@@ -251,7 +251,7 @@ def test_a_number_may_be_given_away_while_the_run_goes_on(folder, at_once):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["9", "OUT"], "client 9 belongs to nobody in .*; numbers that do: 0, 1, 2, 3"),
+        (["9", "OUT"], "client 9 has no owner in .*; clients with an owner: 0, 1, 2, 3"),
         (["1", "OUT/elsewhere"], "holds no owners.jsonl; valid: the directory of a run on Flower"),
     ],
 )
@@ -317,7 +317,9 @@ def test_a_key_has_one_number(folder, at_once):
 
     grid = Blinking(client_app(path), own_nodes(folder, range(3)), keys=with_keys())
     run = serve(grid, load_experiment(path))
-    assert refusals(run)[node(0)] == "it says it is client 3, but has registered as client 0 before"
+    assert (
+        refusals(run)[node(0)] == "it registers as client 3, but has registered as client 0 before"
+    )
     assert [row["cohort"] for row in run.trainer.rounds][-1] == 2
 
 

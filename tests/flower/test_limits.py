@@ -72,7 +72,7 @@ def evaluating_locally(content):
 ORDERS = {
     "another local rule": (
         setting(local=json.dumps(describe_part(build("fedprox", mu=9.0).local))),
-        "the message has a local rule of its own",
+        "the message has another local rule",
     ),
     "a path upwards": (setting(run="../../elsewhere"), "'../../elsewhere' is not a name for a run"),
     "an absolute path": (setting(run="/tmp/elsewhere"), "'/tmp/elsewhere' is not a name for a run"),

@@ -289,7 +289,7 @@ def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, ca
     run_on_loop(path, own_nodes(folder), folder / "honest")
     for file in ("metrics.jsonl", "rounds.jsonl", "model.safetensors"):
         assert (folder / "out" / file).read_bytes() == (folder / "honest" / file).read_bytes()
-    said = [r.getMessage() for r in caplog.records if "nobody asked for" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "was not requested" in r.getMessage()]
     assert len(said) == len(plan)
     assert all(line.isprintable() and len(line) < 400 for line in said)
 

@@ -83,7 +83,7 @@ def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path
     assert [row["left_out"] for row in rows_of(tmp_path, "rounds")] == [{str(LIAR): reason}] * 3
     assert [row["cohort"] for row in rows_of(tmp_path, "rounds")] == [9] * 3
     assert caplog.messages == [
-        f"round {n} goes on without client {LIAR}: {reason}" for n in (1, 2, 3)
+        f"round {n} continues without client {LIAR}: {reason}" for n in (1, 2, 3)
     ]
     tensors, note = load_tensors(tmp_path / "checkpoint.safetensors")
     assert note["round"] == 3

@@ -222,7 +222,7 @@ def test_an_augmentation_must_say_whether_it_moves_pixels():
     how = {"model": {"name": "unet", "width": 2, "depth": 1}, "rounds": 1}
     with pytest.raises(
         InputError,
-        match="Sharpened does not say whether it moves pixels, which decides whether the targets",
+        match="Sharpened does not declare whether it moves pixels, so that the targets",
     ):
         train(federation, augment=(Sharpened(),), **how)
 
