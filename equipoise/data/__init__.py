@@ -122,7 +122,7 @@ def recipe_of(name: str) -> Recipe:
 
 
 def make_partition(name: str, **options: Any) -> Partition:
-    """Make a partition from its name, as configuration files do.
+    """Create a partition by name, as in configuration files.
 
     Parameters
     ----------

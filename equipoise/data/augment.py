@@ -135,7 +135,7 @@ def augmentation_to_plain(augmentation: Any) -> dict[str, Any]:
 
 
 def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
-    """Make an augmentation from its plain form.
+    """Create an augmentation from its plain form.
 
     Parameters
     ----------

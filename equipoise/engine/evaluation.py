@@ -63,7 +63,7 @@ def evaluate_shared(
     -------
     dict of float64 arrays
         One value per client, NaN where a client holds no sample. Counts by attributes that a client
-        withholds are NaN, too.
+        withholds are also NaN.
     """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     if network.batchwise:

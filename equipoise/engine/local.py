@@ -109,7 +109,7 @@ class PhaseRun:
     pace : Pace
         Optimizer, learning rate and clipping.
     replay : Replay, optional
-        Where to record steps for replaying; without one every step is carried out from Python.
+        Where to record steps for replaying; by default every step runs from Python.
     """
 
     def __init__(

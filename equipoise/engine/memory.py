@@ -78,8 +78,8 @@ def _shown(given: Any) -> str:
 class MemoryStore:
     """The memories of all clients that have taken part, stacked; other clients need no storage.
 
-    Round r reads what was committed before it and writes beside it, so a round that is repeated, or
-    resumed after a crash, never applies anything twice.
+    Round r reads the memories committed before it and writes new ones, so a round that is repeated,
+    or resumed after a crash, never applies an update twice.
 
     Examples
     --------

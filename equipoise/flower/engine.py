@@ -292,7 +292,7 @@ class FlowerEngine:
         return []
 
     def hand_out(self, model: Tree, round_: int, *, personal: bool, best: bool) -> dict[int, str]:
-        """Have every client save its final model; return the reason for each client that failed.
+        """Make every client save its final model; return the reason for each that failed.
 
         Parameters
         ----------

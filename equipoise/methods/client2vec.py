@@ -313,11 +313,11 @@ class Client2Vec(Wrapper):
         return WithPrior(cohort, similar_weights(cohort.prior, own, self.lam))
 
     def prepare(self, state: State, cohort: Cohort) -> State:
-        """Let the host prepare with the new prior."""
+        """Call the host's ``prepare`` with the new prior."""
         return super().prepare(state, self._weighed(state, cohort))
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Let the host combine with the new prior."""
+        """Call the host's ``combine`` with the new prior."""
         weighed = self._weighed(state, cohort)
         new = super().combine(state, updates, weighed)
         if self.noise:

@@ -469,7 +469,7 @@ class StackedNorm(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *inputs: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, int, int, int]]:
-        """Count stacked clients among the clients there already are."""
+        """Merge the axis of stacked clients with the existing axis of clients."""
         tensors = (
             _merged(tensor, dim, info.batch_size)
             for tensor, dim in zip(inputs[:6], in_dims, strict=False)
@@ -639,7 +639,7 @@ def _pool_gradient(
 
 
 def max_pool(x: Tensor, window: tuple[int, int]) -> Tensor:
-    """Take the maximum over windows that neither overlap nor leave gaps.
+    """Return the maximum over adjacent windows without overlap.
 
     Parameters
     ----------
@@ -708,7 +708,7 @@ class StackedMaxPool(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, None], x: Tensor, window: tuple[int, int]
     ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        """Count stacked clients among the clients there already are."""
+        """Merge the axis of stacked clients with the existing axis of clients."""
         made = StackedMaxPool.apply(_merged(x, in_dims[0], info.batch_size), window)
         return tuple(tensor.unflatten(0, (info.batch_size, -1)) for tensor in made), (0, 0)
 

@@ -598,7 +598,7 @@ class MaxPool(nn.MaxPool2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take the maximum over the windows of a batch ``[samples, channels, height, width]``."""
+        """Return the maximum over the windows of a batch ``[samples, channels, height, width]``."""
         down, across = self.window
         # The kernels store the position of the maximum of a window in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127

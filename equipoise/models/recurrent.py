@@ -191,13 +191,13 @@ class FusedRecurrence(torch.autograd.Function):
     """:func:`recurrence` with PyTorch's own GPU kernel for a cell, which needs fewer kernels.
 
     Takes ``[steps, clients, samples, 4 * hidden]``, the weights ``[clients, 4 * hidden, hidden]``,
-    and whether a gradient will be asked for. Gives the outputs, and for the gradient the cells and
+    and whether a gradient is needed. Returns the outputs, and for the gradient the cells and
     the open gates of every step.
     """
 
     @staticmethod
     def forward(driven: Tensor, weight: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Go through the steps."""
+        """Compute the steps."""
         _, clients, samples, _ = driven.shape
         back = weight.transpose(1, 2)
         output = driven.new_zeros(clients, samples, weight.shape[-1])
@@ -223,7 +223,7 @@ class FusedRecurrence(torch.autograd.Function):
     def setup_context(
         ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Keep what the gradient needs."""
+        """Save the tensors that the gradient needs."""
         outputs, cells, gates = output
         ctx.mark_non_differentiable(cells, gates)
         ctx.save_for_backward(*inputs[:2], outputs, cells, gates)
@@ -265,7 +265,7 @@ class FusedRecurrence(torch.autograd.Function):
         weight: Tensor,
         keep: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-        """Count stacked clients among the clients there already are."""
+        """Merge the axis of stacked clients with the existing axis of clients."""
         merged = []
         for tensor, dim, axis in ((driven, in_dims[0], 1), (weight, in_dims[1], 0)):
             copies = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor
