@@ -740,7 +740,7 @@ def test_a_task_cannot_measure_a_column_or_an_empty_range():
 
     for members in ({"score": "round"}, {"ranges": {"unseen": (0.0, 1.0)}}):
         with pytest.raises(
-            InputError, match="has a metric called '(round|unseen)', which is already a column"
+            InputError, match="has a metric called '(round|unseen)', which is another column"
         ):
             tasks.register("own_for_schema")(task(**members))
     with pytest.raises(InputError, match=r"has the range \(1.0, 0.0\) for 'f1'"):
